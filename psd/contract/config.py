@@ -1,0 +1,152 @@
+"""Settings of a shard and of a client: frozen, validated on construction, units last in their names.
+
+Values come from flags and the environment (psd/contract/environment.py, psd/cli); nothing below those reads either. A wrong
+value raises ConfigError, whose message says what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+TRANSPORTS = ("auto", "grpc")
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names it and says what was expected."""
+
+
+def parse_address(text: str, what: str) -> tuple[str, int]:
+    """HOST:PORT or [IPV6]:PORT as (host, port); ConfigError names `what`."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:\s/]+):(\d{1,5})", text)
+    if match is None or int(match[2]) > 65535:
+        raise ConfigError(f"{what}: expected HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:7000, got {text!r}")
+    return match[1], int(match[2])
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """INDEX/COUNT as (index, count), such as 0/4."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"--shard: expected INDEX/COUNT with INDEX below COUNT, such as 0/4, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def parse_servers(text: str) -> tuple[str, ...]:
+    """Comma-separated HOST:PORT list, in the order of the shards."""
+    servers = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not servers:
+        raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
+    for server in servers:
+        _, port = parse_address(server, "servers")
+        if port == 0:
+            raise ConfigError(f"servers: {server!r} has port 0; expected the port that the shard listens on")
+    if len(set(servers)) != len(servers):
+        raise ConfigError(f"servers: an address stands twice in {text!r}; each shard has its own")
+    return servers
+
+
+def _check_seconds(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ConfigError(f"{name}: expected {low:g} to {high:g} seconds, got {value:g}")
+
+
+def _check_count(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a shard accepts from peers. Each has a flag of psd-server.
+
+    Attributes:
+        workers_max: ranks of one job. A waiting worker costs a thread (about 50 KiB resident), hence a limit at all.
+        tensors_max: tensors of one job.
+        elements_max: parameters of one job over all shards.
+        message_bytes_max: one gRPC message. Frames need 1 MiB and a header; a declaration about 64 bytes a tensor.
+    """
+
+    workers_max: int = 1024
+    tensors_max: int = 100_000
+    elements_max: int = 1 << 40
+    message_bytes_max: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        _check_count("--max-workers", self.workers_max, 1, 100_000)
+        _check_count("--max-tensors", self.tensors_max, 1, 10_000_000)
+        _check_count("--max-elements", self.elements_max, 1, 1 << 48)
+        _check_count("--max-message-bytes", self.message_bytes_max, 2 << 20, 1 << 30)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One psd-server process.
+
+    Attributes:
+        shard_index, shard_count: which part of the parameters.
+        listen: HOST:PORT to bind; port 0 takes a free one.
+        advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
+        run_id: name of the only run that may join; empty: the first one that does.
+        lease_s: silence after which a worker is no longer waited for.
+        grace_s: time for requests in progress after SIGTERM.
+        exit_when_done: end with status 0 when all workers have left.
+    """
+
+    shard_index: int
+    shard_count: int
+    listen: str = "127.0.0.1:7000"
+    advertise: str = ""
+    run_id: str = ""
+    lease_s: float = 10.0
+    grace_s: float = 10.0
+    exit_when_done: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _check_count("--shard", self.shard_count, 1, 10_000)
+        _check_count("--shard", self.shard_index, 0, self.shard_count - 1)
+        parse_address(self.listen, "--listen")
+        if self.advertise:
+            parse_address(self.advertise, "--advertise")
+        if len(self.run_id.encode()) > 128:
+            raise ConfigError("--run-id: expected at most 128 bytes")
+        _check_seconds("--lease", self.lease_s, 0.1, 86_400)
+        _check_seconds("--grace", self.grace_s, 0, 3_600)
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """One worker's connection.
+
+    Attributes:
+        servers: addresses in the order of the shards.
+        rank, world_size: this worker's number, and how many there are.
+        run_id: the job's name; empty: whatever the shards serve.
+        transport: "auto" takes the best lane that works; a name forces one.
+        wait_timeout_s: longest wait for other workers (a round, a barrier, the staleness bound, initial values).
+        retry_timeout_s: how long an unreachable shard is tried again.
+        report_after_s: a wait longer than this is explained on the log, and again each time it has doubled.
+    """
+
+    servers: tuple[str, ...]
+    rank: int
+    world_size: int
+    run_id: str = ""
+    transport: str = "auto"
+    wait_timeout_s: float = 600.0
+    retry_timeout_s: float = 30.0
+    report_after_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        parse_servers(",".join(self.servers))
+        if self.world_size < 1:
+            raise ConfigError(f"world_size: expected at least 1, got {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank: expected 0 to {self.world_size - 1} (world_size - 1), got {self.rank}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+        _check_seconds("wait_timeout", self.wait_timeout_s, 0.1, 30 * 86_400)
+        _check_seconds("retry_timeout", self.retry_timeout_s, 0, 86_400)
+        _check_seconds("report_after", self.report_after_s, 0.05, 86_400)

@@ -1,0 +1,98 @@
+"""The one place that reads PSD_* environment variables; psd-run and Kubernetes set them, clients take defaults from them.
+
+Explicit arguments win over the environment. Everything below receives frozen values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from psd.contract.config import ClientConfig, ConfigError, parse_servers
+from psd.contract.consistency import Consistency
+
+VARIABLES = {
+    "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
+    "PSD_RANK": "this worker's number, from 0",
+    "PSD_WORLD_SIZE": "number of workers",
+    "PSD_RUN_ID": "name of the job; others are refused",
+    "PSD_CONSISTENCY": "sync, async or ssp:S, unless the script says which",
+    "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
+    "PSD_REDUCE": "mean or sum, unless the script says which",
+    "PSD_TRANSPORT": "auto or grpc, unless the script says which",
+    "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
+    "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
+}
+"""Every variable that psd reads, and what it means; psd-run --help prints this table."""
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name}: expected seconds, got {text!r}") from None
+
+
+def client_config(
+    *,
+    servers: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    run_id: str | None = None,
+    transport: str | None = None,
+    wait_timeout: float | None = None,
+    retry_timeout: float | None = None,
+    report_after: float | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ClientConfig:
+    """A client's settings: arguments first, then the environment, then defaults.
+
+    Raises:
+        ConfigError: a value is wrong, or servers, rank or world_size are given nowhere.
+    """
+    servers = servers if servers is not None else environ.get("PSD_SERVERS")
+    rank = rank if rank is not None else _integer(environ, "PSD_RANK")
+    world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
+    for name, value in (("servers", servers), ("rank", rank), ("world_size", world_size)):
+        if value is None:
+            raise ConfigError(
+                f"{name}: not given. Pass {name}= to connect(), set PSD_{name.upper()}, or start the script with psd-run"
+            )
+    assert servers is not None
+    assert rank is not None
+    assert world_size is not None
+    seconds = {
+        "wait_timeout_s": wait_timeout if wait_timeout is not None else _seconds(environ, "PSD_WAIT_TIMEOUT"),
+        "retry_timeout_s": retry_timeout if retry_timeout is not None else _seconds(environ, "PSD_RETRY_TIMEOUT"),
+        "report_after_s": report_after,
+    }
+    return ClientConfig(
+        servers=parse_servers(servers),
+        rank=rank,
+        world_size=world_size,
+        run_id=run_id if run_id is not None else environ.get("PSD_RUN_ID", ""),
+        transport=transport or environ.get("PSD_TRANSPORT", "auto"),
+        **{name: value for name, value in seconds.items() if value is not None},
+    )
+
+
+def job_defaults(environ: Mapping[str, str] = os.environ) -> tuple[Consistency, int, str]:
+    """Consistency, quorum (0: all) and reduction for scripts that do not say."""
+    return (
+        Consistency.parse(environ.get("PSD_CONSISTENCY", "sync")),
+        _integer(environ, "PSD_QUORUM") or 0,
+        environ.get("PSD_REDUCE", "mean"),
+    )

@@ -1,0 +1,175 @@
+"""Every error that crosses the wire, in one tree, and the one table from reasons to gRPC status codes.
+
+    PsdError
+    ├── InvalidRequest            a field is wrong; a bug in the caller
+    │   ├── InvalidTensor         a tensor's name, shape, dtype or bytes
+    │   ├── NonFiniteGradient     NaN or infinity in a gradient or an initial value
+    │   └── BlockOutOfRange       a block that this shard does not own
+    ├── WrongShard                the address belongs to another shard
+    ├── ForeignRun                the shard serves another run
+    ├── ShardRestarted            the shard is not the one that the worker joined
+    ├── LayoutMismatch            the two sides cut the parameters differently
+    ├── SpecMismatch              another job spec was declared first
+    ├── ScalarsDisagree           workers of one round use different learning rates or the like
+    ├── NotDeclared               the shard has no job, or no initial values, yet
+    ├── SessionFenced             the worker's session has ended: its lease ran out, or its rank joined again
+    ├── WaitTimeout               a wait for other workers reached its deadline
+    │   └── BarrierTimeout
+    ├── Overloaded                a limit on concurrent work is reached
+    ├── Draining                  the shard is shutting down
+    ├── ShardUnavailable          raised by clients: a shard could not be reached until the deadline
+    └── InternalError             a defect of the shard; its log has the traceback
+
+A class's name is its *reason*, which travels in trailing metadata beside the status, so that clients raise the same class that
+the shard raised. `code` is the name of a gRPC status, chosen by what the caller should do (see the gRPC guide on status codes).
+This module imports nothing: the rim and the clients turn the names into their library's objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+REASON_KEY = "psd-reason"
+DETAIL_KEY = "psd-detail-bin"
+"""Trailing metadata: the class name, and a JSON object of `PsdError.detail`."""
+
+
+class PsdError(Exception):
+    """Base of psd's errors.
+
+    Attributes:
+        code: name of the gRPC status that carries the error.
+        detail: JSON-serializable facts for programs, such as the ranks that were waited for.
+    """
+
+    code: ClassVar[str] = "UNKNOWN"
+
+    def __init__(self, message: str, **detail: Any) -> None:
+        super().__init__(message)
+        self.detail = detail
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__name__ in _BY_REASON:
+            raise TypeError(f"two errors have the reason {cls.__name__}")
+        _BY_REASON[cls.__name__] = cls
+
+    @property
+    def reason(self) -> str:
+        """The name under which the error travels."""
+        return type(self).__name__
+
+
+_BY_REASON: dict[str, type[PsdError]] = {}
+
+
+class InvalidRequest(PsdError, ValueError):
+    """A field of the request is wrong; the message names the field and the limit."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class InvalidTensor(InvalidRequest):
+    """A tensor's name, shape, dtype or number of bytes is wrong."""
+
+
+class NonFiniteGradient(InvalidRequest):
+    """A gradient or an initial value holds NaN or infinity. Detail: rank, tensor, clock."""
+
+
+class BlockOutOfRange(InvalidRequest):
+    """The block does not exist or belongs to another shard."""
+
+    code = "OUT_OF_RANGE"
+
+
+class WrongShard(PsdError):
+    """The address belongs to another shard, or the job has another number of shards."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class ForeignRun(PsdError):
+    """The shard serves another run."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class ShardRestarted(PsdError):
+    """The shard is a later incarnation than the one that the worker joined. Detail: shard."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class LayoutMismatch(PsdError):
+    """Worker and shard cut the parameters into different blocks."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class SpecMismatch(PsdError):
+    """Another job spec was declared first; the message names the first difference."""
+
+    code = "ALREADY_EXISTS"
+
+
+class ScalarsDisagree(PsdError):
+    """Two workers of one round pushed different scalars. Detail: ranks, group, scalar."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotDeclared(PsdError):
+    """The shard has no job spec, or no initial values, yet."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class SessionFenced(PsdError):
+    """The worker's session has ended. Detail: cause, "expired" (join again) or "superseded" (somebody has the rank)."""
+
+    code = "ABORTED"
+
+
+class WaitTimeout(PsdError):
+    """A wait for other workers reached its deadline. Detail: missing, the ranks that were waited for."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class BarrierTimeout(WaitTimeout):
+    """Not everybody arrived at a barrier in time; the arrival was withdrawn. Detail: missing, the absent ranks."""
+
+
+class Overloaded(PsdError):
+    """A limit on concurrent work is reached; the same call may succeed later."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class Draining(PsdError):
+    """The shard is shutting down."""
+
+    code = "UNAVAILABLE"
+
+
+class ShardUnavailable(PsdError):
+    """A shard could not be reached until the caller's deadline. Detail: shard, address."""
+
+    code = "UNAVAILABLE"
+
+
+class InternalError(PsdError):
+    """A defect of the shard. The message is generic: the shard's log has the traceback."""
+
+    code = "INTERNAL"
+
+
+def reasons() -> dict[str, type[PsdError]]:
+    """All errors by reason."""
+    return dict(_BY_REASON)
+
+
+def error_from(reason: str, message: str, detail: dict[str, Any]) -> PsdError:
+    """The error that a peer raised; a reason of a newer peer that this version does not know becomes a plain PsdError."""
+    return _BY_REASON.get(reason, PsdError)(message, **detail)

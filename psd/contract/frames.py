@@ -1,0 +1,132 @@
+"""Frames: protobuf messages whose bulk data is the last field, built and read without copying the data more than once.
+
+A frame on the wire is  [header fields] [padding, field 14] [tag and length of the payload, field 15] [payload].  It is the
+very bytes that protobuf would write for the same message (a test compares them), so any stock client can speak it. `join`
+makes one; `split` takes one apart whatever order a foreign serializer chose. The padding lets the payload start on an 8-byte
+boundary, which the kernels need; a frame without it costs a copy, nothing else.
+
+Must not know what the fields mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest, InvalidTensor
+
+PADDING_FIELD = 14
+PAYLOAD_FIELD = 15
+ALIGNMENT = 8  # of float64; bytes objects themselves start on 16-byte boundaries
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
+_PADDING_TAG = PADDING_FIELD << 3 | _LENGTH
+_PAYLOAD_TAG = PAYLOAD_FIELD << 3 | _LENGTH
+# By the number of bytes needed mod 8. A field with content has three bytes at least (protobuf leaves out an empty one), so one
+# and two become nine and ten.
+_PADDINGS = tuple(b"" if n == 0 else bytes([_PADDING_TAG, n - 2]) + bytes(n - 2) for n in (0, 9, 10, 3, 4, 5, 6, 7))
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def join(head: bytes, payload: bytes | memoryview | NDArray[Any] | None) -> bytes:
+    """The frame of a serialized message without its payload, and the payload (C-contiguous), which is copied once."""
+    view = memoryview(payload if payload is not None else b"")  # type: ignore[arg-type]  # an ndarray is a buffer
+    if not view.nbytes:
+        return head
+    view = view.cast("B")
+    prefix = bytes([_PAYLOAD_TAG]) + _varint(view.nbytes)
+    padding = _PADDINGS[-(len(head) + len(prefix)) % ALIGNMENT]
+    return b"".join((head, padding, prefix, view))
+
+
+def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:
+    """A frame's serialized message without the payload, and a view of the payload (empty if there is none).
+
+    Raises:
+        InvalidRequest: the bytes are no protobuf message; `what` names it.
+    """
+    view = memoryview(frame)
+    position, end = 0, len(frame)
+    while position < end:
+        start = position
+        tag, position = _read_varint(frame, position, what)
+        wire_type = tag & 7
+        if wire_type == _LENGTH:
+            length, position = _read_varint(frame, position, what)
+            if length > end - position:
+                raise InvalidRequest(f"{what}: truncated: field {tag >> 3} says {length} bytes, {end - position} are there")
+            if tag == _PAYLOAD_TAG:
+                payload = view[position : position + length]
+                if position + length == end:
+                    return frame[:start], payload
+                # A foreign serializer put fields behind the payload. If the payload stands there again, the last one counts,
+                # as everywhere in protobuf.
+                tail, last = split(frame[position + length :], what)
+                return frame[:start] + tail, last if last.nbytes else payload
+            position += length
+        elif wire_type == _VARINT:
+            _, position = _read_varint(frame, position, what)
+        elif wire_type in (_FIXED64, _FIXED32):
+            position += 8 if wire_type == _FIXED64 else 4
+            if position > end:
+                raise InvalidRequest(f"{what}: truncated in field {tag >> 3}")
+        else:
+            raise InvalidRequest(f"{what}: not a protobuf message: field {tag >> 3} has wire type {wire_type}")
+    return frame, memoryview(b"")
+
+
+def _read_varint(frame: bytes, position: int, what: str) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if position >= len(frame):
+            raise InvalidRequest(f"{what}: truncated in a varint at byte {position}")
+        if shift > 63:
+            raise InvalidRequest(f"{what}: not a protobuf message: a varint at byte {position} is too long")
+        byte = frame[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+
+
+def numbers(payload: memoryview, dtype: np.dtype[np.floating], length: int, what: str) -> NDArray[np.floating]:
+    """The payload as an aligned, read-only (length,) array of `dtype`; a copy only if it starts at an odd place.
+
+    Raises:
+        InvalidTensor: the payload has another number of bytes; `what` names it.
+    """
+    expected = length * dtype.itemsize
+    if payload.nbytes != expected:
+        raise InvalidTensor(f"{what}: payload has {payload.nbytes} bytes, expected {length} x {dtype.itemsize} = {expected}")
+    array: NDArray[np.floating] = np.frombuffer(payload, dtype=dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def present_bits(mask: NDArray[Any]) -> bytes:
+    """PushFrame.present from a (k,) array of truth values; empty if all are true."""
+    return b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes()
+
+
+def present_mask(bits: bytes, segment_count: int) -> NDArray[np.uint8] | None:
+    """PushFrame.present as a (segment_count,) array of 0 and 1, or None for all ones.
+
+    Raises:
+        InvalidRequest: the bitmap has another length.
+    """
+    if not bits:
+        return None
+    expected = (segment_count + 7) // 8
+    if len(bits) != expected:
+        raise InvalidRequest(f"present: bitmap has {len(bits)} bytes, expected {expected} for {segment_count} segments")
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=segment_count, bitorder="little")

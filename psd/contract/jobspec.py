@@ -1,0 +1,175 @@
+"""The job spec: what the workers declare, as frozen values that are valid once they exist.
+
+Knows its message form, how to check it against the limits, and how to name the first difference between two specs. Must not
+know where tensors live (layout.py) nor how rules compute (psd/state/rules.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from psd.contract.config import Limits
+from psd.contract.consistency import SYNC, Consistency
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.rules import STATIC, rule_info
+from psd.v1 import job_pb2
+
+NAME_BYTES_MAX = 256
+GROUPS_MAX = 1024
+DIMENSIONS_MAX = 64  # NumPy's own limit
+
+DTYPES = {
+    "float32": job_pb2.DTYPE_FLOAT32,
+    "float64": job_pb2.DTYPE_FLOAT64,
+    "float16": job_pb2.DTYPE_FLOAT16,
+    "bfloat16": job_pb2.DTYPE_BFLOAT16,
+}
+_DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+
+REDUCTIONS = {"mean": job_pb2.REDUCTION_MEAN, "sum": job_pb2.REDUCTION_SUM}
+_REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One dense named parameter: name, shape, dtype name (a key of DTYPES), index of its group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    group: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 for a scalar, 0 if any dimension is 0."""
+        return math.prod(self.shape)
+
+    @property
+    def master_dtype(self) -> str:
+        """The dtype in which shards hold the tensor and frames carry it: "float64" or "float32"."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Tensors updated by one rule: the rule's name and its flags, sorted."""
+
+    rule: str = "sgd"
+    flags: tuple[str, ...] = ()
+
+    @property
+    def is_static(self) -> bool:
+        """True if nothing is ever pushed to the group."""
+        return self.rule == STATIC.name
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What is trained, by how many, under which consistency. Raises InvalidRequest or InvalidTensor when built wrongly.
+
+    Attributes:
+        quorum: workers whose gradients close a synchronous round; world_size unless there are backup workers.
+        reduction: "mean" (weighted by samples) or "sum".
+    """
+
+    world_size: int
+    tensors: tuple[TensorSpec, ...]
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+    consistency: Consistency = SYNC
+    reduction: str = "mean"
+    quorum: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise InvalidRequest(f"world_size: must be at least 1, got {self.world_size}")
+        if self.quorum and self.consistency.mode != "sync":
+            raise InvalidRequest(f"quorum: is {self.quorum}, but only sync has rounds; the mode is {self.consistency}")
+        if not 0 <= self.quorum <= self.world_size:
+            raise InvalidRequest(f"quorum: must be 1 to world_size ({self.world_size}), got {self.quorum}")
+        if self.consistency.mode == "sync" and self.quorum == 0:
+            object.__setattr__(self, "quorum", self.world_size)
+        if self.reduction not in REDUCTIONS:
+            raise InvalidRequest(f"reduction: must be one of {sorted(REDUCTIONS)}, got {self.reduction!r}")
+        if not 1 <= len(self.groups) <= GROUPS_MAX:
+            raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
+        for group in self.groups:
+            rule_info(group.rule).check_flags(group.flags)
+        seen: set[str] = set()
+        for tensor in self.tensors:
+            self._check_tensor(tensor)
+            if tensor.name in seen:
+                raise InvalidTensor(f"tensors: the name {tensor.name!r} stands twice")
+            seen.add(tensor.name)
+
+    def _check_tensor(self, tensor: TensorSpec) -> None:
+        name_bytes = len(tensor.name.encode())
+        if not 1 <= name_bytes <= NAME_BYTES_MAX:
+            raise InvalidTensor(f"tensors.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {tensor.name[:40]!r}")
+        if len(tensor.shape) > DIMENSIONS_MAX:
+            raise InvalidTensor(
+                f"tensor {tensor.name!r}: shape has {len(tensor.shape)} dimensions, the limit is {DIMENSIONS_MAX}"
+            )
+        if any(n < 0 for n in tensor.shape):
+            raise InvalidTensor(f"tensor {tensor.name!r}: shape {tensor.shape} has a negative dimension")
+        if tensor.dtype not in DTYPES:
+            raise InvalidTensor(f"tensor {tensor.name!r}: dtype must be one of {sorted(DTYPES)}, got {tensor.dtype!r}")
+        if not 0 <= tensor.group < len(self.groups):
+            raise InvalidTensor(f"tensor {tensor.name!r}: group {tensor.group} is not below {len(self.groups)}")
+
+    def check_limits(self, limits: Limits) -> None:
+        """Raise InvalidRequest or InvalidTensor where the job is larger than a shard accepts."""
+        if self.world_size > limits.workers_max:
+            raise InvalidRequest(f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}")
+        if len(self.tensors) > limits.tensors_max:
+            raise InvalidTensor(f"tensors: {len(self.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
+        elements = sum(t.size for t in self.tensors)
+        if elements > limits.elements_max:
+            raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")
+
+    def to_message(self) -> job_pb2.JobSpec:
+        """The protobuf form."""
+        message = job_pb2.JobSpec(
+            world_size=self.world_size,
+            quorum=self.quorum,
+            reduction=REDUCTIONS[self.reduction],
+        )
+        self.consistency.fill(message)
+        for group in self.groups:
+            message.groups.add(rule=group.rule, flags=group.flags)
+        for t in self.tensors:
+            message.tensors.add(name=t.name, shape=t.shape, dtype=DTYPES[t.dtype], group=t.group)
+        return message
+
+    @classmethod
+    def from_message(cls, message: job_pb2.JobSpec) -> JobSpec:
+        """From the protobuf form; raises as the constructor does."""
+        tensors = []
+        for t in message.tensors:
+            if t.dtype not in _DTYPE_NAMES:
+                raise InvalidTensor(f"tensor {t.name!r}: unknown dtype number {t.dtype}")
+            tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group))
+        if message.reduction not in _REDUCTION_NAMES:
+            raise InvalidRequest(f"reduction: must be mean or sum, got {message.reduction}")
+        return cls(
+            world_size=message.world_size,
+            tensors=tuple(tensors),
+            groups=tuple(GroupSpec(g.rule, tuple(g.flags)) for g in message.groups),
+            consistency=Consistency.from_message(message),
+            reduction=_REDUCTION_NAMES[message.reduction],
+            quorum=message.quorum,
+        )
+
+    def difference(self, other: JobSpec) -> str | None:
+        """Words for the first difference between this spec (declared first) and `other`, or None if they are equal."""
+        for field in ("world_size", "consistency", "quorum", "reduction"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                return f"{field}: declared first as {mine}, now {theirs}"
+        for kind, first, second in (("group", self.groups, other.groups), ("tensor", self.tensors, other.tensors)):
+            for index, (mine, theirs) in enumerate(zip(first, second, strict=False)):
+                if mine != theirs:
+                    return f"{kind} {index}: declared first as {mine}, now {theirs}"
+            if len(first) != len(second):
+                return f"number of {kind}s: declared first as {len(first)}, now {len(second)}"
+        return None
