@@ -1,0 +1,38 @@
+from typing import Any, Final
+
+SGD: Final[int]
+
+class InvalidTensor(ValueError): ...
+
+# Arguments are any buffers; each call checks them.
+def accumulate(acc: Any, grad: Any, weight: float) -> None: ...
+def scaled_copy(out: Any, grad: Any, weight: float) -> None: ...
+def first_nonfinite(x: Any) -> int: ...
+def step(
+    rule: int,
+    param: Any,
+    grad: Any,
+    slot_names: tuple[str, ...],
+    slots: tuple[Any, ...],
+    scalars: tuple[float, ...],
+    flags: int,
+    number: int,
+) -> None: ...
+def step_block(
+    rule: int,
+    param_in: Any,
+    param_out: Any,
+    slot_names: tuple[str, ...],
+    slots_in: tuple[Any, ...],
+    slots_out: tuple[Any, ...],
+    acc: Any,
+    grad: Any,
+    weight: float,
+    scale: float,
+    segment_ends: Any,
+    touched: Any,
+    steps_in: Any,
+    steps_out: Any,
+    scalars: tuple[float, ...],
+    flags: int,
+) -> None: ...

@@ -1,0 +1,284 @@
+"""Checked entries to the C kernels: buffers in, GIL released, nothing kept.
+
+This module owns every check that memory safety needs, so that no caller can make a kernel read or write out of bounds:
+element type, byte order, dimensions, contiguity, alignment, writability, length, overlap, segment ends. It knows no defaults and
+no rule's meaning; those are in ``psd_core/__init__.py``, which documents each function.
+
+Arrays come through the C buffer protocol rather than as typed memoryviews: the same checks at a fraction of the cost (a
+step takes ten arrays), errors that name the argument, and a check of alignment, which memoryviews lack.
+"""
+
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+
+cdef extern from "kernels.h" nogil:
+    ctypedef enum psd_dtype:
+        PSD_F32
+        PSD_F64
+    ctypedef enum psd_rule_id:
+        PSD_SGD
+    enum:
+        PSD_SLOTS_MAX
+        PSD_SCALARS_MAX
+    ctypedef struct psd_hyper:
+        double scalars[PSD_SCALARS_MAX]
+        uint32_t flags
+    ctypedef struct psd_arrays:
+        const void *param_in
+        void *param_out
+        const void *slots_in[PSD_SLOTS_MAX]
+        void *slots_out[PSD_SLOTS_MAX]
+        const void *acc
+        const void *grad
+        double weight
+        double scale
+    ctypedef struct psd_segments:
+        intptr_t count
+        const uint32_t *ends
+        const uint8_t *touched
+        const uint64_t *steps_in
+        uint64_t *steps_out
+    void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intptr_t n) noexcept
+    void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n) noexcept
+    intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
+    void psd_step(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, uint64_t step, intptr_t n) noexcept
+    void psd_step_block(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, const psd_segments *) noexcept
+
+
+SGD = <int>PSD_SGD
+
+cdef enum:
+    BUFFERS_MAX = 16  # param, slots in and out, acc, grad, four segment arrays: 14 with PSD_SLOTS_MAX slots
+    NO_TWIN = -1
+
+# Element types by the letter that the buffer protocol uses; "r" is ours and stands for f or d.
+_TYPE_NAMES = {"f": "float32", "d": "float64", "r": "float32 or float64", "B": "uint8", "I": "uint32", "Q": "uint64"}
+
+
+class InvalidTensor(ValueError):
+    """An argument is not the array that a kernel needs: the message names it, what was expected and what came."""
+
+    __module__ = "psd_core"
+
+
+cdef class _Borrow:
+    """The arrays of one call, given back when the call ends, however it ends."""
+
+    cdef Py_buffer views[BUFFERS_MAX]
+    cdef int twins[BUFFERS_MAX]
+    cdef int count
+    cdef list names
+
+    def __cinit__(self):
+        self.names = []
+
+    def __dealloc__(self):
+        cdef int i
+        for i in range(self.count):
+            PyBuffer_Release(&self.views[i])
+
+    cdef Py_buffer *take(self, str name, object array, char letter, bint writable, int twin=NO_TWIN) except NULL:
+        """Return a view of a one-dimensional array of the type `letter`.
+
+        `twin` is the index of the one buffer that a writable view may share its memory with, from the same start.
+        """
+        assert self.count < BUFFERS_MAX
+        cdef Py_buffer *view = &self.views[self.count]
+        try:
+            PyObject_GetBuffer(array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0))
+        except (BufferError, TypeError, ValueError) as error:
+            raise _invalid(name, array, letter, writable, str(error)) from None
+        self.twins[self.count] = twin if writable else self.count
+        self.count += 1
+        self.names.append(name)
+        if view.ndim != 1:
+            raise _invalid(name, array, letter, writable, f"{view.ndim} dimensions")
+        if not _is_of_type(view, letter):
+            raise _invalid(name, array, letter, writable, "wrong element type")
+        if view.len > 0 and <uintptr_t>view.buf % <uintptr_t>view.itemsize != 0:
+            raise _invalid(name, array, letter, writable, "misaligned memory")
+        return view
+
+    cdef void *like(self, str name, object array, Py_buffer *model, bint writable, int twin=NO_TWIN) except? NULL:
+        """Return the data of an array with the type and the length of `model`, which was taken before."""
+        cdef Py_buffer *view = self.take(name, array, model.format[0], writable, twin)
+        if view.shape[0] != model.shape[0]:
+            raise InvalidTensor(
+                f"{name}: expected length {model.shape[0]}, that of {self.names[model - &self.views[0]]}, got {view.shape[0]}"
+            )
+        return view.buf
+
+    cdef int check_overlap(self) except -1:
+        """Refuse an output that shares memory with anything but, exactly, its twin."""
+        cdef int i, j
+        cdef Py_buffer *a
+        cdef Py_buffer *b
+        for i in range(self.count):
+            if self.twins[i] == i:  # not an output
+                continue
+            for j in range(self.count):
+                a, b = &self.views[i], &self.views[j]
+                if j == i or (j == self.twins[i] and a.buf == b.buf):
+                    continue
+                if _overlap(a, b):
+                    raise InvalidTensor(f"{self.names[i]}: expected memory of its own, got some that overlaps {self.names[j]}")
+        return 0
+
+
+cdef inline bint _overlap(Py_buffer *a, Py_buffer *b) noexcept:
+    if a.len == 0 or b.len == 0:
+        return False
+    return <uintptr_t>a.buf < <uintptr_t>b.buf + b.len and <uintptr_t>b.buf < <uintptr_t>a.buf + a.len
+
+
+cdef bint _is_of_type(Py_buffer *view, char letter) noexcept:
+    # Native byte order has no prefix. uint64 is "L" or "Q", uint32 "I" or "L", as the platform's long has it.
+    if view.format == NULL or view.format[0] == 0 or view.format[1] != 0:
+        return letter == c"B" and view.format == NULL
+    cdef char got = view.format[0]
+    if letter == c"r":
+        return got == c"f" or got == c"d"
+    if letter == c"Q":
+        return view.itemsize == 8 and (got == c"Q" or got == c"L")
+    if letter == c"I":
+        return view.itemsize == 4 and (got == c"I" or got == c"L")
+    return got == letter
+
+
+cdef inline psd_dtype _dtype(Py_buffer *view) noexcept nogil:
+    return PSD_F32 if view.itemsize == 4 else PSD_F64
+
+
+cdef object _invalid(str name, object array, char letter, bint writable, str problem):
+    got = f"{type(array).__name__} of {array.dtype}" if hasattr(array, "dtype") else type(array).__name__
+    writable_ = "writable " if writable else ""
+    expected = f"a {writable_}1-D C-contiguous aligned {_TYPE_NAMES[chr(letter)]} array"
+    return InvalidTensor(f"{name}: expected {expected}, got {got}: {problem}")
+
+
+def accumulate(object acc, object grad, double weight):
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *to = borrow.take("acc", acc, c"r", True, 1)
+    cdef void *source = borrow.like("grad", grad, to, False)
+    borrow.check_overlap()
+    with nogil:
+        psd_accumulate(_dtype(to), to.buf, source, weight, to.shape[0])
+
+
+def scaled_copy(object out, object grad, double weight):
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *to = borrow.take("out", out, c"r", True, 1)
+    cdef void *source = borrow.like("grad", grad, to, False)
+    borrow.check_overlap()
+    with nogil:
+        psd_scaled_copy(_dtype(to), to.buf, source, weight, to.shape[0])
+
+
+def first_nonfinite(object x):
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *view = borrow.take("x", x, c"r", False)
+    cdef intptr_t index
+    with nogil:
+        index = psd_first_nonfinite(_dtype(view), view.buf, view.shape[0])
+    return index
+
+
+cdef int _set_hyper(psd_hyper *hyper, tuple scalars, uint32_t flags) except -1:
+    cdef int i
+    assert len(scalars) <= PSD_SCALARS_MAX
+    memset(hyper, 0, sizeof(psd_hyper))
+    for i in range(len(scalars)):
+        hyper.scalars[i] = scalars[i]
+    hyper.flags = flags
+    return 0
+
+
+def step(int rule, object param, object grad, tuple slot_names, tuple slots, tuple scalars, uint32_t flags, uint64_t number):
+    """Apply one update in place. `slots` holds an array or None for each of `slot_names`; `number` counts from 1."""
+    cdef _Borrow borrow = _Borrow()
+    cdef psd_arrays arrays
+    cdef psd_hyper hyper
+    cdef Py_buffer *model
+    cdef int i
+    assert len(slots) == len(slot_names) <= PSD_SLOTS_MAX
+    memset(&arrays, 0, sizeof(arrays))
+    _set_hyper(&hyper, scalars, flags)
+
+    model = borrow.take("param", param, c"r", True)
+    arrays.param_in = arrays.param_out = model.buf
+    arrays.grad = borrow.like("grad", grad, model, False)
+    arrays.weight = arrays.scale = 1
+    for i in range(len(slots)):
+        if slots[i] is not None:
+            arrays.slots_in[i] = arrays.slots_out[i] = borrow.like(slot_names[i], slots[i], model, True)
+    borrow.check_overlap()
+
+    with nogil:
+        psd_step(_dtype(model), <psd_rule_id>rule, &arrays, &hyper, number, model.shape[0])
+
+
+def step_block(
+    int rule, object param_in, object param_out, tuple slot_names, tuple slots_in, tuple slots_out, object acc, object grad,
+    double weight, double scale, object segment_ends, object touched, object steps_in, object steps_out, tuple scalars,
+    uint32_t flags,
+):
+    """Apply one update of a block from the input arrays to the output arrays."""
+    cdef _Borrow borrow = _Borrow()
+    cdef psd_arrays arrays
+    cdef psd_hyper hyper
+    cdef psd_segments segments
+    cdef Py_buffer *model
+    cdef Py_buffer *ends
+    cdef int i
+    assert len(slots_in) == len(slots_out) == len(slot_names) <= PSD_SLOTS_MAX
+    memset(&arrays, 0, sizeof(arrays))
+    _set_hyper(&hyper, scalars, flags)
+
+    model = borrow.take("param_in", param_in, c"r", False)
+    arrays.param_in = model.buf
+    arrays.param_out = borrow.like("param_out", param_out, model, True, 0)
+    for i in range(len(slots_in)):
+        if slots_in[i] is None and slots_out[i] is None:
+            continue
+        arrays.slots_in[i] = borrow.like(slot_names[i] + "_in", slots_in[i], model, False)
+        arrays.slots_out[i] = borrow.like(slot_names[i] + "_out", slots_out[i], model, True, borrow.count - 1)
+    if acc is None and grad is None:
+        raise InvalidTensor("grad: expected an array where acc is None, got None")
+    if acc is not None:
+        arrays.acc = borrow.like("acc", acc, model, False)
+    if grad is not None:
+        arrays.grad = borrow.like("grad", grad, model, False)
+    arrays.weight, arrays.scale = weight, scale
+
+    ends = borrow.take("segment_ends", segment_ends, c"I", False)
+    segments.count = ends.shape[0]
+    segments.ends = <const uint32_t *>ends.buf
+    segments.touched = <const uint8_t *>_segment_array(borrow, "touched", touched, c"B", False, ends)
+    segments.steps_in = <const uint64_t *>_segment_array(borrow, "steps_in", steps_in, c"Q", False, ends)
+    segments.steps_out = <uint64_t *>_segment_array(borrow, "steps_out", steps_out, c"Q", True, ends)
+    _check_ends(&segments, model.shape[0])
+    borrow.check_overlap()
+
+    with nogil:
+        psd_step_block(_dtype(model), <psd_rule_id>rule, &arrays, &hyper, &segments)
+
+
+cdef void *_segment_array(_Borrow borrow, str name, object array, char letter, bint writable, Py_buffer *ends) except? NULL:
+    cdef Py_buffer *view = borrow.take(name, array, letter, writable, borrow.count - 1)
+    if view.shape[0] != ends.shape[0]:
+        raise InvalidTensor(f"{name}: expected length {ends.shape[0]}, that of segment_ends, got {view.shape[0]}")
+    return view.buf
+
+
+cdef int _check_ends(psd_segments *segments, intptr_t n) except -1:
+    cdef intptr_t i
+    cdef uint32_t end = 0
+    for i in range(segments.count):
+        if segments.ends[i] < end:
+            raise InvalidTensor(f"segment_ends: expected ends that never fall, got {segments.ends[i]} after {end}")
+        end = segments.ends[i]
+    if end != n:
+        raise InvalidTensor(f"segment_ends: expected {n}, the length of param_in, as the last end, got {end}")
+    return 0

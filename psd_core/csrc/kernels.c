@@ -1,0 +1,45 @@
+/* From the untyped face to the typed templates. */
+#include "kernels.h"
+
+#define real float
+#define FN(name) name##_f32
+#include "typed.h"
+#undef real
+#undef FN
+#define real double
+#define FN(name) name##_f64
+#include "typed.h"
+#undef real
+#undef FN
+
+void psd_accumulate(psd_dtype dtype, void *acc, const void *grad, double weight, intptr_t n)
+{
+    if (dtype == PSD_F32)
+        psd_accumulate_f32(acc, grad, (float)weight, n);
+    else
+        psd_accumulate_f64(acc, grad, weight, n);
+}
+
+void psd_scaled_copy(psd_dtype dtype, void *out, const void *grad, double weight, intptr_t n)
+{
+    if (dtype == PSD_F32)
+        psd_scaled_copy_f32(out, grad, (float)weight, n);
+    else
+        psd_scaled_copy_f64(out, grad, weight, n);
+}
+
+intptr_t psd_first_nonfinite(psd_dtype dtype, const void *x, intptr_t n)
+{
+    return dtype == PSD_F32 ? psd_first_nonfinite_f32(x, n) : psd_first_nonfinite_f64(x, n);
+}
+
+void psd_step(psd_dtype dtype, psd_rule_id rule, const psd_arrays *arrays, const psd_hyper *hyper, uint64_t step, intptr_t n)
+{
+    (dtype == PSD_F32 ? psd_step_f32 : psd_step_f64)(rule, arrays, hyper, step, n);
+}
+
+void psd_step_block(psd_dtype dtype, psd_rule_id rule, const psd_arrays *arrays, const psd_hyper *hyper,
+                    const psd_segments *segments)
+{
+    (dtype == PSD_F32 ? psd_step_block_f32 : psd_step_block_f64)(rule, arrays, hyper, segments);
+}

@@ -1,0 +1,62 @@
+/* The C face of psd_core: pure functions on memory that the caller owns.
+ *
+ * They allocate nothing, raise nothing, keep nothing, and trust their arguments: lengths, types, alignment and overlap are
+ * checked once, in _kernels.pyx. Arrays are void pointers with a psd_dtype; the typed bodies are templates (elementwise.h,
+ * step.h, rule_*.h), compiled once per type by kernels_f32.c and kernels_f64.c.
+ */
+#ifndef PSD_KERNELS_H
+#define PSD_KERNELS_H
+
+#include <stdint.h>
+
+typedef enum { PSD_F32, PSD_F64 } psd_dtype;
+
+/* acc[i] += weight * grad[i] */
+void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intptr_t n);
+
+/* out[i] = weight * grad[i] */
+void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n);
+
+/* The index of the first NaN or infinity, or -1. */
+intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n);
+
+/* Update rules. A new one is a file rule_<name>.h, an entry here, and a row in the table at the end of step.h. */
+typedef enum { PSD_SGD } psd_rule_id;
+
+#define PSD_SLOTS_MAX 3   /* the most slots that a rule has: Adam with amsgrad */
+#define PSD_SCALARS_MAX 8 /* the most hyper-parameters that a rule has */
+
+/* Hyper-parameters, in the order in which the rule's file names them. */
+typedef struct {
+    double scalars[PSD_SCALARS_MAX];
+    uint32_t flags;
+} psd_hyper;
+
+/* The arrays of one step, all of one length. An output is its own input (in place) or disjoint from everything else. */
+typedef struct {
+    const void *param_in;
+    void *param_out;
+    const void *slots_in[PSD_SLOTS_MAX]; /* a slot that the caller does not keep is NULL in both */
+    void *slots_out[PSD_SLOTS_MAX];
+    const void *acc; /* this or grad may be NULL, not both */
+    const void *grad;
+    double weight; /* of grad */
+    double scale;  /* of acc + weight * grad */
+} psd_arrays;
+
+/* The segments of a block: pieces of tensors, end to end. steps_out may be steps_in. */
+typedef struct {
+    intptr_t count;
+    const uint32_t *ends;
+    const uint8_t *touched;
+    const uint64_t *steps_in; /* updates applied so far */
+    uint64_t *steps_out;
+} psd_segments;
+
+/* One update of n elements that are all at the same step (counted from 1, including this one). */
+void psd_step(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, uint64_t step, intptr_t n);
+
+/* One update of a block: touched segments are stepped, the others copied through. */
+void psd_step_block(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, const psd_segments *);
+
+#endif

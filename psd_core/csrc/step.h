@@ -1,0 +1,130 @@
+/* Template over `real`: how any rule is driven over a block.
+ *
+ *   block -> runs of segments that need the same treatment -> tiles that fit in the L1 cache
+ *   tile:  reduce (g = scale * (acc + weight * grad)), then the rule (param, slots, g -> param, slots)
+ *
+ * A rule is two functions, `prepare` (hyper-parameters and step -> constants, once per run) and `tile` (arithmetic on
+ * one tile; it reads element i of its inputs before it writes element i of its outputs, which may be the same arrays).
+ * The split costs nothing: the reduced gradient never leaves L1, and memory sets the pace.
+ */
+
+typedef struct {
+    real of[PSD_SCALARS_MAX];
+    int variant;
+} FN(constants);
+
+typedef struct {
+    int slot_count;
+    uint64_t steps_alike_from; /* all steps from this one on are alike to the rule: longer runs */
+    void (*prepare)(const psd_hyper *, uint64_t step, FN(constants) *);
+    void (*tile)(const real *p_in, real *p_out, const real *g, const real *const *slots_in, real *const *slots_out,
+                 intptr_t n, const FN(constants) *);
+} FN(rule);
+
+#include "rule_sgd.h"
+
+static const FN(rule) FN(rules)[] = {
+    [PSD_SGD] = {1, 2, FN(sgd_prepare), FN(psd_sgd_tile)},
+};
+
+/* The gradient of one tile: computed into `scratch`, or read where it lies if there is nothing to compute. A single
+ * contribution of weight 1 is therefore exactly the gradient (not 0 + g, which would turn -0 into 0). */
+PSD_KERNEL const real *FN(psd_reduce_tile)(const psd_arrays *a, intptr_t begin, intptr_t n, real *scratch)
+{
+    const real *const acc = a->acc ? (const real *)a->acc + begin : NULL;
+    const real *const grad = a->grad ? (const real *)a->grad + begin : NULL;
+    const real weight = (real)a->weight, scale = (real)a->scale;
+    if (!grad) {
+        if (scale == 1)
+            return acc;
+        for (intptr_t i = 0; i < n; i++)
+            scratch[i] = scale * acc[i];
+    } else if (!acc) {
+        if (weight == 1 && scale == 1)
+            return grad;
+        for (intptr_t i = 0; i < n; i++)
+            scratch[i] = scale * (weight * grad[i]);
+    } else {
+        for (intptr_t i = 0; i < n; i++)
+            scratch[i] = scale * (acc[i] + weight * grad[i]);
+    }
+    return scratch;
+}
+
+/* Streaming pays once the output is large enough that its old lines are not in the cache anyway; short runs would only
+ * tear write-combining buffers. */
+#define STREAM_MIN (4 * TILE)
+
+static void FN(step_run)(const FN(rule) *rule, const psd_arrays *a, const FN(constants) *k, intptr_t begin, intptr_t end)
+{
+    _Alignas(64) real scratch[2 + PSD_SLOTS_MAX][TILE]; /* the gradient, then the outputs on their way to memory */
+    const real *slots_in[PSD_SLOTS_MAX] = {NULL};
+    real *slots_out[PSD_SLOTS_MAX] = {NULL};
+    const int stream = a->param_in != a->param_out && end - begin >= STREAM_MIN;
+    while (begin < end) {
+        /* Tiles lie on a grid that does not depend on where runs begin, so that whole tiles stay aligned. */
+        const intptr_t next = (begin / TILE + 1) * TILE, n = (next < end ? next : end) - begin;
+        const real *g = FN(psd_reduce_tile)(a, begin, n, scratch[0]);
+        for (int s = 0; s < rule->slot_count; s++)
+            if (a->slots_in[s]) {
+                slots_in[s] = (const real *)a->slots_in[s] + begin;
+                slots_out[s] = stream ? scratch[2 + s] : (real *)a->slots_out[s] + begin;
+            }
+        real *p_out = (real *)a->param_out + begin;
+        rule->tile((const real *)a->param_in + begin, stream ? scratch[1] : p_out, g, slots_in, slots_out, n, k);
+        if (stream) {
+            psd_stream_copy(p_out, scratch[1], n * (intptr_t)sizeof(real));
+            for (int s = 0; s < rule->slot_count; s++)
+                if (a->slots_out[s])
+                    psd_stream_copy((real *)a->slots_out[s] + begin, scratch[2 + s], n * (intptr_t)sizeof(real));
+        }
+        begin += n;
+    }
+}
+
+static void FN(copy_run)(const void *in, void *out, intptr_t begin, intptr_t end)
+{
+    if (in != out && end > begin)
+        memcpy((real *)out + begin, (const real *)in + begin, (size_t)(end - begin) * sizeof(real));
+}
+
+void FN(psd_step)(psd_rule_id id, const psd_arrays *a, const psd_hyper *hyper, uint64_t step, intptr_t n)
+{
+    const FN(rule) *rule = &FN(rules)[id];
+    FN(constants) k;
+    rule->prepare(hyper, step, &k);
+    FN(step_run)(rule, a, &k, 0, n);
+    psd_stream_fence();
+}
+
+/* Segments with equal keys are treated alike: 0 for an untouched one, else its step, capped where the rule stops caring. */
+PSD_INLINE uint64_t FN(run_key)(const FN(rule) *rule, const psd_segments *s, intptr_t i)
+{
+    const uint64_t step = s->steps_in[i] + 1;
+    return !s->touched[i] ? 0 : step < rule->steps_alike_from ? step : rule->steps_alike_from;
+}
+
+void FN(psd_step_block)(psd_rule_id id, const psd_arrays *a, const psd_hyper *hyper, const psd_segments *s)
+{
+    const FN(rule) *rule = &FN(rules)[id];
+    FN(constants) k;
+    intptr_t begin = 0;
+    for (intptr_t i = 0; i < s->count;) {
+        const uint64_t key = FN(run_key)(rule, s, i);
+        do {
+            s->steps_out[i] = s->steps_in[i] + (s->touched[i] != 0);
+            i++;
+        } while (i < s->count && FN(run_key)(rule, s, i) == key);
+        const intptr_t end = s->ends[i - 1];
+        if (key) {
+            rule->prepare(hyper, key, &k);
+            FN(step_run)(rule, a, &k, begin, end);
+        } else {
+            FN(copy_run)(a->param_in, a->param_out, begin, end);
+            for (int slot = 0; slot < rule->slot_count; slot++)
+                FN(copy_run)(a->slots_in[slot], a->slots_out[slot], begin, end);
+        }
+        begin = end;
+    }
+    psd_stream_fence();
+}

@@ -1,0 +1,78 @@
+"""What pyproject.toml cannot say: the extension module, and the protobuf code that is generated from proto/.
+
+Every way of building runs both: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
+modules are committed; protobuf modules are written into psd/v1/ of the source tree, where an editable install needs them.
+
+PSD_CYTHON_DEBUG=1 builds the extension with Cython's bounds checks and with symbols, unoptimised.
+"""
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+PROTOS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "proto").glob("psd/v1/*.proto"))
+DEBUG = os.environ.get("PSD_CYTHON_DEBUG", "0") not in ("", "0")
+
+# No -march=native: a wheel must run elsewhere; kernels choose their instruction set when loaded. No -ffast-math: it deletes
+# NaN checks. No contraction: a multiply-add rounds twice on every machine, so that results are the same bits on all.
+COMPILE_ARGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+if DEBUG:
+    COMPILE_ARGS += ["-O0", "-g"]
+
+kernels = Extension(
+    "psd_core._kernels",
+    sources=["psd_core/_kernels.pyx", *(f"psd_core/csrc/{name}.c" for name in ("kernels", "kernels_f32", "kernels_f64"))],
+    depends=sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "psd_core/csrc").glob("*.h")),
+    include_dirs=["psd_core/csrc"],
+    extra_compile_args=COMPILE_ARGS,
+)
+kernels.cython_directives = {
+    "language_level": "3",
+    "boundscheck": DEBUG,
+    "wraparound": DEBUG,
+    "initializedcheck": DEBUG,
+    "cdivision": not DEBUG,
+    "freethreading_compatible": True,  # the module holds no state
+}
+
+
+class BuildPyWithProtobuf(build_py):
+    """build_py that first generates psd/v1/*_pb2*.py and .pyi."""
+
+    def run(self) -> None:
+        generate_protobuf()
+        self.__dict__.pop("data_files", None)  # listed before the .pyi files existed
+        super().run()
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), *PROTOS]  # for the sdist
+
+
+def generate_protobuf() -> None:
+    from grpc_tools import protoc
+
+    # Well-known types (google/protobuf/*.proto) lie beside the compiler.
+    status = protoc.main(
+        [
+            "protoc",
+            f"--proto_path={ROOT / 'proto'}",
+            f"--proto_path={files('grpc_tools') / '_proto'}",
+            f"--python_out={ROOT}",
+            f"--pyi_out={ROOT}",
+            f"--grpc_python_out={ROOT}",
+            *(str(ROOT / proto) for proto in PROTOS),
+        ]
+    )
+    if status != 0:
+        raise SystemExit(f"protoc failed with status {status}")
+
+
+setup(
+    ext_modules=[kernels],
+    cmdclass={"build_py": BuildPyWithProtobuf},
+    options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
+)
