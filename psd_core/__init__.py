@@ -87,7 +87,7 @@ def first_nonfinite(x: RealArray) -> int:
     Raises:
         InvalidTensor: type, shape, layout or alignment.
 
-    Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 4 KiB at a time.
+    Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 1 KiB at a time.
     """
     return _kernels.first_nonfinite(x)
 
@@ -179,8 +179,7 @@ def sgd_block(
         InvalidTensor: type, shape, layout, alignment, length, overlap or ends, or a missing array; nothing is written.
 
     Cost: O(n + k), no allocation, GIL released. Neighbours that are at the same step as far as the rule can tell are one
-        run, and runs are worked off in tiles of 4 KiB, so that nothing is read from or written to memory twice. Long runs that
-        are not in place are written past the cache.
+        run, and runs are worked off in tiles of 1 KiB, so that nothing is read from or written to memory twice.
     Source: as for ``sgd``.
     """
     if momentum_in is None and momentum != 0:

@@ -34,38 +34,4 @@
 #define PSD_ELEMENTWISE
 #endif
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-
-/* Copies past the cache: the destination's old lines are not fetched only to be overwritten. Ends unfenced, see
- * psd_stream_fence. */
-PSD_INLINE void psd_stream_copy(void *to, const void *from, intptr_t bytes)
-{
-    char *out = (char *)to;
-    const char *in = (const char *)from;
-    intptr_t head = (intptr_t)(-(uintptr_t)out & 15);
-    if (head > bytes)
-        head = bytes;
-    memcpy(out, in, (size_t)head);
-    intptr_t at = head;
-    for (; at + 64 <= bytes; at += 64) { /* a whole cache line at a time fills one write-combining buffer */
-        const __m128i a = _mm_loadu_si128((const __m128i *)(in + at));
-        const __m128i b = _mm_loadu_si128((const __m128i *)(in + at + 16));
-        const __m128i c = _mm_loadu_si128((const __m128i *)(in + at + 32));
-        const __m128i d = _mm_loadu_si128((const __m128i *)(in + at + 48));
-        _mm_stream_si128((__m128i *)(out + at), a);
-        _mm_stream_si128((__m128i *)(out + at + 16), b);
-        _mm_stream_si128((__m128i *)(out + at + 32), c);
-        _mm_stream_si128((__m128i *)(out + at + 48), d);
-    }
-    memcpy(out + at, in + at, (size_t)(bytes - at));
-}
-
-/* Streaming stores are weakly ordered: without this a reader could see a published block before its contents. */
-PSD_INLINE void psd_stream_fence(void) { _mm_sfence(); }
-#else
-PSD_INLINE void psd_stream_copy(void *to, const void *from, intptr_t bytes) { memcpy(to, from, (size_t)bytes); }
-PSD_INLINE void psd_stream_fence(void) {}
-#endif
-
 #endif
