@@ -1,0 +1,237 @@
+"""psd-server: one process, one shard. Flags in, a ServerConfig out; then signals in, an exit status out.
+
+The main thread sleeps on one queue. What can end the process puts a word there: signal handlers, the thread that watches for
+the end of the job, the thread that drains. So every decision is taken here, in order, by one thread, and a second signal is
+heard while the first one's drain is still under way.
+
+Knows of the server only ShardServer's life (start, done, drain); nothing of gRPC or of the state behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from psd.cli import logs, malloc
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, exit_status, seconds, signal_name, whole_number
+from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
+
+if TYPE_CHECKING:
+    from psd.rim.server import ShardServer
+
+READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
+"""The line on standard output, the only one there, that says where the shard listens. psd-run and scripts read it."""
+
+DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
+"""The line on standard error with which --exit-when-done begins; psd-run tells a shard's proper end from its death by it."""
+
+DONE_GRACE_S = 1.0
+"""After the last worker has left, only its own last reply and a psdctl can still be under way."""
+
+_USAGE = "psd-server --shard INDEX/COUNT [options]"
+
+_DESCRIPTION = """\
+Serve one shard of a training job: hold its part of the parameters, add up the workers' gradients,
+apply the optimizer, and hand the parameters out. A job has COUNT shards, each a process like this one;
+workers are told all addresses, in the order of the shards (PSD_SERVERS)."""
+
+_EPILOG = """\
+examples:
+  psd-server --shard 0/1                          a job with a single shard, on 127.0.0.1:7000
+  psd-server --shard 0/2 --listen 0.0.0.0:7000    the first of two, reachable from other machines
+  psd-server --shard 1/2 --listen 127.0.0.1:0     the second, on any free port (the ready line says which)
+
+When the shard serves, it prints one line on standard output, and its gRPC health status is SERVING:
+  psd-server: shard 0/2 ready at 127.0.0.1:7000
+
+SIGTERM or SIGINT drains it: new requests are refused, waiting ones are woken with the error Draining,
+running ones may finish within --grace. A second signal ends it at once. The parameters live in this
+process: when it ends, they are gone.
+
+There is no authentication yet: whoever reaches the port can train or read the model. Bind to a trusted
+network only.
+
+exit status:
+  0     drained after a signal, or done (--exit-when-done)
+  1     failed: the address cannot be bound, or a defect, with a traceback
+  2     the options are wrong
+  130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
+
+
+def _parser() -> Parser:
+    default = ServerConfig(0, 1)
+    limits = default.limits
+    parser = Parser("psd-server", _USAGE, _DESCRIPTION, _EPILOG)
+    place = parser.add_argument_group("which shard, and where")
+    place.add_argument("--shard", required=True, metavar="INDEX/COUNT", help="which part of how many, from 0: 0/4 to 3/4")
+    place.add_argument(
+        "--listen",
+        default=default.listen,
+        metavar="HOST:PORT",
+        help="address to bind; 0.0.0.0 for all interfaces, port 0 for a free one (default: %(default)s)",
+    )
+    place.add_argument(
+        "--advertise", default="", metavar="HOST:PORT", help="address that workers dial, if another; shown by psdctl status"
+    )
+    job = parser.add_argument_group("the job")
+    job.add_argument(
+        "--run-id", default="", metavar="NAME", help="serve only the job of this name (default: the first that joins)"
+    )
+    job.add_argument(
+        "--lease",
+        type=seconds,
+        default=default.lease_s,
+        metavar="SECONDS",
+        help="a worker that is silent for this long is no longer waited for (default: %(default)g)",
+    )
+    end = parser.add_argument_group("the end")
+    end.add_argument(
+        "--grace",
+        type=seconds,
+        default=default.grace_s,
+        metavar="SECONDS",
+        help="time for running requests to finish after SIGTERM (default: %(default)g)",
+    )
+    end.add_argument("--exit-when-done", action="store_true", help="end, with status 0, when all workers have left")
+    bounds = parser.add_argument_group("limits (requests beyond them are refused)")
+    bounds.add_argument(
+        "--max-workers",
+        type=whole_number,
+        default=limits.workers_max,
+        metavar="N",
+        help="workers of the job (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-tensors",
+        type=whole_number,
+        default=limits.tensors_max,
+        metavar="N",
+        help="tensors of the job (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-elements",
+        type=whole_number,
+        default=limits.elements_max,
+        metavar="N",
+        help="parameters of the job, all shards together (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-message-bytes",
+        type=whole_number,
+        default=limits.message_bytes_max,
+        metavar="N",
+        help="one gRPC message; large declarations may need more (default: %(default)s)",
+    )
+    log = parser.add_argument_group("log (standard error)")
+    log.add_argument(
+        "--log-level", choices=logs.LEVELS, default="info", help="least important records to show (default: %(default)s)"
+    )
+    parser.add_information()
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
+    """The configuration and the log level; a wrong option ends the process with status 2 and one line that says why."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        shard_index, shard_count = parse_shard(args.shard)
+        config = ServerConfig(
+            shard_index=shard_index,
+            shard_count=shard_count,
+            listen=args.listen,
+            advertise=args.advertise,
+            run_id=args.run_id,
+            lease_s=args.lease,
+            grace_s=args.grace,
+            exit_when_done=args.exit_when_done,
+            limits=Limits(
+                workers_max=args.max_workers,
+                tensors_max=args.max_tensors,
+                elements_max=args.max_elements,
+                message_bytes_max=args.max_message_bytes,
+            ),
+        )
+    except ConfigError as error:
+        parser.error(str(error))
+    return config, args.log_level
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to end; returns the exit status."""
+    config, log_level = parse(argv)
+    events: queue.SimpleQueue[int | str] = queue.SimpleQueue()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        # SimpleQueue.put is reentrant, the one queue operation that a handler may call.
+        signal.signal(signum, lambda number, _frame: events.put(number))
+    logs.configure("psd-server", log_level)
+    malloc.keep_freed_memory()
+
+    # Only here: gRPC takes a while to load, and wrong options should be reported at once.
+    from psd.rim.server import ShardServer
+
+    server = ShardServer(config)
+    try:
+        server.start()
+    except (OSError, ConfigError) as error:
+        print(f"psd-server: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILURE
+    print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
+    return _serve(server, config, events)
+
+
+def _serve(server: ShardServer, config: ServerConfig, events: queue.SimpleQueue[int | str]) -> int:
+    """Wait for the first reason to end, drain, and return the exit status."""
+    name = f"psd-server: shard {config.shard_index}/{config.shard_count}"
+    if config.exit_when_done:
+
+        def watch() -> None:
+            server.done.wait()
+            events.put("done")
+
+        _in_background(watch)
+
+    first = events.get()
+    grace_s = config.grace_s
+    if first == "done":
+        grace_s = min(grace_s, DONE_GRACE_S)
+        print(f"{name} done: all workers have left", file=sys.stderr, flush=True)
+    else:
+        print(
+            f"{name} got {signal_name(int(first))}: draining for at most {grace_s:g} s; a second signal ends it at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def drain() -> None:
+        try:
+            server.drain(grace_s)
+            events.put("drained")
+        finally:
+            events.put("failed")  # read only if nothing was put before; the traceback is threading's
+
+    _in_background(drain)
+    second = events.get()
+    while second == "done":  # the last worker may leave during a drain
+        second = events.get()
+    if isinstance(second, int):
+        print(f"{name} got {signal_name(second)}: ending at once", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(exit_status(second))  # no clean-up that could wait for anything
+    # From here on nobody reads the queue: a signal ends the process in the system's own way.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return EXIT_OK if second == "drained" else EXIT_FAILURE
+
+
+def _in_background(action: Callable[[], None]) -> None:
+    threading.Thread(target=action, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

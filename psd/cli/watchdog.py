@@ -1,0 +1,109 @@
+"""Ends a job's processes when psd-run itself has been killed, so that no orphan trains on.
+
+A process of its own, in its own session, that does nothing but read a pipe. Only psd-run holds the write end, so the kernel
+itself reports psd-run's death, SIGKILL included, as the end of the file. The protocol is a line each:
+
+    +4711   process group 4711 belongs to the job
+    -4711   it has ended; its number may be used by others from now on
+    end     the job is over; the end of the file that follows means nothing
+
+This file holds both sides: `Watchdog` is psd-run's, `main` the process. Knows nothing of shards and workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO
+
+from psd.cli.processes import python_command
+from psd.cli.sweep import end_processes
+
+GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL. Nobody is left to tell of a longer wait."""
+
+
+class Watchdog:
+    """psd-run's handle on its watchdog. The job can go on without one; it is only unprotected then."""
+
+    def __init__(self, run_id: str, groups: Iterable[int] = ()) -> None:
+        # Not a process of any run: an outer psd-run, in whose worker this one may run, must not find it by that run's id.
+        environ = {name: value for name, value in os.environ.items() if name != "PSD_RUN_ID"}
+        self._process = subprocess.Popen(  # noqa: S603, our own module
+            [*python_command("psd.cli.watchdog"), run_id],
+            stdin=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+        )
+        for group in groups:
+            self.add(group)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def has_died(self) -> bool:
+        """Whether it has ended, which it never does by itself while psd-run lives."""
+        return self._process.poll() is not None
+
+    def add(self, group: int) -> None:
+        """Put a process group under watch."""
+        self._write(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget a process group that has ended."""
+        self._write(f"-{group}\n")
+
+    def close(self) -> None:
+        """Tell it that all is over, and wait for its end. Also frees what a dead one leaves."""
+        self._write("end\n")
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it may have died; psd-run notices by has_died
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def watch(pipe: BinaryIO) -> set[int] | None:
+    """Read until psd-run ends; returns the groups that it leaves behind, or None after a proper end."""
+    groups: set[int] = set()
+    for line in pipe:
+        if line == b"end\n":
+            return None
+        if not line.endswith(b"\n"):  # cut off by the death of the writer
+            break
+        (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+    return groups
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process: watch, then end what was left."""
+    (run_id,) = sys.argv[1:] if argv is None else argv
+    groups = watch(sys.stdin.buffer)
+    if groups is not None:
+        _say(f"psd-run was killed; ending the processes of {run_id}")
+        count = end_processes(groups, run_id, GRACE_S)
+        _say(f"ended {count} processes of {run_id}")
+    return 0
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may read any more
+        print(f"[psd-run watchdog] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
