@@ -95,10 +95,11 @@ cdef class _Borrow:
         self.names.append(name)
         if view.ndim != 1:
             raise _invalid(name, array, letter, writable, f"{view.ndim} dimensions")
+        # Alignment first: NumPy's format of a misaligned array is not the plain letter of its type.
+        if view.len > 0 and view.itemsize in (4, 8) and <uintptr_t>view.buf % <uintptr_t>view.itemsize != 0:
+            raise _invalid(name, array, letter, writable, "misaligned memory")
         if not _is_of_type(view, letter):
             raise _invalid(name, array, letter, writable, "wrong element type")
-        if view.len > 0 and <uintptr_t>view.buf % <uintptr_t>view.itemsize != 0:
-            raise _invalid(name, array, letter, writable, "misaligned memory")
         return view
 
     cdef void *like(self, str name, object array, Py_buffer *model, bint writable, int twin=NO_TWIN) except? NULL:

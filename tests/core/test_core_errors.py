@@ -1,0 +1,156 @@
+"""Every refusal is an InvalidTensor that names the argument, and leaves the outputs as they were."""
+
+import numpy as np
+import pytest
+
+import psd_core
+
+F32 = np.float32
+
+
+def misaligned(n, dtype=F32):
+    return np.frombuffer(bytearray(n * np.dtype(dtype).itemsize + 1), dtype, offset=1)
+
+
+def read_only(n):
+    return np.frombuffer(bytes(4 * n), F32)
+
+
+BAD_INPUTS = {
+    "other float": (np.zeros(4, np.float64), "1-D C-contiguous aligned float32 array, got ndarray of float64"),
+    "integers": (np.zeros(4, np.int32), "float32 array, got ndarray of int32"),
+    "half floats": (np.zeros(4, np.float16), "got ndarray of float16"),
+    "byte order": (np.zeros(4, ">f4"), "got ndarray of >f4"),
+    "no bytes": (np.zeros(4, "V0"), "float32 array"),
+    "strided": (np.zeros(8, F32)[::2], "contiguous"),
+    "reversed": (np.zeros(4, F32)[::-1], "contiguous"),
+    "2-D": (np.zeros((2, 2), F32), "2 dimensions"),
+    "0-D": (np.zeros((), F32), "0 dimensions"),
+    "misaligned": (misaligned(4), "misaligned memory"),
+    "short": (np.zeros(3, F32), "expected length 4, that of [a-z_]+, got 3"),
+    "long": (np.zeros(5, F32), "expected length 4, that of [a-z_]+, got 5"),
+    "no buffer": ([0.0] * 4, "got list"),
+    "raw bytes": (bytes(16), "got bytes"),
+    "None": (None, "got NoneType"),
+}
+BAD_OUTPUTS = BAD_INPUTS | {"read-only": (read_only(4), "expected a writable")}
+
+
+def cases(table, *names):
+    return [pytest.param(name, *case, id=f"{name}-{title}") for name in names for title, case in table.items()]
+
+
+def block(**changes):
+    """Valid arguments of sgd_block, four numbers in two segments, with some of them replaced."""
+    arrays = {name: np.zeros(4, F32) for name in ("param_in", "param_out", "momentum_in", "momentum_out", "acc", "grad")}
+    hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    counts = {"touched": np.ones(2, np.uint8), "steps_in": np.zeros(2, np.uint64), "steps_out": np.full(2, 99, np.uint64)}
+    ends = np.array([1, 4], np.uint32)
+    return arrays | hyper | counts | {"segment_ends": ends, "weight": 1.0, "scale": 1.0} | changes
+
+
+@pytest.mark.parametrize(("name", "bad", "message"), cases(BAD_INPUTS, "grad"))
+@pytest.mark.parametrize("kernel", [psd_core.accumulate, psd_core.scaled_copy])
+def test_a_bad_gradient_is_refused(kernel, name, bad, message):
+    acc = np.ones(4, F32)
+
+    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
+        kernel(acc, bad)
+
+    assert acc.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(psd_core.accumulate, "acc"), (psd_core.scaled_copy, "out"), (psd_core.sgd, "param")]
+)
+@pytest.mark.parametrize("bad", [read_only(4), misaligned(4), np.zeros(4, int), np.zeros((4, 1), F32), None])
+def test_a_bad_destination_is_refused(kernel, name, bad):
+    keywords = {"lr": 0.1} if kernel is psd_core.sgd else {}
+
+    with pytest.raises(
+        psd_core.InvalidTensor, match=f"^{name}: expected a writable 1-D C-contiguous aligned float32 or float64"
+    ):
+        kernel(bad, np.zeros(4, F32), **keywords)
+
+
+@pytest.mark.parametrize("bad", [np.zeros(4, np.int32), np.zeros((2, 2)), misaligned(4, np.float64), None])
+def test_first_nonfinite_of_a_bad_array_is_refused(bad):
+    with pytest.raises(psd_core.InvalidTensor, match=r"^x: "):
+        psd_core.first_nonfinite(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "message"),
+    [case for case in cases(BAD_INPUTS, "momentum_in", "acc", "grad") if not case.id.endswith(("acc-None", "grad-None"))]
+    + cases(BAD_OUTPUTS, "param_out", "momentum_out"),
+)
+def test_a_bad_array_of_a_block_is_refused(name, bad, message):
+    arguments = block(**{name: bad})
+
+    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
+        psd_core.sgd_block(**arguments)
+
+    assert arguments["steps_out"].tolist() == [99, 99]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "message"),
+    [
+        ("segment_ends", np.array([1, 4], np.int32), "expected a 1-D C-contiguous aligned uint32 array"),
+        ("segment_ends", np.array([3, 2], np.uint32), "never fall, got 2 after 3"),
+        ("segment_ends", np.array([1, 3], np.uint32), "expected 4, the length of param_in, as the last end, got 3"),
+        ("segment_ends", np.array([1, 5], np.uint32), "expected 4, the length of param_in, as the last end, got 5"),
+        ("touched", np.ones(3, np.uint8), "expected length 2, that of segment_ends, got 3"),
+        ("touched", np.ones(2, np.int8), "uint8"),
+        ("steps_in", np.ones(1, np.uint64), "expected length 2, that of segment_ends, got 1"),
+        ("steps_in", np.ones(2, np.int64), "uint64"),
+        ("steps_out", np.frombuffer(bytes(16), np.uint64), "expected a writable"),
+    ],
+)
+def test_a_bad_array_of_segments_is_refused(name, bad, message):
+    arguments = block(**{name: bad})
+
+    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
+        psd_core.sgd_block(**arguments)
+
+    assert arguments["param_out"].tolist() == [0, 0, 0, 0]
+
+
+def test_a_block_without_segments_must_be_empty():
+    none = {"touched": np.ones(0, np.uint8), "steps_in": np.ones(0, np.uint64), "steps_out": np.ones(0, np.uint64)}
+
+    with pytest.raises(psd_core.InvalidTensor, match=r"^segment_ends: expected 4"):
+        psd_core.sgd_block(**block(segment_ends=np.ones(0, np.uint32), **none))
+
+
+def test_a_block_without_any_gradient_is_refused():
+    with pytest.raises(psd_core.InvalidTensor, match=r"^grad: expected an array where acc is None"):
+        psd_core.sgd_block(**block(acc=None, grad=None))
+
+
+def test_momentum_without_a_buffer_is_refused():
+    with pytest.raises(psd_core.InvalidTensor, match=r"^momentum_in: expected an array, since momentum is 0\.9"):
+        psd_core.sgd_block(**block(momentum_in=None, momentum_out=None))
+    with pytest.raises(psd_core.InvalidTensor, match=r"^momentum_buffer: expected an array, since momentum is 0\.9"):
+        psd_core.sgd(np.zeros(1), np.zeros(1), lr=0.1, momentum=0.9)
+
+
+def test_a_step_before_the_first_is_refused():
+    with pytest.raises(ValueError, match=r"^step: expected an integer >= 1, got 0"):
+        psd_core.sgd(np.zeros(1), np.zeros(1), lr=0.1, step=0)
+
+
+def test_memory_that_overlaps_by_a_part_is_refused():
+    memory = np.zeros(5, F32)
+
+    with pytest.raises(psd_core.InvalidTensor, match=r"^acc: expected memory of its own, got some that overlaps grad"):
+        psd_core.accumulate(memory[:4], memory[1:])
+
+
+@pytest.mark.parametrize("other", ["momentum_in", "momentum_out", "acc", "grad"])
+def test_an_output_that_is_not_its_own_input_is_refused(other):
+    arguments = block()
+    arguments["param_out"] = arguments[other]
+
+    with pytest.raises(psd_core.InvalidTensor, match=f"overlaps ({other}|param_out)"):
+        psd_core.sgd_block(**arguments)

@@ -1,0 +1,172 @@
+"""What the kernels promise beyond numbers: no GIL, the same bits on every instruction set, an honest build."""
+
+import ctypes
+import doctest
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import psd_core
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "psd_core" / "csrc"
+COMPILER = shutil.which("cc")
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_FLAGS = CPU_INFO.read_text().split() if CPU_INFO.exists() else []
+
+
+def test_example_in_the_docstring_runs():
+    results = doctest.testmod(psd_core)
+
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_public_names_are_documented():
+    assert [name for name in psd_core.__all__ if not getattr(psd_core, name).__doc__] == []
+
+
+@pytest.fixture
+def no_forced_switches():
+    """Keep the interpreter from switching threads: a thread runs until it gives up the GIL itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_kernel_lets_other_threads_run(no_forced_switches):
+    """After `started` the scanner gives up the GIL in the kernel only, so only then can this thread write the NaN."""
+    x = np.zeros(1 << 18, np.float32)
+    started = threading.Event()
+    found = []
+
+    def scan():
+        psd_core.first_nonfinite(x)
+        started.set()
+        found.extend(itertools.takewhile(lambda _: psd_core.first_nonfinite(x) == -1, range(100_000)))
+
+    scanner = threading.Thread(target=scan)
+    scanner.start()
+    started.wait()
+    x[123] = np.nan
+    scanner.join()
+
+    assert len(found) < 100_000
+
+
+# -- the same bits everywhere
+
+
+class Hyper(ctypes.Structure):
+    """psd_hyper of csrc/kernels.h."""
+
+    _fields_ = [("scalars", ctypes.c_double * 8), ("flags", ctypes.c_uint32)]
+
+
+class Arrays(ctypes.Structure):
+    """psd_arrays of csrc/kernels.h."""
+
+    _fields_ = [
+        ("param_in", ctypes.c_void_p),
+        ("param_out", ctypes.c_void_p),
+        ("slots_in", ctypes.c_void_p * 3),
+        ("slots_out", ctypes.c_void_p * 3),
+        ("acc", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("weight", ctypes.c_double),
+        ("scale", ctypes.c_double),
+    ]
+
+
+VARIANTS = {"unoptimised": ["-O0"], "plain": ["-O3"], "fma": ["-O3", "-mavx2", "-mfma"], "avx512f": ["-O3", "-mavx512f"]}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def library(request, tmp_path_factory):
+    """Return the kernels, compiled for one fixed instruction set."""
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    if request.param in ("fma", "avx512f") and request.param not in CPU_FLAGS:
+        pytest.skip(f"this processor has no {request.param}")
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    sources = sorted(str(source) for source in CSRC.glob("*.c"))
+    flags = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-DPSD_ONE_VERSION", *VARIANTS[request.param]]
+    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+def wild_numbers(rng, shape, dtype):
+    """Numbers of every magnitude that the type has, subnormal ones too: sums and products overflow and underflow."""
+    largest = np.finfo(dtype).maxexp - 1
+    return np.ldexp(rng.standard_normal(shape), rng.integers(-largest - 10, largest, shape)).astype(dtype)
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def same_bits(a, b):
+    """Compare bits, but for which NaN a NaN is."""
+    return np.where(np.isnan(a), 0, a).tobytes() == np.where(np.isnan(b), 0, b).tobytes() and np.array_equal(
+        np.isnan(a), np.isnan(b)
+    )
+
+
+@pytest.mark.parametrize(
+    "numbers", [wild_numbers, lambda rng, shape, dtype: rng.standard_normal(shape).astype(dtype)], ids=["wild", "tame"]
+)
+@pytest.mark.parametrize(("dtype", "code"), [(np.float32, 0), (np.float64, 1)])
+@pytest.mark.parametrize("flags", range(4))
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_every_instruction_set_gives_the_same_bits(library, numbers, dtype, code, flags, step, rng):
+    n = 1003
+    param, momentum, acc, grad = numbers(rng, (4, n), dtype)
+    out, theirs = np.empty((2, n), dtype), np.empty((2, n), dtype)
+    scalars = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}
+    arrays = Arrays(address(param), address(theirs[0]), acc=address(acc), grad=address(grad), weight=0.7, scale=1 / 3)
+    arrays.slots_in[0], arrays.slots_out[0] = address(momentum), address(theirs[1])
+    hyper = Hyper((ctypes.c_double * 8)(*scalars.values()), flags)
+    one = {
+        "segment_ends": np.array([n], np.uint32),
+        "touched": np.ones(1, np.uint8),
+        "steps_in": np.array([step - 1], np.uint64),
+    }
+
+    library.psd_step(code, 0, ctypes.byref(arrays), ctypes.byref(hyper), ctypes.c_uint64(step), ctypes.c_ssize_t(n))
+    psd_core.sgd_block(
+        param, out[0], momentum, out[1], acc, grad, weight=0.7, scale=1 / 3, steps_out=np.zeros(1, np.uint64),
+        **one, **scalars, nesterov=bool(flags & 1), maximize=bool(flags & 2),
+    )  # fmt: skip
+
+    assert same_bits(out, theirs)
+
+
+# -- the build
+
+
+def test_the_build_neither_ties_itself_to_a_machine_nor_bends_arithmetic():
+    text = (ROOT / "setup.py").read_text()
+    arguments = re.findall(r'"(-[^"]+)"', text)
+
+    assert "-ffp-contract=off" in arguments
+    assert [flag for flag in arguments if flag.startswith(("-march", "-mtune", "-Ofast", "-ffast", "-funsafe"))] == []
+
+
+def test_no_exception_is_raised_where_the_gil_is_released():
+    """Cython compiles `raise` in a noexcept or nogil span, and loses the exception."""
+    text = (ROOT / "psd_core" / "_kernels.pyx").read_text()
+    spans = re.findall(r"^( *)with nogil:\n((?:\1 +.*\n)+)", text, re.MULTILINE)
+    functions = re.findall(r"^cdef .*noexcept.*:\n((?: +.*\n)+)", text, re.MULTILINE)
+
+    assert len(spans) == text.count("with nogil:") == 5
+    assert len(functions) == len(re.findall(r"^cdef .*noexcept", text, re.MULTILINE)) > 0
+    assert [body for body in [*(body for _, body in spans), *functions] if re.search(r"\b(raise|assert)\b", body)] == []
