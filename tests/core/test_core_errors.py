@@ -31,7 +31,7 @@ BAD_INPUTS = {
     "long": (np.zeros(5, F32), "expected length 4, that of [a-z_]+, got 5"),
     "no buffer": ([0.0] * 4, "got list"),
     "raw bytes": (bytes(16), "got bytes"),
-    "None": (None, "got NoneType"),
+    "None": (None, "got None"),
 }
 BAD_OUTPUTS = BAD_INPUTS | {"read-only": (read_only(4), "expected a writable")}
 
