@@ -1,0 +1,279 @@
+"""Carries out a job of psd-run: one thread, one selector over the children's output, their deaths and the signals.
+
+    events: output, SIGCHLD, SIGINT, time   ->   psd/cli/policy.py decides   ->   actions: start, signal, say
+
+Invariants: every child is known to the watchdog from its start to its end; a child's output is read to its end before its death
+is told; when `run` returns, however it does, no process of the run is left. Decides nothing about the job itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from psd.cli.arguments import exit_status
+from psd.cli.output import Lines, Prefixes
+from psd.cli.policy import Action, Name, Phase, Policy, Say, Send
+from psd.cli.processes import Child
+from psd.cli.server import DONE_PATTERN, READY_PATTERN
+from psd.cli.sweep import end_processes
+from psd.cli.watchdog import Watchdog
+
+_WATCHDOGS_MAX = 4
+"""Of one job. Whoever kills more of them means it."""
+
+_SWEEP_GRACE_S = 2.0
+"""For processes that workers have left behind, once the workers themselves are gone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        run_id: of this run only; processes are found by it.
+        shards, workers, restarts_max, grace_s: see psd-run --help.
+        shard_command: the command of a shard, by index.
+        worker_command: the command of every worker.
+        shard_environ: the environment of the shards.
+        worker_environ: the environment of a worker, by rank and the shards' addresses.
+    """
+
+    run_id: str
+    shards: int
+    workers: int
+    restarts_max: int
+    grace_s: float
+    shard_command: Callable[[int], Sequence[str]]
+    worker_command: Sequence[str]
+    shard_environ: Mapping[str, str]
+    worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
+
+
+class Launcher:
+    """One job, from its first process to its last."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._policy = Policy(shards=plan.shards, workers=plan.workers, restarts_max=plan.restarts_max, grace_s=plan.grace_s)
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[Name, Child] = {}
+        self._lines: dict[Name, Lines] = {}
+        self._addresses: dict[int, str] = {}
+        self._watchdog: Watchdog | None = None
+        self._watchdogs_left = _WATCHDOGS_MAX
+        self._signals: list[int] = []
+        names = [*(f"shard {index}" for index in range(plan.shards)), *(f"worker {rank}" for rank in range(plan.workers))]
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self._prefixes = Prefixes(["psd-run", *names], colour=colour)
+        self._reader_is_gone = False
+
+    def run(self) -> int:
+        """Run the job to its end; returns psd-run's exit status."""
+        started_at = time.monotonic()
+        with self._wakeups() as wakeups:
+            try:
+                self._start_watchdog()
+                self._perform(self._policy.on_start(time.monotonic()))
+                while self._policy.phase is not Phase.ENDED:
+                    self._wait(wakeups)
+            finally:
+                self._clear_away()
+        status = self._policy.status
+        assert status is not None
+        if self._reader_is_gone:
+            return exit_status(signal.SIGPIPE)
+        took = f"{time.monotonic() - started_at:.1f} s"
+        self._say(f"all workers have finished ({took})" if status == 0 else f"the job has failed, status {status} ({took})")
+        return status
+
+    # -- events --
+
+    @contextlib.contextmanager
+    def _wakeups(self) -> Iterator[socket.socket]:
+        """Signals as bytes on a socket. A SIGHUP that is ignored (nohup) stays so."""
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+
+        def heard(_signum: int, _frame: FrameType | None) -> None:
+            """Nothing: the wake-up descriptor has the number."""
+
+        before = {signum: signal.signal(signum, heard) for signum in caught}
+        before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ)
+        try:
+            yield reader
+        finally:
+            self._selector.close()
+            signal.set_wakeup_fd(before_fd)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            reader.close()
+            writer.close()
+
+    def _wait(self, wakeups: socket.socket) -> None:
+        """Sleep until something happens, and see to it."""
+        times = [at for lines in self._lines.values() if (at := lines.quiet_at()) is not None]
+        if self._policy.deadline is not None:
+            times.append(self._policy.deadline)
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is wakeups:
+                self._read_signals(wakeups)
+            else:
+                self._read_output(key.data)
+        now = time.monotonic()
+        for name, lines in list(self._lines.items()):
+            if (at := lines.quiet_at()) is not None and at <= now:
+                self._show(name, lines.flush())
+        # Again after each: what one event decides may change what the next one means.
+        if self._policy.deadline is not None and self._policy.deadline <= now:
+            self._perform(self._policy.on_deadline(now))
+
+    def _read_signals(self, wakeups: socket.socket) -> None:
+        signums = wakeups.recv(4096)
+        for signum in signums:
+            if signum != signal.SIGCHLD:
+                self._perform(self._policy.on_signal(signum, time.monotonic()))
+        if signal.SIGCHLD in signums:  # one byte may stand for several
+            for name in sorted(self._children):  # shards first: a worker's failure may be the consequence of theirs
+                if name in self._children and self._children[name].has_ended():
+                    self._on_exit(name)
+            if self._watchdog is not None and self._watchdog.has_died():
+                self._replace_watchdog()
+
+    def _read_output(self, name: Name) -> None:
+        child = self._children.get(name)
+        if child is None or (data := child.read()) is None:
+            return
+        if data:
+            self._show(name, self._lines[name].feed(data, time.monotonic()))
+        else:  # it has closed its output; that it has ended is another event
+            self._selector.unregister(child)
+
+    def _on_exit(self, name: Name) -> None:
+        child = self._children[name]
+        lines = self._lines[name]
+        self._show(name, lines.feed(child.read_rest(), time.monotonic()))
+        self._show(name, lines.flush())
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(child)
+        del self._children[name]
+        returncode = child.close()
+        if self._watchdog is not None:
+            self._watchdog.remove(child.pid)
+        self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
+
+    # -- actions --
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Say):
+                self._say(action.text, action.quote)
+            elif isinstance(action, Send):
+                if action.name in self._children:
+                    self._children[action.name].signal(action.signum)
+            else:
+                self._start(action.name)
+
+    def _start(self, name: Name) -> None:
+        if name.kind == "shard":
+            command, environ = self._plan.shard_command(name.number), self._plan.shard_environ
+        else:
+            servers = [self._addresses[index] for index in range(self._plan.shards)]
+            command, environ = self._plan.worker_command, self._plan.worker_environ(name.number, servers)
+        self._lines[name] = Lines()
+        try:
+            child = Child(command, environ)
+        except OSError as error:
+            self._say(f"cannot start {name}: {error}")
+            self._perform(self._policy.on_exit(name, 126, time.monotonic()))  # as a shell has it
+            return
+        self._children[name] = child
+        self._selector.register(child, selectors.EVENT_READ, name)
+        if self._watchdog is not None:
+            self._watchdog.add(child.pid)
+
+    def _start_watchdog(self) -> None:
+        self._watchdogs_left -= 1
+        try:
+            self._watchdog = Watchdog(self._plan.run_id, [child.pid for child in self._children.values()])
+        except OSError as error:
+            self._say(f"cannot start the watchdog ({error}); if psd-run is killed, its processes may stay behind")
+
+    def _replace_watchdog(self) -> None:
+        assert self._watchdog is not None
+        self._watchdog.close()
+        self._watchdog = None
+        if self._watchdogs_left:
+            self._say("the watchdog, which ends the job if psd-run is killed, has died; starting another")
+            self._start_watchdog()
+        else:
+            self._say("the watchdog has died again; going on without: if psd-run is killed, its processes may stay behind")
+
+    def _clear_away(self) -> None:
+        """Leave nothing, also when psd-run itself has failed."""
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
+            child.close()
+        self._children.clear()
+        count = end_processes((), self._plan.run_id, _SWEEP_GRACE_S)
+        if count:
+            self._say(f"ended {count} processes that the workers had left behind")
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    # -- output --
+
+    def _show(self, name: Name, lines: Sequence[bytes]) -> None:
+        self._write([self._prefixes.line(str(name), line) for line in lines])
+        if name.kind != "shard":
+            return
+        for line in lines:
+            text = line.decode(errors="replace")
+            if ready := re.fullmatch(READY_PATTERN, text):
+                self._addresses[name.number] = ready[3]
+                if len(self._addresses) == self._plan.shards:
+                    self._say_what_runs()
+                self._perform(self._policy.on_ready(name))
+            elif re.fullmatch(DONE_PATTERN, text):
+                self._policy.on_done(name)
+
+    def _say_what_runs(self) -> None:
+        servers = ",".join(self._addresses[index] for index in range(self._plan.shards))
+        self._say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
+
+    def _say(self, text: str, quote: Name | None = None) -> None:
+        lines = [text.encode()]
+        if quote is not None and quote in self._lines and self._lines[quote].tail:
+            lines[0] += b"; its last lines:"
+            lines += [b"    " + line for line in self._lines[quote].tail]
+        with contextlib.suppress(OSError):  # a terminal that has been closed
+            sys.stderr.buffer.write(b"".join(self._prefixes.line("psd-run", line) for line in lines))
+            sys.stderr.buffer.flush()
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        if not lines or self._reader_is_gone:
+            return
+        try:
+            sys.stdout.buffer.write(b"".join(lines))
+            sys.stdout.buffer.flush()
+        except OSError:  # psd-run | head, or a terminal that has been closed
+            self._reader_is_gone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            self._perform(self._policy.on_signal(signal.SIGPIPE, time.monotonic()))

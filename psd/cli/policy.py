@@ -1,0 +1,231 @@
+"""What psd-run does when something happens to one of its processes: the one place that decides, without doing any of it.
+
+Events come in as method calls with the time; what must happen comes out as a list of actions, which psd/cli/launcher.py carries
+out. So each order of events is a plain unit test. The policy:
+
+    a worker ends with status 0     it has finished; the job ends, well, when all have
+    a worker fails                  started again with its rank, while --max-restarts (of all workers together) lasts and all
+                                    shards live; then the job is stopped, with the worker's status
+    a shard dies                    the job is stopped, with status 1: the shard's part of the parameters is gone
+    SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N; the second one kills everything at once
+
+A job goes through the phases STARTING, RUNNING, WINDING_DOWN (all workers have finished, shards end by themselves), or from
+any of them STOPPING (workers got SIGTERM), STOPPING_SHARDS, KILLING, to ENDED. Every phase but RUNNING has a deadline, at which
+the next harder one begins: so a job that is to end does end, whatever its processes do.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, signal_name
+
+READY_TIMEOUT_S = 60.0
+"""From the start of a shard to its ready line: loading gRPC on a crowded machine."""
+
+SHARDS_END_S = 3.0
+"""From the end of the last worker to that of the shards, which they reach by themselves if every worker has left."""
+
+KILL_S = 5.0
+"""From SIGKILL to giving up: the kernel may be unable to end a process that hangs in a device or a network file system."""
+
+
+@dataclass(frozen=True, order=True)
+class Name:
+    """A process of the job: "shard 0", "worker 3"."""
+
+    kind: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this process."""
+
+    name: Name
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a signal to this process's group."""
+
+    name: Name
+    signum: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the user; `quote` names the process whose last lines belong to the message."""
+
+    text: str
+    quote: Name | None = None
+
+
+Action = Start | Send | Say
+
+
+class Phase(enum.Enum):
+    """See the module's first paragraphs."""
+
+    STARTING = enum.auto()
+    RUNNING = enum.auto()
+    WINDING_DOWN = enum.auto()
+    STOPPING = enum.auto()
+    STOPPING_SHARDS = enum.auto()
+    KILLING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Policy:
+    """One job.
+
+    Attributes:
+        phase: where the job is.
+        status: the exit status, once it is known; only a signal changes it then.
+        deadline: when `on_deadline` is to be called, on the clock whose times the events carry; None: never.
+    """
+
+    def __init__(self, *, shards: int, workers: int, restarts_max: int, grace_s: float) -> None:
+        self.phase = Phase.STARTING
+        self.status: int | None = None
+        self.deadline: float | None = None
+        self._shards = [Name("shard", index) for index in range(shards)]
+        self._workers = [Name("worker", rank) for rank in range(workers)]
+        self._restarts_left = restarts_max
+        self._grace_s = grace_s
+        self._alive: set[Name] = set()
+        self._ready: set[Name] = set()
+        self._done: set[Name] = set()  # shards that have seen all workers leave
+        self._signals = 0
+
+    def on_start(self, now: float) -> list[Action]:
+        """The job begins."""
+        self.deadline = now + READY_TIMEOUT_S
+        self._alive.update(self._shards)
+        return [Start(name) for name in self._shards]
+
+    def on_ready(self, shard: Name) -> list[Action]:
+        """A shard serves. Workers start when all do."""
+        self._ready.add(shard)
+        if self.phase is not Phase.STARTING or len(self._ready) < len(self._shards):
+            return []
+        self.phase, self.deadline = Phase.RUNNING, None
+        self._alive.update(self._workers)
+        return [Start(name) for name in self._workers]
+
+    def on_done(self, shard: Name) -> None:
+        """A shard has said that all workers have left it: its end is no death."""
+        self._done.add(shard)
+
+    def on_exit(self, name: Name, returncode: int, now: float) -> list[Action]:
+        """A process has ended; `returncode` is negative if a signal ended it."""
+        self._alive.discard(name)
+        if name.kind == "worker":
+            actions = self._on_worker_exit(name, returncode, now)
+        else:
+            actions = self._on_shard_exit(name, returncode, now)
+        return actions + self._advance(now)
+
+    def on_signal(self, signum: int, now: float) -> list[Action]:
+        """psd-run was told to end."""
+        self._signals += 1
+        if self._signals == 1 and self.phase in (Phase.STARTING, Phase.RUNNING, Phase.WINDING_DOWN):
+            text = f"{signal_name(signum)}: stopping the job, within {self._grace_s:g} s; a second signal kills it at once"
+            return self._stop(Say(text), exit_status(signum), now) + self._advance(now)
+        if self._signals == 1:
+            return [Say(f"{signal_name(signum)}: the job is being stopped already; a second signal kills it at once")]
+        if self.phase in (Phase.KILLING, Phase.ENDED):
+            return []
+        return [Say(f"{signal_name(signum)}: killing all processes"), *self._kill(now)]
+
+    def on_deadline(self, now: float) -> list[Action]:
+        """The phase has lasted too long."""
+        late = self._names(self._alive)
+        if self.phase is Phase.STARTING:
+            shard = next(name for name in self._shards if name not in self._ready)
+            text = f"{shard} was not ready after {READY_TIMEOUT_S:g} s; stopping the job"
+            return self._stop(Say(text, quote=shard), EXIT_FAILURE, now) + self._advance(now)
+        if self.phase is Phase.WINDING_DOWN:
+            return [Say(f"all workers have ended, but not all have left {late}; draining"), *self._stop_shards(now)]
+        if self.phase in (Phase.STOPPING, Phase.STOPPING_SHARDS):
+            return [Say(f"not ended within {self._grace_s:g} s: {late}; killing"), *self._kill(now)]
+        self.phase, self.deadline = Phase.ENDED, None
+        return [Say(f"SIGKILL did not end {late}; giving up")]
+
+    def _on_worker_exit(self, worker: Name, returncode: int, now: float) -> list[Action]:
+        if self.phase is not Phase.RUNNING:
+            return []
+        if returncode == 0:
+            if not self._living("worker"):
+                self.status, self.phase, self.deadline = EXIT_OK, Phase.WINDING_DOWN, now + SHARDS_END_S
+            return []
+        death = f"{worker} {_describe(returncode)}"
+        shards_gone = [name for name in self._shards if name not in self._alive]
+        if self._restarts_left and not shards_gone:
+            self._restarts_left -= 1
+            self._alive.add(worker)
+            return [Say(f"{death}; starting it again ({_restarts(self._restarts_left)} left)", quote=worker), Start(worker)]
+        if shards_gone:
+            why = f"{self._names(set(shards_gone))} has ended, so it cannot be started again; "
+        else:
+            why = "" if self._restarts_left else "no restarts left (--max-restarts); "
+        status = returncode if returncode > 0 else exit_status(-returncode)
+        return self._stop(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
+
+    def _on_shard_exit(self, shard: Name, returncode: int, now: float) -> list[Action]:
+        if self.phase is Phase.STARTING:
+            return self._stop(
+                Say(f"{shard} {_describe(returncode)} at its start; stopping the job", quote=shard), EXIT_FAILURE, now
+            )
+        if returncode == 0 and (shard in self._done or self.phase is not Phase.RUNNING):
+            return []
+        if self.phase is Phase.RUNNING:
+            text = f"{shard} {_describe(returncode)}, and with it its part of the parameters is gone; stopping the job"
+            return self._stop(Say(text, quote=shard), EXIT_FAILURE, now)
+        if self.phase is Phase.WINDING_DOWN:
+            return [Say(f"{shard} {_describe(returncode)} after all workers had ended", quote=shard)]
+        return []
+
+    def _stop(self, say: Say, status: int, now: float) -> list[Action]:
+        self.status = status
+        self.phase, self.deadline = Phase.STOPPING, now + self._grace_s
+        return [say, *(Send(name, signal.SIGTERM) for name in self._living("worker"))]
+
+    def _stop_shards(self, now: float) -> list[Action]:
+        self.phase, self.deadline = Phase.STOPPING_SHARDS, now + self._grace_s
+        return [Send(name, signal.SIGTERM) for name in self._living("shard")]
+
+    def _kill(self, now: float) -> list[Action]:
+        self.phase, self.deadline = Phase.KILLING, now + KILL_S
+        return [Send(name, signal.SIGKILL) for name in sorted(self._alive)]
+
+    def _advance(self, now: float) -> list[Action]:
+        """Leave the phase if what it waited for has come."""
+        actions: list[Action] = []
+        if self.phase is Phase.STOPPING and not self._living("worker"):
+            actions = self._stop_shards(now)
+        if not self._alive and self.phase not in (Phase.STARTING, Phase.RUNNING):
+            self.phase, self.deadline = Phase.ENDED, None
+        return actions
+
+    def _living(self, kind: str) -> list[Name]:
+        return sorted(name for name in self._alive if name.kind == kind)
+
+    def _names(self, names: set[Name]) -> str:
+        return ", ".join(map(str, sorted(names)))
+
+
+def _restarts(count: int) -> str:
+    return "1 restart" if count == 1 else f"{count or 'no'} restarts"
+
+
+def _describe(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with status {returncode}"
+    hint = " (the kernel does so, too, when memory runs out)" if returncode == -signal.SIGKILL else ""
+    return f"was killed by {signal_name(-returncode)}{hint}"

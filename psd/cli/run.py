@@ -1,0 +1,241 @@
+"""psd-run: a whole job on this machine by one command. Reads the flags, builds the plan; psd/cli/launcher.py carries it out.
+
+    run.py        flags, help, the commands and environments of shards and workers
+    launcher.py   the loop: output, deaths, signals
+    policy.py     what to do about a death, a signal, a deadline
+    processes.py  one child;  output.py  its lines;  watchdog.py, sweep.py  no orphans
+
+Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from psd.cli import malloc
+from psd.cli.arguments import Parser, seconds, whole_number
+from psd.cli.launcher import Launcher, Plan
+from psd.cli.processes import python_command
+from psd.contract.config import TRANSPORTS, ConfigError, Limits, ServerConfig
+from psd.contract.consistency import Consistency
+from psd.contract.environment import VARIABLES
+from psd.contract.errors import InvalidRequest
+
+SHARDS_MAX = 256
+WORKERS_MAX = 4096
+RESTARTS_MAX = 1_000_000
+
+_USAGE = """\
+psd-run [options] script.py [args ...]
+       psd-run [options] -m module [args ...]
+       psd-run [options] -- command [args ...]"""
+
+_DESCRIPTION = """\
+Run a training job on this machine: start the shards of a parameter server and the workers that train
+with them, show the output of all, each line with the name of its process, and end with the workers'
+status. A script.py is run by this Python; anything else is executed as a command."""
+
+_EPILOG = """\
+examples:
+  psd-run --shards 2 --workers 4 train.py --epochs 3
+  psd-run --workers 2 --consistency async -m my.package.train
+  psd-run --workers 8 --consistency ssp:3 --max-restarts 2 train.py
+
+Each worker finds in its environment what psd_client.connect() and psd.distribute() take as defaults,
+so that the script needs no addresses and no ranks:
+{variables}
+psd-run sets the first four, and those for which an option is given. Unless they are set, it also sets
+OMP_NUM_THREADS, so that all workers together have as many threads as there are cores;
+PYTHONUNBUFFERED=1; and malloc thresholds that spare fresh memory for each message. All output goes to
+standard output, psd-run's own messages to standard error. NO_COLOR=1 turns colours off.
+
+when something dies or is told to end:
+  a worker fails       it is started again with its rank, while --max-restarts lasts; then the others
+                       get SIGTERM, and after --grace SIGKILL. Status: the worker's
+  a shard dies         the job is stopped in the same way: its parameters are gone. Status: 1
+  Ctrl-C, SIGTERM,     the job is stopped in the same way, the shards after the workers. A second one
+  SIGHUP               kills everything at once. Status: 128 + the signal's number
+  psd-run is killed    its watchdog (a small process) ends all others, within seconds
+  the watchdog dies    psd-run says so and starts another
+  all workers end      the shards end, too, by themselves or, if a worker did not leave, by SIGTERM
+
+exit status:
+  0      all workers ended with status 0
+  N      of the first worker that failed for good; 128 + N if signal N killed it
+  1      a shard died, or could not start
+  2      the options are wrong
+  128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
+
+
+def _parser() -> Parser:
+    default = ServerConfig(0, 1)
+    variables = "\n".join(f"  {name:20} {meaning}" for name, meaning in VARIABLES.items())
+    parser = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables))
+    size = parser.add_argument_group("size")
+    size.add_argument("--shards", type=whole_number, default=1, metavar="N", help="server processes (default: %(default)s)")
+    size.add_argument("--workers", type=whole_number, default=1, metavar="N", help="training processes (default: %(default)s)")
+    job = parser.add_argument_group("training (for scripts that do not say themselves)")
+    job.add_argument("--consistency", metavar="WORD", help="sync, async, or ssp:S for at most S steps apart (default: sync)")
+    job.add_argument(
+        "--quorum",
+        type=whole_number,
+        metavar="K",
+        help="sync: close a round with K workers' gradients; late ones are dropped (default: all)",
+    )
+    job.add_argument("--reduce", choices=("mean", "sum"), help="how a round's gradients become one (default: mean)")
+    job.add_argument("--transport", choices=TRANSPORTS, help="how bytes travel (default: auto)")
+    faults = parser.add_argument_group("faults")
+    faults.add_argument(
+        "--max-restarts",
+        type=whole_number,
+        default=0,
+        metavar="R",
+        help="start failed workers again, R times in all (default: %(default)s)",
+    )
+    faults.add_argument(
+        "--lease",
+        type=seconds,
+        default=default.lease_s,
+        metavar="SECONDS",
+        help="the shards stop waiting for a worker that is silent for this long (default: %(default)g)",
+    )
+    faults.add_argument(
+        "--grace",
+        type=seconds,
+        default=default.grace_s,
+        metavar="SECONDS",
+        help="from SIGTERM to SIGKILL, for workers and for shards (default: %(default)g)",
+    )
+    what = parser.add_argument_group("what to run (everything after it belongs to it)")
+    what.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a Python module, with its arguments, as a script"
+    )
+    what.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script.py", help="Python script or command, and its arguments"
+    )
+    parser.add_information()
+    return parser
+
+
+def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
+    """The plan; a wrong option ends the process with status 2 and one line that says why."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        _check_count("--shards", args.shards, 1, SHARDS_MAX)
+        _check_count("--workers", args.workers, 1, WORKERS_MAX)
+        _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
+        ServerConfig(0, args.shards, lease_s=args.lease, grace_s=args.grace)
+        consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
+        _check_quorum(args.quorum, args.workers, consistency)
+        command = _worker_command(args.module, args.command)
+    except InvalidRequest as error:
+        parser.error(f"--{error}")
+    except ConfigError as error:
+        parser.error(str(error))
+
+    run_id = _run_id(command)
+    given = {
+        "PSD_CONSISTENCY": consistency,
+        "PSD_QUORUM": args.quorum,
+        "PSD_REDUCE": args.reduce,
+        "PSD_TRANSPORT": args.transport,
+    }
+    shared = {**environ, "PSD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}
+    for_workers = {
+        "OMP_NUM_THREADS": str(max(1, _cores() // args.workers)),
+        **malloc.environment(),
+        **shared,
+        "PSD_WORLD_SIZE": str(args.workers),
+        **{name: str(value) for name, value in given.items() if value is not None},
+    }
+
+    def shard_command(index: int) -> list[str]:
+        flags = ["--listen", "127.0.0.1:0", "--exit-when-done", "--run-id", run_id, "--log-level", "warning"]
+        flags += [
+            "--lease",
+            str(args.lease),
+            "--grace",
+            str(args.grace),
+            "--max-workers",
+            str(max(args.workers, Limits().workers_max)),
+        ]
+        return [*python_command("psd.cli.server"), "--shard", f"{index}/{args.shards}", *flags]
+
+    return Plan(
+        run_id=run_id,
+        shards=args.shards,
+        workers=args.workers,
+        restarts_max=args.max_restarts,
+        grace_s=args.grace,
+        shard_command=shard_command,
+        worker_command=command,
+        shard_environ=shared,
+        worker_environ=lambda rank, servers: {**for_workers, "PSD_SERVERS": ",".join(servers), "PSD_RANK": str(rank)},
+    )
+
+
+def _check_count(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def _check_quorum(quorum: int | None, workers: int, consistency: str | None) -> None:
+    if quorum is None:
+        return
+    _check_count("--quorum", quorum, 1, workers)
+    if consistency not in (None, "sync"):
+        raise ConfigError(f"--quorum: is for sync only, where workers wait for each other; --consistency is {consistency}")
+
+
+def _worker_command(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
+    """What a worker executes; found out before anything is started."""
+    if module is not None:
+        if not module:
+            raise ConfigError("-m: expected the name of a Python module")
+        return [sys.executable, "-u", "-m", *module]
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        raise ConfigError("expected a script, -m and a module, or a command to run, such as: psd-run --workers 2 train.py")
+    if command[0].startswith("-"):
+        raise ConfigError(f"unknown option {command[0]}; options of psd-run stand before the script")
+    if command[0].endswith(".py"):
+        if not Path(command[0]).is_file():
+            raise ConfigError(f"there is no script {command[0]!r}")
+        return [sys.executable, "-u", *command]
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0]!r} is neither a script (.py) nor a command that can be executed")
+    return list(command)
+
+
+def _run_id(command: Sequence[str]) -> str:
+    """A name that no other run has, and that says what runs."""
+    python = command[0] == sys.executable
+    what = command[3 if command[2] == "-m" else 2] if python else command[0]
+    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem)[:32]
+    return f"{stem}-{secrets.token_hex(6)}"
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a job; returns the exit status."""
+    return Launcher(parse(argv, os.environ)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

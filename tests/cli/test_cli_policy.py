@@ -1,0 +1,189 @@
+"""What psd-run decides, for each order of events, without a process: psd/cli/policy.py."""
+
+from signal import SIGINT, SIGKILL, SIGTERM
+
+import pytest
+
+from psd.cli.policy import KILL_S, READY_TIMEOUT_S, SHARDS_END_S, Action, Name, Phase, Policy, Say, Send, Start
+
+SHARDS = [Name("shard", 0), Name("shard", 1)]
+WORKERS = [Name("worker", 0), Name("worker", 1)]
+
+
+def running(restarts_max: int = 0) -> Policy:
+    """A job of two shards and two workers, all of which run."""
+    policy = Policy(shards=2, workers=2, restarts_max=restarts_max, grace_s=10)
+    policy.on_start(0)
+    for shard in SHARDS:
+        policy.on_ready(shard)
+    return policy
+
+
+def deeds(actions: list[Action]) -> list[Action]:
+    """Without the talk."""
+    return [action for action in actions if not isinstance(action, Say)]
+
+
+def said(actions: list[Action]) -> str:
+    """Only the talk."""
+    return "\n".join(action.text for action in actions if isinstance(action, Say))
+
+
+def test_on_ready_when_all_shards_serve_then_the_workers_start():
+    policy = Policy(shards=2, workers=2, restarts_max=0, grace_s=10)
+
+    assert policy.on_start(0) == [Start(shard) for shard in SHARDS]
+    assert policy.on_ready(SHARDS[1]) == []
+    assert policy.on_ready(SHARDS[0]) == [Start(worker) for worker in WORKERS]
+    assert policy.deadline is None
+
+
+def test_on_exit_when_all_workers_and_then_the_shards_end_then_the_status_is_0():
+    policy = running()
+    for shard in SHARDS:
+        policy.on_done(shard)
+
+    actions = [policy.on_exit(name, 0, now=1) for name in (*WORKERS, *SHARDS)]
+
+    assert actions == [[], [], [], []]
+    assert (policy.phase, policy.status) == (Phase.ENDED, 0)
+
+
+def test_on_exit_when_a_shard_is_done_before_the_workers_end_then_that_is_no_death():
+    policy = running()
+    policy.on_done(SHARDS[0])
+
+    assert policy.on_exit(SHARDS[0], 0, now=1) == []
+    assert policy.phase is Phase.RUNNING
+
+
+def test_on_deadline_when_shards_outlast_the_workers_then_they_are_drained():
+    policy = running()
+    policy.on_exit(WORKERS[0], 0, now=1)
+    policy.on_exit(WORKERS[1], 0, now=1)
+
+    assert policy.deadline == 1 + SHARDS_END_S
+    assert deeds(policy.on_deadline(4)) == [Send(shard, SIGTERM) for shard in SHARDS]
+    policy.on_exit(SHARDS[0], 0, now=5)
+    policy.on_exit(SHARDS[1], 0, now=5)
+    assert (policy.phase, policy.status) == (Phase.ENDED, 0)
+
+
+@pytest.mark.parametrize(("returncode", "status"), [(3, 3), (-SIGKILL, 137)])
+def test_on_exit_when_a_worker_fails_then_the_job_stops_with_its_status(returncode, status):
+    policy = running()
+
+    actions = policy.on_exit(WORKERS[1], returncode, now=1)
+    after_workers = policy.on_exit(WORKERS[0], -SIGTERM, now=2)
+    policy.on_exit(SHARDS[0], 0, now=3)
+    policy.on_exit(SHARDS[1], 0, now=3)
+
+    assert deeds(actions) == [Send(WORKERS[0], SIGTERM)]
+    assert "worker 1" in said(actions)
+    assert deeds(after_workers) == [Send(shard, SIGTERM) for shard in SHARDS]
+    assert (policy.phase, policy.status) == (Phase.ENDED, status)
+
+
+def test_on_exit_when_restarts_are_left_then_the_worker_starts_again_until_none_is():
+    policy = running(restarts_max=2)
+
+    first = policy.on_exit(WORKERS[0], 1, now=1)
+    second = policy.on_exit(WORKERS[1], -SIGKILL, now=2)
+    third = policy.on_exit(WORKERS[0], 1, now=3)
+
+    assert deeds(first) == [Start(WORKERS[0])]
+    assert "worker 0 ended with status 1; starting it again (1 restart left)" in said(first)
+    assert deeds(second) == [Start(WORKERS[1])]
+    assert "SIGKILL" in said(second)
+    assert "no restarts left" in said(second)
+    assert deeds(third) == [Send(WORKERS[1], SIGTERM)]
+
+
+def test_on_exit_when_a_worker_fails_after_a_shard_has_ended_then_it_is_not_started_again():
+    policy = running(restarts_max=2)
+    policy.on_done(SHARDS[0])
+    policy.on_exit(SHARDS[0], 0, now=1)
+
+    actions = policy.on_exit(WORKERS[0], 1, now=2)
+
+    assert deeds(actions) == [Send(WORKERS[1], SIGTERM)]
+    assert "shard 0 has ended" in said(actions)
+
+
+@pytest.mark.parametrize("returncode", [-SIGKILL, 1, 0])
+def test_on_exit_when_a_shard_dies_then_the_job_stops_with_status_1(returncode):
+    policy = running(restarts_max=2)
+
+    actions = policy.on_exit(SHARDS[1], returncode, now=1)
+
+    assert deeds(actions) == [Send(worker, SIGTERM) for worker in WORKERS]
+    assert "shard 1" in said(actions)
+    assert (policy.phase, policy.status) == (Phase.STOPPING, 1)
+
+
+def test_on_exit_when_a_shard_fails_at_its_start_then_the_others_end_and_no_worker_starts():
+    policy = Policy(shards=2, workers=2, restarts_max=0, grace_s=10)
+    policy.on_start(0)
+
+    actions = policy.on_exit(SHARDS[0], 2, now=1)
+
+    assert deeds(actions) == [Send(SHARDS[1], SIGTERM)]
+    assert policy.on_ready(SHARDS[1]) == []
+    policy.on_exit(SHARDS[1], -SIGTERM, now=1)
+    assert (policy.phase, policy.status) == (Phase.ENDED, 1)
+
+
+def test_on_deadline_when_a_shard_is_not_ready_in_time_then_the_job_stops():
+    policy = Policy(shards=2, workers=2, restarts_max=0, grace_s=10)
+    policy.on_start(0)
+    policy.on_ready(SHARDS[0])
+
+    assert policy.deadline == READY_TIMEOUT_S
+    actions = policy.on_deadline(READY_TIMEOUT_S)
+
+    assert "shard 1 was not ready" in said(actions)
+    assert deeds(actions) == [Send(shard, SIGTERM) for shard in SHARDS]
+
+
+def test_on_signal_when_first_then_workers_end_before_shards():
+    policy = running(restarts_max=2)
+
+    actions = policy.on_signal(SIGINT, now=1)
+    one = policy.on_exit(WORKERS[0], -SIGTERM, now=2)
+    other = policy.on_exit(WORKERS[1], 0, now=2)
+
+    assert deeds(actions) == [Send(worker, SIGTERM) for worker in WORKERS]
+    assert one == []
+    assert other == [Send(shard, SIGTERM) for shard in SHARDS]
+    assert policy.status == 130
+
+
+def test_on_signal_when_second_then_everything_is_killed():
+    policy = running()
+    policy.on_signal(SIGTERM, now=1)
+
+    actions = policy.on_signal(SIGTERM, now=2)
+
+    assert deeds(actions) == [Send(name, SIGKILL) for name in (*SHARDS, *WORKERS)]
+    assert policy.status == 143
+
+
+def test_on_signal_when_the_job_is_failing_already_then_its_status_stays():
+    policy = running()
+    policy.on_exit(WORKERS[0], 3, now=1)
+
+    assert deeds(policy.on_signal(SIGINT, now=2)) == []
+    assert deeds(policy.on_signal(SIGINT, now=2)) == [Send(name, SIGKILL) for name in (*SHARDS, WORKERS[1])]
+    assert policy.status == 3
+
+
+def test_on_deadline_when_nothing_helps_then_the_job_ends_all_the_same():
+    policy = running()
+    policy.on_signal(SIGTERM, now=0)
+
+    killed = policy.on_deadline(10)
+    given_up = policy.on_deadline(10 + KILL_S)
+
+    assert deeds(killed) == [Send(name, SIGKILL) for name in (*SHARDS, *WORKERS)]
+    assert "worker 1" in said(given_up)
+    assert (policy.phase, policy.status) == (Phase.ENDED, 143)
