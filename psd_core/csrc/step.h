@@ -51,9 +51,10 @@ PSD_KERNEL const real *FN(psd_reduce_tile)(const psd_arrays *a, intptr_t begin, 
     return scratch;
 }
 
-/* Outputs are stored plainly. Streaming stores were measured (100 MB in 1 MiB blocks, 32 MiB of L3): they save a tenth where
- * the output is cold, but a spare block that was the input a moment ago is warm, and whoever reads the new parameters next
- * finds them in the cache: update plus read takes 13 to 23 ms so, 16 to 28 ms streamed. */
+/* Outputs are stored plainly. Streaming stores were measured too (100 MB in blocks of 1 MiB, 32 MiB of L3; medians of runs that
+ * vary by a fifth). Where the output is cold they save 10 to 30 %: 11 against 13 ms, with momentum 18 against 24. Where it is the
+ * spare that was an input a moment ago they save nothing, and a reader who comes next then finds nothing in the cache: update
+ * plus read 18 against 14 ms, with momentum 24 against 20. So whoever keeps spare blocks should reuse the last one freed. */
 static void FN(step_run)(const FN(rule) *rule, const psd_arrays *a, const FN(constants) *k, intptr_t begin, intptr_t end)
 {
     _Alignas(64) real scratch[TILE];
