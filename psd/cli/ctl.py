@@ -1,0 +1,163 @@
+"""psdctl: looks at a running job from outside. Subcommands; so far `status`.
+
+A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status; so later
+ones slot in beside. This file asks the shards; what their answers mean together, and how they look, is psd/cli/report.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, seconds
+from psd.cli.report import Answer, as_json, as_text, problems
+from psd.contract.config import ConfigError, parse_servers
+from psd.v1 import control_pb2, control_pb2_grpc
+
+TIMEOUT_MAX_S = 3_600.0
+
+_USAGE = "psdctl COMMAND [options]"
+
+_DESCRIPTION = """\
+Look at a running job of psd from outside. Takes part in nothing: it can be run at any time, from any
+machine that reaches the shards."""
+
+_EPILOG = """\
+commands:
+  status     the shards, the workers, who waits for whom, counters
+
+psdctl COMMAND --help explains each."""
+
+_STATUS_USAGE = "psdctl status [--servers HOST:PORT,...] [options]"
+
+_STATUS_DESCRIPTION = """\
+Ask all shards at once for what they know, and show it as one picture: the job, the shards, the workers,
+who waits for whom, and counters. A shard that does not answer is shown as such beside the others."""
+
+_STATUS_EPILOG = """\
+examples:
+  psdctl status --servers 127.0.0.1:7000,127.0.0.1:7001
+  PSD_SERVERS=127.0.0.1:7000 psdctl status --watch 2
+  psdctl status --json | jq '.workers[] | select(.state == "WORKER_STATE_EXPIRED") | .rank'
+
+A worker is shown once. Where the shards know different things of it, the worst holds: the state that
+needs most attention, the lowest clock, the longest silence.
+  live       renews its lease             finished   has left; nobody waits for it
+  absent     has not joined yet           expired    its lease ran out; nobody waits for it
+
+--json prints one object:
+  servers    the addresses that were asked
+  shards     for each, "server", "error" (null, or "code" and "message") and "status" (null, or the fields
+             of psd.v1.StatusReply by their names)
+  workers    as above: psd.v1.WorkerStatus
+  waits      psd.v1.Wait of all shards, with "shards", the indices of those where the worker waits
+  problems   what is wrong, in words; empty if all is well
+Numbers are numbers, except "incarnation" and "session": 64-bit names, which would lose digits in
+readers that use floating point, are strings.
+
+exit status:
+  0     all shards answered, and belong together
+  1     a shard did not answer, or the addresses are not those of one job's shards in their order
+  2     the options are wrong"""
+
+
+def query(servers: Sequence[str], timeout_s: float) -> list[Answer]:
+    """Ask all shards at once; in the order of `servers`, an error's name and text where one did not answer."""
+    channels = [grpc.insecure_channel(server) for server in servers]
+    try:
+        stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
+        calls = [stub.Status.future(control_pb2.StatusRequest(), timeout=timeout_s) for stub in stubs]
+        return [_answer(server, call) for server, call in zip(servers, calls, strict=True)]
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply]) -> Answer:
+    try:
+        return Answer(server, call.result())
+    except grpc.RpcError:
+        return Answer(server, None, call.code().name, call.details() or "")
+
+
+def _run_status(args: argparse.Namespace) -> int:
+    while True:
+        answers = query(args.servers, args.timeout)
+        if args.json:
+            print(json.dumps(as_json(answers)), flush=True)
+        else:
+            if args.watch is not None and sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")
+            print(as_text(answers), flush=True)
+        status = EXIT_FAILURE if problems(answers) else EXIT_OK
+        if args.watch is None:
+            return status
+        try:
+            time.sleep(args.watch)
+        except KeyboardInterrupt:  # how a watch ends
+            return status
+
+
+def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "status", prog="psdctl status", usage=_STATUS_USAGE, description=_STATUS_DESCRIPTION, epilog=_STATUS_EPILOG
+    )
+    where = parser.add_argument_group("which job")
+    where.add_argument(
+        "--servers",
+        default=os.environ.get("PSD_SERVERS"),
+        metavar="HOST:PORT,...",
+        help="addresses of the shards, in their order (default: PSD_SERVERS)",
+    )
+    where.add_argument(
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="how long to wait for each (default: %(default)g)"
+    )
+    how = parser.add_argument_group("how to show it")
+    how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
+    how.add_argument("--watch", type=seconds, metavar="SECONDS", help="again and again, this long apart, until Ctrl-C")
+    parser.add_information()
+    parser.set_defaults(run=_run_status, parser=parser)
+
+
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags that all commands share, as values."""
+    parser: Parser = args.parser
+    if args.servers is None:
+        parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them at its start")
+    try:
+        args.servers = parse_servers(args.servers)
+    except ConfigError as error:
+        parser.error(f"--{error}")
+    for name in ("timeout", "watch"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= TIMEOUT_MAX_S:
+            parser.error(f"--{name}: expected more than 0 and at most {TIMEOUT_MAX_S:g} seconds, got {value:g}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS, title=argparse.SUPPRESS)
+    _add_status(commands)
+    parser.add_information()
+    args = _checked(parser.parse_args(argv))
+    try:
+        status = args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # psdctl | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    assert isinstance(status, int)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""One picture of a job from the answers of its shards: merged, as text for people, as JSON for programs.
+
+Pure functions on psd.v1 messages. Knows neither how they were fetched nor where the text goes. Where shards know different
+things of one worker, the worst holds, because that is what somebody who looks at the status needs to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
+
+from psd.v1 import control_pb2 as pb
+
+_WORST_FIRST = (
+    pb.WORKER_STATE_EXPIRED,
+    pb.WORKER_STATE_ABSENT,
+    pb.WORKER_STATE_LIVE,
+    pb.WORKER_STATE_FINISHED,
+    pb.WORKER_STATE_UNSPECIFIED,
+)
+
+_NAMES_64_BIT = frozenset({"incarnation", "session"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one address said: a reply, or the name and the text of the error."""
+
+    server: str
+    reply: pb.StatusReply | None
+    error_code: str = ""
+    error_message: str = ""
+
+
+@dataclass(frozen=True)
+class MergedWait:
+    """One worker's wait, which several shards may report."""
+
+    wait: pb.Wait
+    shards: tuple[int, ...]
+
+
+# -- merging --
+
+
+def problems(answers: Sequence[Answer]) -> list[str]:
+    """What is wrong with the picture itself; empty if all shards answered and belong together."""
+    found = [
+        f"{answer.server} did not answer: {answer.error_code}, {answer.error_message.rpartition(': ')[2]}"
+        for answer in answers
+        if answer.reply is None
+    ]
+    replies = [(a.server, a.reply) for a in answers if a.reply is not None]
+    for index, answer in enumerate(answers):
+        reply = answer.reply
+        if reply is not None and (reply.shard_index, reply.shard_count) != (index, len(answers)):
+            found.append(
+                f"{answer.server} is shard {reply.shard_index}/{reply.shard_count}, but was given as {index}/{len(answers)}"
+            )
+    runs = {reply.run_id: server for server, reply in replies if reply.run_id}
+    if len(runs) > 1:
+        found.append("the shards serve different runs: " + ", ".join(f"{server} {run!r}" for run, server in runs.items()))
+    return found
+
+
+def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
+    """Each worker once, by rank: the worst state, the lowest clock, the longest silence."""
+    merged: dict[int, pb.WorkerStatus] = {}
+    for reply in replies:
+        for worker in reply.workers:
+            other = merged.get(worker.rank)
+            if other is None:
+                merged[worker.rank] = pb.WorkerStatus()
+                merged[worker.rank].CopyFrom(worker)
+                continue
+            other.state = min(other.state, worker.state, key=_WORST_FIRST.index)
+            other.clock = min(other.clock, worker.clock)
+            never = other.last_seen_s < 0 or worker.last_seen_s < 0
+            other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
+            other.host, other.pid = other.host or worker.host, other.pid or worker.pid
+            other.session = max(other.session, worker.session)
+    return [merged[rank] for rank in sorted(merged)]
+
+
+def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
+    """Each wait once, by rank, with the shards that report it and all who are missing on any of them."""
+    waits: dict[tuple[int, int, str, int], pb.Wait] = {}
+    shards: dict[tuple[int, int, str, int], list[int]] = {}
+    for reply in replies:
+        for wait in reply.waits:
+            key = (wait.rank, wait.kind, wait.name, wait.clock)
+            merged = waits.setdefault(key, pb.Wait(rank=wait.rank, kind=wait.kind, name=wait.name, clock=wait.clock))
+            merged.waited_s = max(merged.waited_s, wait.waited_s)
+            ranks = {worker.rank for worker in merged.missing}
+            merged.missing.extend(worker for worker in wait.missing if worker.rank not in ranks)
+            shards.setdefault(key, []).append(reply.shard_index)
+    return [MergedWait(waits[key], tuple(shards[key])) for key in sorted(waits)]
+
+
+# -- JSON --
+
+
+def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
+    """As psdctl status --help documents it; keys are added in later versions, never changed."""
+    replies = [answer.reply for answer in answers if answer.reply is not None]
+    return {
+        "servers": [answer.server for answer in answers],
+        "shards": [
+            {
+                "server": answer.server,
+                "error": None if answer.reply else {"code": answer.error_code, "message": answer.error_message},
+                "status": None if answer.reply is None else _fields(answer.reply),
+            }
+            for answer in answers
+        ],
+        "workers": [_fields(worker) for worker in merged_workers(replies)],
+        "waits": [{**_fields(merged.wait), "shards": list(merged.shards)} for merged in merged_waits(replies)],
+        "problems": problems(answers),
+    }
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """All fields by name, zeros too, so that a program never has to ask whether a key is there."""
+    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _value(field: Any, value: Any) -> Any:  # a FieldDescriptor, of which there are two unrelated classes
+    if field.message_type is not None:
+        return [_fields(item) for item in value]  # all messages in a StatusReply are repeated
+    if field.enum_type is not None:
+        return _enum_name(field.enum_type, value)
+    return str(value) if field.name in _NAMES_64_BIT else value
+
+
+def _enum_name(enum: EnumDescriptor, number: int) -> str:
+    known = enum.values_by_number.get(number)
+    return known.name if known else str(number)
+
+
+# -- text --
+
+
+def as_text(answers: Sequence[Answer]) -> str:
+    """Tables for people, without a line end at the end."""
+    replies = [answer.reply for answer in answers if answer.reply is not None]
+    workers = merged_workers(replies)
+    waits = merged_waits(replies)
+    parts = [_job_line(replies), _shard_table(answers)]
+    if workers:
+        parts.append(_worker_table(workers))
+    if waits:
+        parts.append("\n".join(wait_text(merged.wait) for merged in waits))
+    if replies:
+        parts.append(_traffic_table(replies))
+    if trouble := problems(answers):
+        parts.append("\n".join(f"problem: {text}" for text in trouble))
+    return "\n\n".join(parts)
+
+
+def wait_text(wait: pb.Wait) -> str:
+    """One sentence: who waits, in what, for whom."""
+    what = {
+        pb.WAIT_KIND_ROUND: f"in round {wait.clock}",
+        pb.WAIT_KIND_EARLIER_ROUND: f"to push, until round {wait.clock} has closed,",
+        pb.WAIT_KIND_STALENESS: f"at step {wait.clock}, for the staleness bound,",
+        pb.WAIT_KIND_BARRIER: f"in barrier {wait.name!r}",
+        pb.WAIT_KIND_INITIAL_VALUES: "for the initial values",
+    }.get(wait.kind, "")
+    missing = ", ".join(_missing_text(worker) for worker in wait.missing) or "nobody in particular"
+    return f"worker {wait.rank} waits {what} for {missing}; so far {duration(wait.waited_s)}"
+
+
+def _missing_text(worker: pb.WorkerStatus) -> str:
+    if worker.last_seen_s < 0:
+        return f"worker {worker.rank} (has not joined)"
+    return f"worker {worker.rank} (last seen {duration(worker.last_seen_s)} ago, at step {worker.clock})"
+
+
+def _job_line(replies: Sequence[pb.StatusReply]) -> str:
+    if not replies:
+        return "no shard answered"
+    declared = [reply for reply in replies if reply.consistency]
+    run_id = next((reply.run_id for reply in replies if reply.run_id), "")
+    if not declared:
+        return f"run {run_id or '-'}: nothing declared yet"
+    job = declared[0]
+    quorum = f", quorum {job.quorum}" if 0 < job.quorum < job.world_size else ""
+    return (
+        f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, {job.tensor_count} tensors, "
+        f"{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
+        f"{size(sum(reply.slot_bytes for reply in replies))} slots"
+    )
+
+
+def _shard_table(answers: Sequence[Answer]) -> str:
+    rows: list[tuple[str, ...]] = [("SHARD", "ADDRESS", "STATE", "UP", "BLOCKS", "PARAMETERS", "SLOTS", "VERSION", "MIN CLOCK")]
+    for index, answer in enumerate(answers):
+        reply = answer.reply
+        if reply is None:
+            rows.append((f"{index}/{len(answers)}", answer.server, "no answer", *["-"] * 6))
+            continue
+        version = f"{reply.version_min}"
+        if reply.version_max != reply.version_min:
+            version += f"..{reply.version_max}"
+        has_live = any(worker.state == pb.WORKER_STATE_LIVE for worker in reply.workers)
+        rows.append(
+            (
+                f"{reply.shard_index}/{reply.shard_count}",
+                reply.address or answer.server,
+                pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower(),
+                duration(reply.uptime_s),
+                f"{reply.block_count}",
+                size(reply.parameter_bytes),
+                size(reply.slot_bytes),
+                version,
+                f"{reply.min_clock}" if has_live else "-",
+            )
+        )
+    return _table(rows, left={0, 1, 2})
+
+
+def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
+    rows = [("WORKER", "STATE", "CLOCK", "LAST SEEN", "PROCESS")]
+    for worker in workers:
+        seen = "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago"
+        process = f"{worker.host}:{worker.pid}" if worker.pid else "-"
+        state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+        rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process))
+    return _table(rows, left={0, 1, 4})
+
+
+def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
+    rows = [("SHARD", "PUSHES", "LATE", "DUPLICATE", "REFUSED", "PULLS", "UPDATES", "RECEIVED", "SENT")]
+    rows += [
+        (
+            f"{reply.shard_index}/{reply.shard_count}",
+            f"{reply.pushes_accepted}",
+            f"{reply.pushes_late}",
+            f"{reply.pushes_duplicate}",
+            f"{reply.requests_refused}",
+            f"{reply.pulls}",
+            f"{reply.rounds}",
+            size(reply.bytes_received),
+            size(reply.bytes_sent),
+        )
+        for reply in replies
+    ]
+    return _table(rows, left={0})
+
+
+def _table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 0.4 s, 12 s, 3 min 20 s, 5 h 7 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,160 @@
+"""One picture from the answers of several shards: psd/cli/report.py."""
+
+import json
+
+from psd.cli.report import Answer, as_json, as_text, duration, merged_waits, merged_workers, problems, size, wait_text
+from psd.v1 import control_pb2 as pb
+
+
+def worker(rank, state=pb.WORKER_STATE_LIVE, clock=40, last_seen_s=0.2):
+    return pb.WorkerStatus(
+        rank=rank, state=state, clock=clock, last_seen_s=last_seen_s, host="host", pid=100 + rank, session=2**63 + rank
+    )
+
+
+def shard(index, count=2, **fields):
+    given = {
+        "shard_index": index,
+        "shard_count": count,
+        "state": pb.SHARD_STATE_SERVING,
+        "run_id": "mnist-1",
+        "incarnation": 2**63 + 1,
+        "address": f"127.0.0.1:{7000 + index}",
+        "uptime_s": 75,
+        "parameter_bytes": 3 << 20,
+        "block_count": 3,
+        "tensor_count": 4,
+        "version_min": 40,
+        "version_max": 41,
+        "min_clock": 40,
+        "consistency": "sync",
+        "reduction": "mean",
+        "world_size": 2,
+        "quorum": 2,
+        "workers": [worker(0), worker(1)],
+        "pushes_accepted": 80,
+        "bytes_received": 1 << 30,
+        **fields,
+    }
+    return pb.StatusReply(**given)
+
+
+def answers(*replies):
+    return [Answer(f"127.0.0.1:{7000 + index}", reply, "UNAVAILABLE", "no: refused") for index, reply in enumerate(replies)]
+
+
+def test_merged_workers_when_shards_disagree_then_the_worst_holds():
+    one = shard(0, workers=[worker(0, clock=41, last_seen_s=0.1)])
+    other = shard(1, workers=[worker(0, pb.WORKER_STATE_EXPIRED, clock=39, last_seen_s=12)])
+
+    (merged,) = merged_workers([one, other])
+
+    assert (merged.state, merged.clock, merged.last_seen_s) == (pb.WORKER_STATE_EXPIRED, 39, 12)
+    assert merged_workers([other, one]) == [merged]
+
+
+def test_merged_workers_when_a_shard_has_never_seen_one_then_it_counts_as_never_seen():
+    one = shard(0, workers=[worker(0)])
+    other = shard(1, workers=[worker(0, pb.WORKER_STATE_ABSENT, clock=0, last_seen_s=-1)])
+
+    (merged,) = merged_workers([one, other])
+
+    assert (merged.state, merged.last_seen_s) == (pb.WORKER_STATE_ABSENT, -1)
+
+
+def test_merged_waits_when_two_shards_report_one_wait_then_it_is_shown_once_with_all_who_are_missing():
+    def waiting(rank, waited_s):
+        return pb.Wait(rank=0, kind=pb.WAIT_KIND_ROUND, clock=41, waited_s=waited_s, missing=[worker(rank)])
+
+    (merged,) = merged_waits([shard(0, waits=[waiting(1, 3)]), shard(1, waits=[waiting(2, 4)])])
+
+    assert merged.shards == (0, 1)
+    assert merged.wait.waited_s == 4
+    assert [missing.rank for missing in merged.wait.missing] == [1, 2]
+
+
+def test_wait_text_when_a_round_is_open_then_it_says_who_where_and_for_whom():
+    wait = pb.Wait(rank=0, kind=pb.WAIT_KIND_ROUND, clock=41, waited_s=12.3, missing=[worker(3, last_seen_s=12)])
+
+    assert wait_text(wait) == "worker 0 waits in round 41 for worker 3 (last seen 12 s ago, at step 40); so far 12 s"
+
+
+def test_wait_text_when_in_a_barrier_then_it_names_it_and_who_never_came():
+    wait = pb.Wait(rank=0, kind=pb.WAIT_KIND_BARRIER, name="epoch-1", waited_s=1, missing=[worker(3, last_seen_s=-1)])
+
+    assert wait_text(wait) == "worker 0 waits in barrier 'epoch-1' for worker 3 (has not joined); so far 1.0 s"
+
+
+def test_as_text_when_all_is_well_then_every_part_is_there():
+    text = as_text(answers(shard(0), shard(1, workers=[worker(0), worker(1, last_seen_s=3)])))
+
+    assert text.splitlines() == [
+        "run mnist-1: sync, mean, 2 workers, 4 tensors, 6.0 MiB parameters, 0 B slots",
+        "",
+        "SHARD  ADDRESS         STATE      UP  BLOCKS  PARAMETERS  SLOTS  VERSION  MIN CLOCK",
+        "0/2    127.0.0.1:7000  serving  75 s       3     3.0 MiB    0 B   40..41         40",
+        "1/2    127.0.0.1:7001  serving  75 s       3     3.0 MiB    0 B   40..41         40",
+        "",
+        "WORKER  STATE  CLOCK  LAST SEEN  PROCESS",
+        "0       live      40  0.2 s ago  host:100",
+        "1       live      40  3.0 s ago  host:101",
+        "",
+        "SHARD  PUSHES  LATE  DUPLICATE  REFUSED  PULLS  UPDATES  RECEIVED  SENT",
+        "0/2        80     0          0        0      0        0   1.0 GiB   0 B",
+        "1/2        80     0          0        0      0        0   1.0 GiB   0 B",
+    ]
+
+
+def test_as_text_when_a_shard_is_silent_then_the_other_is_shown_and_the_trouble_named():
+    text = as_text(answers(shard(0), None))
+
+    assert "0/2    127.0.0.1:7000  serving" in text
+    assert "1/2    127.0.0.1:7001  no answer" in text
+    assert "problem: 127.0.0.1:7001 did not answer: UNAVAILABLE, refused" in text
+
+
+def test_as_text_when_nothing_is_declared_then_it_says_so():
+    text = as_text(answers(pb.StatusReply(shard_count=1, state=pb.SHARD_STATE_EMPTY)))
+
+    assert "nothing declared yet" in text
+
+
+def test_problems_when_the_servers_are_in_the_wrong_order_then_both_are_named():
+    found = problems(answers(shard(1), shard(0)))
+
+    assert found == [
+        "127.0.0.1:7000 is shard 1/2, but was given as 0/2",
+        "127.0.0.1:7001 is shard 0/2, but was given as 1/2",
+    ]
+
+
+def test_problems_when_the_shards_serve_two_runs_then_both_are_named():
+    (found,) = problems(answers(shard(0), shard(1, run_id="other")))
+
+    assert "'mnist-1'" in found
+    assert "'other'" in found
+
+
+def test_as_json_when_written_and_read_then_numbers_are_exact_and_zeros_present():
+    wait = pb.Wait(rank=0, kind=pb.WAIT_KIND_ROUND, clock=41, missing=[worker(1)])
+    picture = json.loads(json.dumps(as_json(answers(shard(0, waits=[wait]), None))))
+
+    assert list(picture) == ["servers", "shards", "workers", "waits", "problems"]
+    status = picture["shards"][0]["status"]
+    assert list(status) == [field.name for field in pb.StatusReply.DESCRIPTOR.fields]
+    assert status["incarnation"] == str(2**63 + 1)
+    assert status["state"] == "SHARD_STATE_SERVING"
+    assert status["pushes_late"] == 0
+    assert picture["shards"][1] == {
+        "server": "127.0.0.1:7001",
+        "error": {"code": "UNAVAILABLE", "message": "no: refused"},
+        "status": None,
+    }
+    assert picture["workers"][1]["rank"] == 1
+    assert picture["waits"][0]["shards"] == [0]
+    assert picture["waits"][0]["missing"][0]["rank"] == 1
+
+
+def test_size_and_duration_when_shown_to_people_then_three_digits_are_enough():
+    assert [size(n) for n in (0, 1023, 1536, 200 << 20, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "200 MiB", "5.0 TiB"]
+    assert [duration(s) for s in (0.04, 12.4, 200, 18_420)] == ["0.0 s", "12 s", "3 min 20 s", "5 h 7 min"]
