@@ -1,0 +1,60 @@
+"""psd_client: what a training program imports. Frameworks' faces are submodules of their own, such as psd_client.torch.
+
+    ps = psd_client.connect()                                   # under psd-run; else servers=, rank=, world_size=
+    params = ps.declare({"w": w0}, optimizer=psd_client.SGD(lr=0.1))
+    params = ps.push_pull({"w": gradient})
+    ps.close()
+
+Importing it imports no framework and opens nothing.
+"""
+
+from psd.contract.config import ConfigError
+from psd.contract.errors import (
+    BarrierTimeout,
+    BlockOutOfRange,
+    Draining,
+    ForeignRun,
+    InternalError,
+    InvalidRequest,
+    InvalidTensor,
+    LayoutMismatch,
+    NonFiniteGradient,
+    NotDeclared,
+    Overloaded,
+    PsdError,
+    ScalarsDisagree,
+    SessionFenced,
+    ShardRestarted,
+    ShardUnavailable,
+    SpecMismatch,
+    WaitTimeout,
+    WrongShard,
+)
+from psd_client.client import ParameterServer, connect
+from psd_client.optimizers import SGD
+
+__all__ = [
+    "connect",
+    "ParameterServer",
+    "SGD",
+    "ConfigError",
+    "PsdError",
+    "BarrierTimeout",
+    "BlockOutOfRange",
+    "Draining",
+    "ForeignRun",
+    "InternalError",
+    "InvalidRequest",
+    "InvalidTensor",
+    "LayoutMismatch",
+    "NonFiniteGradient",
+    "NotDeclared",
+    "Overloaded",
+    "ScalarsDisagree",
+    "SessionFenced",
+    "ShardRestarted",
+    "ShardUnavailable",
+    "SpecMismatch",
+    "WaitTimeout",
+    "WrongShard",
+]

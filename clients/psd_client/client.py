@@ -1,0 +1,163 @@
+"""The public face: connect() and ParameterServer, for programs that hold named NumPy arrays.
+
+Adds names to worker.py: what a parameter is called, which group it is in, what its gradient must look like. Must not know
+shards, sessions or bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.config import ClientConfig
+from psd.contract.environment import client_config
+from psd.contract.errors import NotDeclared
+from psd_client.grpc_lane import GrpcLane
+from psd_client.optimizers import SGD
+from psd_client.param_groups import ParamGroups
+from psd_client.tensors import NamedTensors, fill, tensor_specs
+from psd_client.transport import Lane
+from psd_client.worker import Worker
+
+
+def connect(
+    servers: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    run_id: str | None = None,
+    transport: str | None = None,
+    wait_timeout: float | None = None,
+    retry_timeout: float | None = None,
+    report_after: float | None = None,
+) -> ParameterServer:
+    """Join a job as one of its workers.
+
+    What is not given comes from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
+
+    Args:
+        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000".
+        rank, world_size: this worker's number from 0, and how many workers there are.
+        run_id: name of the job; shards that serve another one refuse.
+        transport: "auto" or "grpc".
+        wait_timeout: seconds, the longest wait for other workers (default 600).
+        retry_timeout: seconds for which an unreachable shard is tried again (default 30).
+        report_after: seconds after which a wait is explained on the log (default 5).
+
+    Raises:
+        ConfigError: a value is wrong or missing.
+        ShardUnavailable: a shard could not be reached until the retry timeout.
+        WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
+    """
+    config = client_config(
+        servers=servers,
+        rank=rank,
+        world_size=world_size,
+        run_id=run_id,
+        transport=transport,
+        wait_timeout=wait_timeout,
+        retry_timeout=retry_timeout,
+        report_after=report_after,
+    )
+    return ParameterServer(config, [GrpcLane(shard, address) for shard, address in enumerate(config.servers)])
+
+
+class ParameterServer(Worker):
+    """One worker's connection to its job; made by `connect`. A context manager; used by one thread at a time.
+
+    After any error but SessionFenced, ShardRestarted and the like, which end the session, the same call may be made again: a
+    push that some shards have counted already is not counted twice.
+
+    Args:
+        config: settings. lanes: the way to each shard, in their order; closed with the connection.
+    """
+
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
+        super().__init__(config, lanes)
+        self._named: tuple[NamedTensors, ParamGroups] | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One dict per group: "params", the names, and the current scalars; a new value takes effect at the next push."""
+        return self._by_name[1].groups
+
+    def declare(
+        self,
+        params: Mapping[str, Any],
+        optimizer: SGD,
+        consistency: str | None = None,
+        reduce: str | None = None,
+        quorum: int | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """Agree with the other workers on what is trained and how, and get the job's parameters.
+
+        The first worker's values hold; the others wait for them. A worker that joins later gets the current ones.
+
+        Args:
+            params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name.
+            optimizer: the update rule.
+            consistency: "sync", "async" or "ssp:S".
+            reduce: "mean", weighted by the pushes' weights, or "sum".
+            quorum: workers whose gradients close a synchronous round; all of them by default.
+            groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
+
+        Raises:
+            SpecMismatch: another worker has declared something else; the message names the first difference.
+            InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
+            WaitTimeout: no worker has provided initial values until the wait timeout.
+        """
+        param_groups = ParamGroups(list(params), optimizer, groups)
+        specs = tensor_specs(params, param_groups.group_of)
+        self.declare_tensors(
+            specs, param_groups.specs, initial=fill(params), consistency=consistency, reduce=reduce, quorum=quorum
+        )
+        named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
+        self._named = named, param_groups
+        return named.copies(self.parameters)
+
+    def push(self, grads: Mapping[str, Any], weight: float = 1) -> None:
+        """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
+
+        Args:
+            grads: by name, in the declared shapes and dtypes.
+            weight: samples behind them, for `reduce="mean"`.
+
+        Raises:
+            InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
+            WaitTimeout: synchronous: the round before has not closed until the wait timeout.
+            ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it.
+        """
+        with self._operation("push"):
+            named, groups = self._by_name
+            present = named.write_gradients(grads, self.gradients)
+            self._declared.push(groups.scalars(), weight, present)
+
+    def pull(self) -> dict[str, NDArray[Any]]:
+        """Fetch the parameters as new arrays; synchronous: after the round to which this worker has pushed last.
+
+        Raises:
+            WaitTimeout: the workers that it names have not pushed until the wait timeout.
+            ShardUnavailable, SessionFenced, ShardRestarted: not all shards have answered.
+        """
+        with self._operation("pull"):
+            named, _ = self._by_name
+            self._declared.pull()
+            return named.copies(self.parameters)
+
+    def push_pull(self, grads: Mapping[str, Any], weight: float = 1) -> dict[str, NDArray[Any]]:
+        """`push`, then `pull`, in one round trip."""
+        with self._operation("push_pull"):
+            named, groups = self._by_name
+            present = named.write_gradients(grads, self.gradients)
+            self._declared.push_pull(groups.scalars(), weight, present)
+            return named.copies(self.parameters)
+
+    @property
+    def _by_name(self) -> tuple[NamedTensors, ParamGroups]:
+        if self._named is None:
+            raise NotDeclared("psd: no parameters are declared by name yet: call declare() first")
+        return self._named

@@ -1,0 +1,53 @@
+"""Flat buffers: a worker's gradients or parameters, laid out as the shards hold them.
+
+One 64-byte-aligned array per flat space; tensors are views into it, blocks are slices of it. So whole blocks move between a
+buffer and the wire, and nothing is done per tensor or per element. Must not know sockets, clocks or frameworks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd.contract.layout import Layout
+
+
+class FlatBuffers:
+    """Memory for every tensor of a job, zero at first.
+
+    Attributes:
+        layout: where everything lies.
+        spaces: one 1-D array per flat space of the layout, in its order.
+        views: one array per tensor of the spec, in its order: master dtype, the tensor's shape, a view into its space. A
+            tensor without elements has an array of its own.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.spaces: list[NDArray[Any]] = []
+        tensors = layout.spec.tensors
+        self.views: list[NDArray[Any]] = [np.zeros(t.shape if t.size == 0 else (0,), dtype=t.master_dtype) for t in tensors]
+        for space in layout.spaces:
+            memory = psd_core.aligned_empty(space.size, space.dtype)
+            memory[...] = 0
+            self.spaces.append(memory)
+            for tensor, start in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
+                spec = tensors[tensor]
+                self.views[tensor] = memory[start : start + spec.size].reshape(spec.shape)
+        self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
+
+    def block(self, index: int) -> NDArray[Any]:
+        """The slice of block `index` of the layout."""
+        return self._blocks[index]
+
+    def first_nonfinite(self) -> str | None:
+        """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite."""
+        for space, memory in zip(self.layout.spaces, self.spaces, strict=True):
+            element = psd_core.first_nonfinite(memory)
+            if element >= 0:
+                tensor = int(space.tensors[np.searchsorted(space.starts, element, side="right") - 1])
+                return self.layout.spec.tensors[tensor].name
+        return None

@@ -1,0 +1,73 @@
+"""How a failed gRPC call becomes psd's error: the class that the shard raised, or else what the status means.
+
+One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is retry.py's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+
+from psd.contract.errors import (
+    DETAIL_KEY,
+    REASON_KEY,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    PsdError,
+    ShardUnavailable,
+    WaitTimeout,
+    error_from,
+)
+
+WITHOUT_REASON: dict[grpc.StatusCode, type[PsdError]] = {
+    grpc.StatusCode.UNAVAILABLE: ShardUnavailable,  # no connection, or it broke
+    grpc.StatusCode.CANCELLED: ShardUnavailable,  # the peer gave the stream up, as a server that is killed does
+    grpc.StatusCode.DEADLINE_EXCEEDED: ShardUnavailable,  # of a call that waits for nobody; see `psd_error`
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,  # grpc's own limit on concurrent calls
+    grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNKNOWN: InternalError,
+}
+"""What a status means that comes from gRPC itself, without a reason of psd's. Others are a plain PsdError."""
+
+_BROKEN_CONNECTION = ("RST_STREAM", "Stream removed", "Connection reset", "Socket closed", "GOAWAY")
+"""gRPC reports some broken connections as INTERNAL or UNKNOWN; then the text says so."""
+
+
+def psd_error(call: grpc.Call, shard: int, address: str, *, is_wait: bool) -> PsdError:
+    """The error of a call that has failed.
+
+    Args:
+        call: the failed call.
+        is_wait: the call waits for other workers, so that its deadline, if it passes, is theirs and not the shard's.
+    """
+    text = call.details() or "no details"
+    metadata = dict(call.trailing_metadata() or ())
+    reason = metadata.get(REASON_KEY)
+    if reason is not None:
+        return error_from(_text(reason), text, {"shard": shard} | _detail(metadata.get(DETAIL_KEY)))
+    code = call.code()
+    error = WITHOUT_REASON.get(code, PsdError)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and is_wait:
+        error = WaitTimeout
+    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+        error = InvalidRequest
+    elif error is InternalError and any(mark in text for mark in _BROKEN_CONNECTION):
+        error = ShardUnavailable
+    return error(f"shard {shard} at {address}: {text} ({code.name})", shard=shard, address=address)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _detail(value: str | bytes | None) -> dict[str, Any]:
+    if value is None:
+        return {}
+    try:
+        detail = json.loads(value)
+    except ValueError:
+        return {}
+    return detail if isinstance(detail, dict) else {}

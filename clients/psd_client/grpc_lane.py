@@ -1,0 +1,230 @@
+"""The gRPC lane: the protocol of record, which always works.
+
+Bulk frames are built and taken apart by psd/contract/frames.py on raw bytes, so gRPC's generated stubs are not used here. A
+push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
+into the parameters.
+
+The channel opens at the first call. gRPC does not survive a fork, so a lane refuses to be used in a child process. Must not
+know sessions, clocks, retries or other shards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from psd.contract import frames
+from psd.contract.errors import InternalError
+from psd.contract.layout import Block
+from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_client.flat import FlatBuffers
+from psd_client.grpc_errors import psd_error
+from psd_client.transport import Call, Cancelled, GradientPart, Lane
+
+MESSAGE_BYTES_MAX = 32 << 20
+"""As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 1 MiB."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # A peer that vanishes without a word is noticed within keepalive time + timeout = 20 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A shard that restarts is to be found again soon: gRPC's own back-off would grow to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the time that one attempt to connect may take
+    ("grpc.enable_retries", 0),  # retry.py retries
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a connection
+)
+
+_CONTROL = "/psd.v1.ControlService/"
+_DATA = "/psd.v1.DataService/"
+
+MessageT = TypeVar("MessageT", bound=Message)
+ResultT = TypeVar("ResultT")
+
+
+class GrpcLane(Lane):
+    """One shard over one gRPC channel."""
+
+    def __init__(self, shard: int, address: str) -> None:
+        super().__init__(shard, address)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._closed = False
+
+    def _open(self) -> grpc.Channel:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"psd: connected in process {self._pid} and used in process {os.getpid()}: a connection does not survive "
+                "a fork; call psd_client.connect() in the process that uses it"
+            )
+        with self._lock:
+            if self._closed:
+                raise Cancelled
+            if self._channel is None:
+                self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            return self._channel
+
+    def close(self) -> None:
+        """Close the channel; calls in progress end."""
+        with self._lock:
+            self._closed = True
+            channel, self._channel = self._channel, None
+        if channel is not None and os.getpid() == self._pid:
+            channel.close()
+
+    # Control plane.
+
+    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
+        """Enter the worker."""
+        return self._unary("Join", request, control_pb2.JoinReply, call, is_wait=False)
+
+    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
+        """Agree on the job."""
+        return self._unary("Declare", request, control_pb2.DeclareReply, call, is_wait=True)
+
+    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
+        """Wait until everybody has arrived."""
+        return self._unary("Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
+
+    def begin_heartbeat(
+        self, request: control_pb2.HeartbeatRequest, timeout_s: float
+    ) -> Callable[[], control_pb2.HeartbeatReply]:
+        """Send a heartbeat; the function returned waits for the reply."""
+        method = self._open().unary_unary(
+            f"{_CONTROL}Heartbeat", control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
+        )
+        rpc = method.future(request, timeout=timeout_s)
+
+        def reply() -> control_pb2.HeartbeatReply:
+            result: control_pb2.HeartbeatReply = self._result(rpc, rpc.result, is_wait=False)
+            return result
+
+        return reply
+
+    def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
+        """Say that the worker has finished."""
+        method = self._open().unary_unary(
+            f"{_CONTROL}Leave", control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
+        )
+        try:
+            method(request, timeout=timeout_s)  # blocking: gRPC starts a thread for any other kind
+        except grpc.RpcError as error:
+            failed: Any = error  # which is a grpc.Call, too
+            raise psd_error(failed, self.shard, self.address, is_wait=False) from None
+
+    def _unary(self, name: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
+        method = self._open().unary_unary(_CONTROL + name, type(request).SerializeToString, reply.FromString)
+        rpc = method.future(request, timeout=call.timeout_s)
+        with call.scope.entered(rpc.cancel):
+            result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
+            return result
+
+    def _result(self, rpc: Any, result: Callable[[], ResultT], call: Call | None = None, *, is_wait: bool) -> ResultT:
+        """What `result` returns, which is a step of the call `rpc`; its failure as a typed error."""
+        try:
+            return result()
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            if self._closed or (call is not None and call.scope.is_cancelled):
+                raise Cancelled from None
+            raise psd_error(rpc, self.shard, self.address, is_wait=is_wait) from None
+
+    # Data plane.
+
+    def initialize(
+        self, caller: job_pb2.Caller, digest: bytes, blocks: Sequence[Block], values: FlatBuffers, call: Call
+    ) -> bool:
+        """Provide the initial values."""
+        frames_out = _initial_frames(caller, digest, blocks, values)
+        reply = self._send("Initialize", frames_out, data_pb2.InitializeReply, call, is_wait=False)
+        self.sent_bytes += sum(block.nbytes for block in blocks)
+        return reply.accepted
+
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        """Send a gradient."""
+        return self._send("Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
+
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """Fetch parameters."""
+        method = self._open().unary_stream(f"{_DATA}Pull", data_pb2.PullRequest.SerializeToString, None)
+        self._receive(method(request, timeout=call.timeout_s), blocks, parameters, call)
+
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        """Push and fetch, full duplex."""
+        method = self._open().stream_stream(f"{_DATA}PushPull", None, None)
+        reply = self._receive(method(self._push_frames(part), timeout=call.timeout_s), part.blocks, parameters, call)
+        if reply is None:
+            raise InternalError(f"shard {self.shard} at {self.address}: the answer to a push_pull has no push reply")
+        return reply
+
+    def _send(self, name: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
+        method = self._open().stream_unary(_DATA + name, None, reply.FromString)
+        rpc = method.future(messages, timeout=call.timeout_s)
+        with call.scope.entered(rpc.cancel):
+            result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
+            return result
+
+    def _receive(self, rpc: Any, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> data_pb2.PushReply | None:
+        """Write the blocks of an answer into the parameters; the push reply, if there is one."""
+        awaited = {block.index: block for block in blocks}
+        push_reply = None
+        with call.scope.entered(rpc.cancel):
+            while (frame := self._result(rpc, lambda: next(rpc, None), call, is_wait=True)) is not None:
+                head, payload = frames.split(frame, "PullFrame")
+                message = self._parse(head)
+                if message.HasField("push"):
+                    push_reply = message.push
+                    continue
+                block = awaited.pop(message.block, None)
+                if block is None:
+                    raise InternalError(f"shard {self.shard} at {self.address}: block {message.block} was not asked for")
+                numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
+                parameters.block(block.index)[...] = numbers
+                self.received_bytes += block.nbytes
+        if awaited:
+            raise InternalError(f"shard {self.shard} at {self.address}: {len(awaited)} blocks are missing in its answer")
+        return push_reply
+
+    def _parse(self, head: bytes) -> data_pb2.PullFrame:
+        try:
+            return data_pb2.PullFrame.FromString(head)
+        except DecodeError as error:
+            raise InternalError(f"shard {self.shard} at {self.address}: an answer is no PullFrame: {error}") from None
+
+    def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
+        """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
+        last = part.blocks[-1]
+        for block in part.blocks:
+            message = data_pb2.PushFrame(block=block.index, last=block is last)
+            if block is part.blocks[0]:
+                message.push.CopyFrom(part.header)
+            payload: Any = part.buffers.block(block.index)
+            if part.present is not None:
+                present = part.present[block.segment_tensors]
+                message.present = frames.present_bits(present)
+                if not present.any():
+                    payload = None
+            if payload is not None:
+                self.sent_bytes += block.nbytes
+            yield frames.join(message.SerializeToString(), payload)
+
+
+def _initial_frames(caller: job_pb2.Caller, digest: bytes, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
+    first = data_pb2.InitializeFrame(caller=caller, layout_digest=digest)
+    if not blocks:
+        yield first.SerializeToString()
+    for block in blocks:
+        message = first if block is blocks[0] else data_pb2.InitializeFrame()
+        message.block = block.index
+        yield frames.join(message.SerializeToString(), values.block(block.index))

@@ -1,0 +1,141 @@
+"""The one background thread of a client: renews the worker's lease, and lets waiting.py explain long waits.
+
+Every third of the lease it sends a heartbeat to every shard at once, with the worker's clock. A shard that does not answer is
+logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
+Must not change the session: an operation that finds itself fenced joins again, not this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from psd.contract.errors import PsdError, SessionFenced, ShardUnavailable
+from psd.v1 import control_pb2
+from psd_client.retry import RETRIED
+from psd_client.session import Membership, Session
+from psd_client.transport import Cancelled, Lane
+from psd_client.waiting import Health, WaitReporter
+
+logger = logging.getLogger("psd_client")
+
+BEATS_PER_LEASE = 3
+HEARTBEAT_TIMEOUT_MAX_S = 5.0
+
+
+class Heartbeats:
+    """Decides in `step` what is to be done now; the thread only calls it and sleeps for as long as it says."""
+
+    def __init__(
+        self,
+        rank: int,
+        session: Session,
+        lanes: Sequence[Lane],
+        health: Health,
+        reporter: WaitReporter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._session = session
+        self._lanes = lanes
+        self._health = health
+        self._reporter = reporter
+        self._clock = clock
+        self._next_beat = clock()
+        self._logged: dict[int, str] = {}  # what was last logged of a shard in its present outage
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def step(self) -> float:
+        """Send and report what is due; the seconds until `step` is to be called again."""
+        membership = self._session.membership
+        due_in_s = self._reporter.due_in_s()
+        is_due = due_in_s is not None and due_in_s <= 0
+        waits: list[control_pb2.Wait] = []
+        if membership is not None and (is_due or self._clock() >= self._next_beat):
+            self._next_beat = self._clock() + membership.lease_s / BEATS_PER_LEASE
+            waits = self._beat(membership)
+        if is_due:
+            self._reporter.report(waits, self._health.silent())
+        # An operation that begins during the sleep is due in report_after_s at the earliest.
+        pauses = [self._reporter.report_after_s]
+        if membership is not None:
+            pauses.append(self._next_beat - self._clock())
+        due_in_s = self._reporter.due_in_s()
+        if due_in_s is not None:
+            pauses.append(due_in_s)
+        return max(min(pauses), 0.01)
+
+    def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
+        """Heartbeats to all shards at once; what they say that this worker waits for."""
+        timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
+        caller, clock = membership.caller, self._session.clock
+        try:
+            pending = [
+                (lane, lane.begin_heartbeat(control_pb2.HeartbeatRequest(caller=caller(lane.shard), clock=clock), timeout_s))
+                for lane in self._lanes
+            ]
+        except Cancelled:
+            return []
+        return [wait for lane, reply in pending for wait in self._waits(lane, reply, membership)]
+
+    def _waits(
+        self, lane: Lane, reply: Callable[[], control_pb2.HeartbeatReply], membership: Membership
+    ) -> Sequence[control_pb2.Wait]:
+        try:
+            waits = reply().waits
+        except Cancelled:
+            return ()
+        except PsdError as error:
+            self._on_error(lane, error, membership)
+            return ()
+        self._on_answer(lane)
+        return waits
+
+    def _on_answer(self, lane: Lane) -> None:
+        self._health.answered(lane.shard)
+        if self._logged.pop(lane.shard, None) is not None:
+            logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
+
+    def _on_error(self, lane: Lane, error: PsdError, membership: Membership) -> None:
+        if self._stopped:
+            return
+        if isinstance(error, ShardUnavailable):
+            self._health.failed(lane.shard)
+        elif isinstance(error, SessionFenced) and (
+            error.detail.get("cause") == "expired" or membership is not self._session.membership
+        ):
+            return  # the next operation joins again, or one has done so meanwhile
+        kind = "unreachable" if isinstance(error, RETRIED) else error.reason
+        if self._logged.get(lane.shard) != kind:
+            self._logged[lane.shard] = kind
+            logger.warning(
+                "psd: worker %d: shard %d at %s does not take its heartbeat: %s", self._rank, lane.shard, lane.address, error
+            )
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread = threading.Thread(target=self._run, name=f"psd-heartbeat-{self._rank}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look again now: the worker has joined."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Send nothing more. Does not wait: `join` does, after the lanes have been closed."""
+        self._stopped = True
+        self._wake.set()
+
+    def join(self) -> None:
+        """Wait for the thread to end, unless this is that thread (which may collect the garbage that ends a client)."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=HEARTBEAT_TIMEOUT_MAX_S)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(self.step())
+            self._wake.clear()

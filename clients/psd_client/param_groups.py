@@ -1,0 +1,71 @@
+"""Parameter groups of the dict face: which names share which scalars, like torch's param_groups.
+
+Owns the dicts that the user may change between pushes, and checks them at each push. Must not know shards or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from psd.contract.jobspec import GroupSpec
+from psd_client.optimizers import SGD, scalar_values
+
+_OPTIONS = frozenset(field.name for field in fields(SGD))
+
+
+class ParamGroups:
+    """The groups of a job.
+
+    Args:
+        names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself.
+        groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters.
+
+    Attributes:
+        groups: one dict each, "params" and the current scalars; the user's to change.
+        specs: what is declared. group_of: index of each name's group.
+
+    Raises:
+        TypeError, ValueError: the argument is wrong; the message names it.
+    """
+
+    def __init__(self, names: Sequence[str], optimizer: SGD, groups: Sequence[Mapping[str, Any]] | None) -> None:
+        if not isinstance(optimizer, SGD):
+            raise TypeError(f"optimizer: expected psd_client.SGD(lr=...), got {optimizer!r}")
+        self.groups: list[dict[str, Any]] = []
+        self.specs: list[GroupSpec] = []
+        self.group_of: dict[str, int] = {}
+        unassigned = dict.fromkeys(names)
+        for index, group in enumerate([{"params": list(names)}] if groups is None else groups):
+            rule = _rule(optimizer, group, index)
+            members = list(group["params"])
+            for name in members:
+                if name not in unassigned:
+                    problem = "stands in two groups" if name in self.group_of else "is not among the parameters"
+                    raise ValueError(f"groups[{index}]['params']: {name!r} {problem}")
+                del unassigned[name]
+                self.group_of[name] = index
+            self.groups.append({"params": members} | rule.scalars())
+            self.specs.append(rule.group())
+        if unassigned:
+            raise ValueError(f"groups: {next(iter(unassigned))!r} stands in no group")
+
+    def scalars(self) -> list[list[float]]:
+        """What travels with the next push; raises InvalidRequest, KeyError or TypeError for what the user has put there."""
+        return [
+            scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))
+        ]
+
+
+def _rule(optimizer: SGD, group: Mapping[str, Any], index: int) -> SGD:
+    options = {name: value for name, value in group.items() if name != "params"}
+    if "params" not in group or isinstance(group["params"], str):
+        raise ValueError(f"groups[{index}]: expected 'params', a list of names")
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}")
+    try:
+        return replace(optimizer, **options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"groups[{index}]: {error}") from None

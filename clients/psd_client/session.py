@@ -1,0 +1,228 @@
+"""A worker's session: joining, declaring the job, providing initial values, joining again after it was fenced, leaving.
+
+Shard 0 comes first, because it issues sessions and chooses the worker that initializes; among the others order does not
+matter. The clock is the largest of all shards', because no shard takes a push for a round that it has closed. Must not know
+how calls travel, nor gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from psd.contract.config import ClientConfig
+from psd.contract.errors import InternalError, LayoutMismatch, PsdError, SessionFenced
+from psd.contract.jobspec import JobSpec
+from psd.v1 import control_pb2, job_pb2
+from psd_client.flat import FlatBuffers
+from psd_client.shards import Shards, transfer_s
+from psd_client.transport import Call, Cancelled, Lane
+
+logger = logging.getLogger("psd_client")
+
+JOIN_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 5.0
+REJOINS_MAX = 5
+"""In one operation; then the lease is too short for this network or this worker, and the error is raised."""
+
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What the shards answered when the worker joined; replaced as a whole when it joins again.
+
+    Attributes:
+        run_id, session: as in Caller. incarnations: of each shard. lease_s: the shortest of all shards'.
+    """
+
+    rank: int
+    run_id: str
+    session: int
+    incarnations: tuple[int, ...]
+    lease_s: float
+
+    def caller(self, shard: int) -> job_pb2.Caller:
+        """Who asks, for a request to that shard."""
+        return job_pb2.Caller(run_id=self.run_id, incarnation=self.incarnations[shard], rank=self.rank, session=self.session)
+
+
+class Session:
+    """One worker's part in the job.
+
+    Attributes:
+        clock: steps that the worker has finished.
+        has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
+        rejoins: how often it was fenced and joined again.
+    """
+
+    def __init__(self, config: ClientConfig, shards: Shards) -> None:
+        self._config = config
+        self._shards = shards
+        self._membership: Membership | None = None
+        self._spec: JobSpec | None = None
+        self._values: FlatBuffers | None = None
+        self._barrier_seq = 0
+        self.clock = 0
+        self.has_failed = False
+        self.rejoins = 0
+
+    @property
+    def membership(self) -> Membership | None:
+        """None before the worker has joined, and after it has left."""
+        return self._membership
+
+    def caller(self, shard: int) -> job_pb2.Caller:
+        """Who asks, for a request to that shard."""
+        assert self._membership is not None
+        return self._membership.caller(shard)
+
+    @property
+    def lease_s(self) -> float:
+        """How long the shards tolerate silence."""
+        assert self._membership is not None
+        return self._membership.lease_s
+
+    def join(self) -> None:
+        """Enter at shard 0, which issues the session, then at the others."""
+        config = self._config
+        request = control_pb2.JoinRequest(
+            run_id=config.run_id,
+            shard_count=len(config.servers),
+            rank=config.rank,
+            world_size=config.world_size,
+            host=socket.gethostname()[:256],
+            pid=os.getpid(),
+        )
+
+        def join_at(lane: Lane, call: Call) -> control_pb2.JoinReply:
+            own = control_pb2.JoinRequest()
+            own.CopyFrom(request)
+            own.shard_index = lane.shard
+            return lane.join(own, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
+
+        lanes = self._shards.lanes
+        timeout_s = JOIN_TIMEOUT_S + config.retry_timeout_s
+        replies = self._shards.run(join_at, timeout_s, lanes[:1])
+        request.run_id, request.session = replies[0].run_id, replies[0].session
+        replies += self._shards.run(join_at, timeout_s, lanes[1:])
+        self._membership = Membership(
+            rank=config.rank,
+            run_id=request.run_id,
+            session=request.session,
+            incarnations=tuple(reply.incarnation for reply in replies),
+            lease_s=min(reply.lease_s for reply in replies),
+        )
+        self._barrier_seq = 0
+        self.clock = max(reply.clock for reply in replies)
+
+    def declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
+        """Agree on the job, and provide `values` as its initial ones if it has none yet.
+
+        Returns:
+            True if `values` are the job's parameters now; False if those are to be pulled.
+        """
+        provided = self.while_fenced(lambda: self._declare(spec, values))
+        self._spec, self._values = spec, values
+        return provided
+
+    def _declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
+        message = spec.to_message()
+        digest = values.layout.digest
+
+        def declare_at(lane: Lane, call: Call) -> control_pb2.DeclareReply:
+            reply = lane.declare(control_pb2.DeclareRequest(caller=self.caller(lane.shard), spec=message), call)
+            if reply.layout_digest != digest:
+                raise LayoutMismatch(
+                    f"shard {lane.shard} at {lane.address} cuts the parameters into other blocks than this worker: "
+                    "their versions of psd differ",
+                    shard=lane.shard,
+                )
+            return reply
+
+        lanes, timeout_s = self._shards.lanes, self._config.wait_timeout_s
+        replies = self._shards.run(declare_at, timeout_s, lanes[:1])
+        replies += self._shards.run(declare_at, timeout_s, lanes[1:])
+        provided = False
+        if replies[0].initializer:
+            # Shard 0 last: when it has its values, so have all.
+            provided = all(self._initialize(lanes[1:], values)) and all(self._initialize(lanes[:1], values))
+        elif not all(reply.initialized for reply in replies):
+            raise InternalError("the shards disagree on whether the job has its initial values")
+        self.clock = max(self.clock, *(reply.clock for reply in replies))
+        return provided
+
+    def _initialize(self, lanes: Sequence[Lane], values: FlatBuffers) -> list[bool]:
+        layout = values.layout
+        return self._shards.run(
+            lambda lane, call: lane.initialize(
+                self.caller(lane.shard), layout.digest, layout.blocks_of(lane.shard), values, call
+            ),
+            self._config.wait_timeout_s + transfer_s(layout, lanes),
+            lanes,
+        )
+
+    def rejoin(self, error: SessionFenced) -> None:
+        """Go on as a new session after this one was fenced; raises `error` if somebody else has the rank now."""
+        if error.detail.get("cause") != "expired":
+            raise error
+        self.join()
+        if self._spec is not None:
+            assert self._values is not None
+            self._declare(self._spec, self._values)
+        self.rejoins += 1
+        logger.warning(
+            "psd: worker %d: its lease of %g s had run out; it has joined again and goes on at step %d",
+            self._config.rank,
+            self.lease_s,
+            self.clock,
+        )
+
+    def while_fenced(self, operation: Callable[[], ResultT], rejoins_max: int = REJOINS_MAX) -> ResultT:
+        """The result of an operation that may be repeated as a new session."""
+        try:
+            return operation()
+        except SessionFenced as error:
+            if rejoins_max == 0:
+                raise
+            self.rejoin(error)
+        return self.while_fenced(operation, rejoins_max - 1)
+
+    def barrier(self, name: str) -> None:
+        """Wait at shard 0 until every worker that is in the job has arrived."""
+        self.while_fenced(lambda: self._barrier(name))
+
+    def _barrier(self, name: str) -> None:
+        self._barrier_seq += 1  # stays the same while the call is retried
+        self._shards.run(
+            lambda lane, call: lane.barrier(
+                control_pb2.BarrierRequest(caller=self.caller(lane.shard), name=name, seq=self._barrier_seq), call
+            ),
+            self._config.wait_timeout_s,
+            self._shards.lanes[:1],
+        )
+
+    def leave(self) -> None:
+        """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
+        membership, self._membership = self._membership, None
+        if membership is None:
+            return
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        for lane in self._shards.lanes:
+            request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed)
+            try:
+                lane.leave(request, max(deadline - time.monotonic(), 0.2))
+            except (PsdError, Cancelled) as error:
+                logger.warning(
+                    "psd: worker %d: could not tell shard %d at %s that this worker has ended: %s",
+                    membership.rank,
+                    lane.shard,
+                    lane.address,
+                    error,
+                )

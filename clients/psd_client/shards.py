@@ -1,0 +1,67 @@
+"""An operation at several shards: in parallel, each with its retries, under one deadline, all or an error.
+
+Joins fanout.py (threads, cancelling) with retry.py and the record of which shards answer. Must not know what the operations
+are, nor sessions or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from psd.contract.layout import Layout
+from psd_client.fanout import Fanout
+from psd_client.retry import RetryPolicy
+from psd_client.transport import Call, Lane, Scope
+from psd_client.waiting import Health
+
+ResultT = TypeVar("ResultT")
+
+THROUGHPUT_MIN = 10 << 20
+"""Bytes a second that a connection is expected to move at least. Deadlines are for waiting; this much is added for the data."""
+
+
+def transfer_s(layout: Layout, lanes: Sequence[Lane]) -> float:
+    """Seconds that moving all blocks of the slowest of these lanes may take."""
+    return max((sum(b.nbytes for b in layout.blocks_of(lane.shard)) for lane in lanes), default=0) / THROUGHPUT_MIN
+
+
+class Shards:
+    """The lanes of a job, in the order of its shards."""
+
+    def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: Health) -> None:
+        self.lanes = lanes
+        self._policy = policy
+        self._health = health
+        self._fanout = Fanout(len(lanes))
+
+    def run(
+        self, operation: Callable[[Lane, Call], ResultT], timeout_s: float, lanes: Sequence[Lane] | None = None
+    ) -> list[ResultT]:
+        """Run `operation` at `lanes` (default: all); its results in their order, or the first error after the retries."""
+        scope = Scope()
+        clock = self._policy.clock
+        deadline = clock() + timeout_s
+
+        def at(lane: Lane) -> ResultT:
+            def attempt() -> ResultT:
+                # A late attempt still gets a moment: the shard's answer says more than a deadline that passed on the way.
+                return operation(lane, Call(max(deadline - clock(), min(timeout_s, 1.0)), scope))
+
+            result = self._policy.run(
+                attempt,
+                shard=lane.shard,
+                address=lane.address,
+                sleep=scope.sleep,
+                on_failure=lambda _: self._health.failed(lane.shard),
+            )
+            self._health.answered(lane.shard)
+            return result
+
+        return self._fanout.run(at, self.lanes if lanes is None else lanes, scope)
+
+    def close(self) -> None:
+        """End the threads and the connections."""
+        for lane in self.lanes:
+            lane.close()
+        self._fanout.close()

@@ -1,0 +1,96 @@
+"""Named NumPy arrays in and out of flat buffers: the dict face of the client.
+
+Checks names, shapes and dtypes, all of them before anything is written. Must not know shards, clocks or optimizers' arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidTensor
+from psd.contract.jobspec import DTYPES, TensorSpec
+from psd_client.flat import FlatBuffers
+
+
+def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:
+    """What is declared for named arrays, in their order; `groups` has the index of each one's group."""
+    specs = []
+    for name, value in params.items():
+        if not isinstance(name, str):
+            raise InvalidTensor(f"params: names must be strings, got {name!r}")
+        array = np.asarray(value)
+        if array.dtype.name not in DTYPES:
+            raise InvalidTensor(f"params[{name!r}]: dtype must be one of {', '.join(DTYPES)}, got {array.dtype}")
+        specs.append(TensorSpec(name, array.shape, array.dtype.name, groups[name]))
+    return specs
+
+
+def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
+    """A function that writes named arrays, in their order, into buffers."""
+
+    def initial(buffers: FlatBuffers) -> None:
+        for view, value in zip(buffers.views, params.values(), strict=True):
+            view[...] = value
+
+    return initial
+
+
+class NamedTensors:
+    """The tensors of a declared job by name.
+
+    Args:
+        dtypes: of the arrays that were declared, which is what `copies` returns.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], dtypes: Sequence[np.dtype[Any]]) -> None:
+        self._specs = specs
+        self._dtypes = dtypes
+        self._index = {spec.name: index for index, spec in enumerate(specs)}
+
+    def write_gradients(self, grads: Mapping[str, Any], buffers: FlatBuffers) -> NDArray[np.bool_] | None:
+        """Write gradients into the buffers; which tensors have one, or None for all.
+
+        Raises:
+            InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are as they were.
+        """
+        arrays = {self._find(name): value for name, value in grads.items()}
+        for index, value in arrays.items():
+            arrays[index] = self._checked(self._specs[index], value)
+        present = np.zeros(len(self._specs), dtype=np.bool_)
+        for index, array in arrays.items():
+            buffers.views[index][...] = array
+            present[index] = True
+        return None if present.all() else present
+
+    def _find(self, name: str) -> int:
+        index = self._index.get(name)
+        if index is None:
+            known = ", ".join(list(self._index)[:8]) + (", ..." if len(self._index) > 8 else "")
+            raise InvalidTensor(f"grads: no parameter {name!r} was declared; there are {known or 'none'}")
+        return index
+
+    @staticmethod
+    def _checked(spec: TensorSpec, value: Any) -> NDArray[Any]:
+        # A Python number has no dtype of its own.
+        array = np.asarray(value, dtype=spec.master_dtype if isinstance(value, (int, float)) else None)
+        if array.shape != spec.shape:
+            raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
+        if array.dtype.name != spec.dtype and (
+            array.dtype.kind != "f" or not np.can_cast(array.dtype, spec.master_dtype, "safe")
+        ):
+            raise InvalidTensor(
+                f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()"
+            )
+        return array
+
+    def copies(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        """New arrays with the buffers' contents, in the declared dtypes."""
+        with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
+            return {
+                spec.name: view.astype(dtype)
+                for spec, dtype, view in zip(self._specs, self._dtypes, buffers.views, strict=True)
+            }

@@ -1,0 +1,152 @@
+"""The transport interface: one lane per shard, which moves whole blocks between flat buffers and that shard.
+
+A lane sends what it is given, once, and raises the typed error that the shard raised (ShardUnavailable if none came). It knows
+nothing of retries, sessions, clocks or other shards; those are in retry.py, session.py and exchange.py. gRPC is in
+grpc_lane.py; a lane that moves bulk data by other means needs another push, pull and push_pull, and may keep the rest.
+
+Every call runs in a `Scope`: cancelling the scope from another thread ends the call at once, with `Cancelled`.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.layout import Block
+from psd.v1 import control_pb2, data_pb2
+from psd_client.flat import FlatBuffers
+
+
+class Cancelled(Exception):
+    """The call's scope was cancelled, because another shard's call failed or the user interrupted. Never reaches the user."""
+
+
+class Scope:
+    """The calls to all shards that belong to one operation, to be cancelled together."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._cancels: set[Callable[[], object]] = set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True from the first `cancel` on."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """End every call of the scope, and all that would still begin."""
+        self._cancelled.set()
+        with self._lock:
+            cancels = list(self._cancels)
+        for cancel in cancels:
+            cancel()
+
+    @contextmanager
+    def entered(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """A call runs; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
+        with self._lock:
+            self._cancels.add(cancel)
+        try:
+            self.sleep(0)  # cancelled in between: cancel() may have missed this call
+            yield
+        except BaseException:
+            cancel()
+            raise
+        finally:
+            with self._lock:
+                self._cancels.discard(cancel)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; Cancelled if the scope is or becomes cancelled."""
+        if self._cancelled.wait(seconds):
+            raise Cancelled
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one call runs: its deadline, from now, and the scope that can end it."""
+
+    timeout_s: float
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """What a push sends to one shard.
+
+    Attributes:
+        header: identity, weight and scalars of the push.
+        blocks: the trained blocks of the shard, at least one.
+        buffers: where the gradients lie; finite, and zero in tensors that are not present.
+        present: (tensors of the spec,) which tensors have a gradient; None: all.
+    """
+
+    header: data_pb2.PushHeader
+    blocks: Sequence[Block]
+    buffers: FlatBuffers
+    present: NDArray[np.bool_] | None
+
+
+class Lane(ABC):
+    """The way to one shard. Bulk calls come from one thread at a time; control calls may run beside them.
+
+    Attributes:
+        shard: index. address: HOST:PORT.
+        sent_bytes, received_bytes: payload bytes so far.
+    """
+
+    def __init__(self, shard: int, address: str) -> None:
+        self.shard = shard
+        self.address = address
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    @abstractmethod
+    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
+        """Enter the worker."""
+
+    @abstractmethod
+    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
+        """Agree on the job; at shard 0, wait for the initial values."""
+
+    @abstractmethod
+    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
+        """Wait until everybody has arrived."""
+
+    @abstractmethod
+    def begin_heartbeat(
+        self, request: control_pb2.HeartbeatRequest, timeout_s: float
+    ) -> Callable[[], control_pb2.HeartbeatReply]:
+        """Send a heartbeat without waiting; the function returned waits for the reply."""
+
+    @abstractmethod
+    def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
+        """Say that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
+
+    @abstractmethod
+    def initialize(self, caller: Any, digest: bytes, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
+        """Provide the initial values of the blocks; False if the shard had some already, which then hold."""
+
+    @abstractmethod
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        """Send a gradient; returns when the shard has counted it."""
+
+    @abstractmethod
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """Fetch `blocks`, which `request` names, into the buffers. They are undefined if it fails."""
+
+    @abstractmethod
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the connection back. Idempotent."""

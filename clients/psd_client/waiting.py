@@ -1,0 +1,156 @@
+"""Says on the log what a worker waits for, once that takes long: who is missing, or which shard does not answer.
+
+`WaitReporter` knows the operation that runs and when it is to be explained next: after report_after_s, then each time the wait
+has doubled. heartbeat.py asks it whether something is due, and hands it what the shards say. `Health` is the list of shards
+that do not answer. The messages are whole sentences that name the worker, because an application that configures no logging
+still sees warnings, bare, on stderr. Must not know lanes or sessions.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from psd.v1 import control_pb2
+
+logger = logging.getLogger("psd_client")
+
+NAMED_MAX = 4
+"""Workers that one message names; the others are counted."""
+
+
+class Health:
+    """Since when each shard has not answered. Used by all threads of a client."""
+
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._addresses = addresses
+        self._clock = clock
+        self._failing_since: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def answered(self, shard: int) -> None:
+        """The shard has answered, whatever it said."""
+        if self._failing_since:
+            with self._lock:
+                self._failing_since.pop(shard, None)
+
+    def failed(self, shard: int) -> None:
+        """The shard could not be reached."""
+        with self._lock:
+            self._failing_since.setdefault(shard, self._clock())
+
+    def silent(self) -> list[str]:
+        """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s"."""
+        now = self._clock()
+        with self._lock:
+            failing = sorted(self._failing_since.items())
+        return [
+            f"shard {shard} at {self._addresses[shard]} does not answer since {now - since:.0f} s" for shard, since in failing
+        ]
+
+
+@dataclass
+class _Current:
+    what: str
+    step: int
+    began: float
+    report_at_s: float  # the length of the wait at which it is explained next
+
+
+class WaitReporter:
+    """Watches the one operation that a worker runs at a time.
+
+    Attributes:
+        report_after_s: the length of a wait that is explained.
+        last_text, last_missing: what was said last about the current operation, for its error if it fails; empty at first.
+    """
+
+    def __init__(self, rank: int, report_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._prefix = f"psd: worker {rank}: "
+        self.report_after_s = report_after_s
+        self._clock = clock
+        self._current: _Current | None = None
+        self.last_text = ""
+        self.last_missing: list[int] = []
+
+    @contextmanager
+    def watching(self, what: str, step: int) -> Iterator[None]:
+        """The operation `what` runs, at the worker's clock `step`."""
+        self.last_text, self.last_missing = "", []
+        self._current = _Current(what, step, self._clock(), self.report_after_s)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def due_in_s(self) -> float | None:
+        """Seconds until the current operation is to be explained, at most 0 if it is due; None if none runs."""
+        current = self._current
+        return None if current is None else current.began + current.report_at_s - self._clock()
+
+    def report(self, waits: Iterable[control_pb2.Wait], silent: Sequence[str]) -> None:
+        """Log why the current operation takes long: what the shards say that it waits for, and which shards say nothing."""
+        current = self._current
+        if current is None:
+            return
+        waited_s = self._clock() - current.began
+        while current.report_at_s <= waited_s:
+            current.report_at_s *= 2
+        merged = merge(waits)
+        self.last_missing = sorted({worker.rank for wait in merged for worker in wait.missing})
+        clauses = [describe(wait) for wait in merged] + list(silent)
+        self.last_text = "; ".join(clauses)
+        for clause in clauses:
+            self._warn(clause)
+        if not clauses:
+            self._warn(
+                f"step {current.step}: {current.what} has taken {waited_s:.0f} s; no shard says that it waits for anybody"
+            )
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s%s", self._prefix, text)
+
+
+def merge(waits: Iterable[control_pb2.Wait]) -> list[control_pb2.Wait]:
+    """One wait for each kind, name and clock, with the missing workers of all shards in the order of their ranks."""
+    merged: dict[tuple[control_pb2.WaitKind, str, int], dict[int, control_pb2.WorkerStatus]] = {}
+    for wait in waits:
+        workers = merged.setdefault((wait.kind, wait.name, wait.clock), {})
+        for worker in wait.missing:
+            workers.setdefault(worker.rank, worker)
+    return [
+        control_pb2.Wait(kind=kind, name=name, clock=clock, missing=[workers[rank] for rank in sorted(workers)])
+        for (kind, name, clock), workers in merged.items()
+    ]
+
+
+def describe(wait: control_pb2.Wait) -> str:
+    """A clause such as "step 41: waiting for worker 3, last seen 12 s ago, at step 40"."""
+    text = _KINDS.get(wait.kind, "waiting for {missing}")
+    return text.format(clock=wait.clock, name=wait.name, missing=_names(wait.missing))
+
+
+_KINDS: Mapping[int, str] = {
+    control_pb2.WAIT_KIND_ROUND: "step {clock}: waiting for {missing}",
+    control_pb2.WAIT_KIND_EARLIER_ROUND: "waiting for step {clock} to end before the next gradient is taken: {missing}",
+    control_pb2.WAIT_KIND_STALENESS: "step {clock}: as far ahead as the staleness bound allows, waiting for {missing}",
+    control_pb2.WAIT_KIND_BARRIER: "barrier '{name}': waiting for {missing}",
+    control_pb2.WAIT_KIND_INITIAL_VALUES: "waiting for the initial values, which come from {missing}",
+}
+
+
+def _names(missing: Sequence[control_pb2.WorkerStatus]) -> str:
+    names = [_worker(worker) for worker in missing[:NAMED_MAX]]
+    if len(missing) > NAMED_MAX:
+        names.append(f"and {len(missing) - NAMED_MAX} more")
+    return "; ".join(names) or "another worker"
+
+
+def _worker(worker: control_pb2.WorkerStatus) -> str:
+    if worker.state == control_pb2.WORKER_STATE_ABSENT or worker.last_seen_s < 0:
+        return f"worker {worker.rank}, which has not joined yet"
+    return f"worker {worker.rank}, last seen {worker.last_seen_s:.0f} s ago, at step {worker.clock}"

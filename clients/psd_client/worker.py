@@ -1,0 +1,258 @@
+"""One worker's connection: the order of things (connected, declared, closed), one thread at a time, and the end.
+
+A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
+exits. This is the level on which the faces of frameworks build: flat buffers in, flat buffers out. client.py adds names.
+The work is done below: session.py (who takes part) and exchange.py (bytes).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from multiprocessing import util as multiprocessing_util
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.config import ClientConfig
+from psd.contract.consistency import Consistency
+from psd.contract.environment import job_defaults
+from psd.contract.errors import NonFiniteGradient, NotDeclared, WaitTimeout
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd_client.exchange import Exchange
+from psd_client.flat import FlatBuffers
+from psd_client.heartbeat import Heartbeats
+from psd_client.retry import RetryPolicy
+from psd_client.session import Session
+from psd_client.shards import Shards
+from psd_client.transport import Cancelled, Lane
+from psd_client.waiting import Health, WaitReporter
+
+WorkerT = TypeVar("WorkerT", bound="Worker")
+
+
+class Worker:
+    """One worker of a job, over flat buffers.
+
+    Args:
+        config: settings. lanes: the way to each shard, in their order; closed with the connection.
+    """
+
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
+        self._config = config
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._exchange: Exchange | None = None
+        health = Health([lane.address for lane in lanes])
+        self._reporter = WaitReporter(config.rank, config.report_after_s)
+        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
+        self._session = Session(config, self._shards)
+        heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
+        # Runs once: at close(), when the object is forgotten, or when the interpreter exits, for whatever reason.
+        self._shut_down = weakref.finalize(self, _shut_down, self._pid, heartbeats, self._session, self._shards)
+        self._shut_down.atexit = False  # _close_all does it, which knows how the program ends
+        _open_workers.add(self)
+        if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
+            multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
+        heartbeats.start()
+        try:
+            with self._operation("connect"):
+                self._session.join()
+        except BaseException:
+            self._shut_down()
+            raise
+        heartbeats.wake()
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._config.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the job has."""
+        return self._config.world_size
+
+    @property
+    def clock(self) -> int:
+        """Steps that this worker has finished; a worker that joins a running job begins at the others' clock."""
+        return self._session.clock
+
+    def barrier(self, name: str) -> None:
+        """Wait until all workers that are in the job have called barrier with this name.
+
+        Raises:
+            BarrierTimeout: the workers that it names have not come until the wait timeout.
+        """
+        with self._operation(f"barrier {name!r}"):
+            self._session.barrier(name)
+
+    def stats(self) -> dict[str, int]:
+        """What this worker has done so far.
+
+        Returns:
+            pushes: that all shards have. pushes_dropped: lost because the lease ran out. blocks_counted, blocks_duplicate,
+            blocks_late: what the shards did with the pushes' blocks. rejoins: new sessions after the first.
+            sent_bytes, received_bytes: numbers moved.
+        """
+        counts = dict(self._exchange.counts) if self._exchange is not None else {}
+        lanes = self._shards.lanes
+        return counts | {
+            "rejoins": self._session.rejoins,
+            "sent_bytes": sum(lane.sent_bytes for lane in lanes),
+            "received_bytes": sum(lane.received_bytes for lane in lanes),
+        }
+
+    def close(self) -> None:
+        """Say that this worker has finished, and disconnect; nobody waits for it any more. Idempotent."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Leave as one who has finished, or has failed by `error`."""
+        if self._shut_down.alive:
+            is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+            self._session.has_failed = not is_success
+            self._shut_down()
+
+    def __enter__(self: WorkerT) -> WorkerT:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._close(error)
+
+    @property
+    def gradients(self) -> FlatBuffers:
+        """Where the gradients of the next push are to be written."""
+        return self._declared.gradients
+
+    @property
+    def parameters(self) -> FlatBuffers:
+        """Where pulls leave the parameters."""
+        return self._declared.parameters
+
+    def declare_tensors(
+        self,
+        tensors: Sequence[TensorSpec],
+        groups: Sequence[GroupSpec],
+        *,
+        initial: Callable[[FlatBuffers], None],
+        consistency: str | None = None,
+        reduce: str | None = None,
+        quorum: int | None = None,
+    ) -> None:
+        """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        with self._operation("declare"):
+            if self._exchange is not None:
+                raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
+            default, default_quorum, default_reduction = job_defaults()
+            mode = Consistency.parse(consistency) if consistency is not None else default
+            if quorum is None:
+                quorum = default_quorum if mode.mode == "sync" else 0
+            spec = JobSpec(
+                world_size=self.world_size,
+                tensors=tuple(tensors),
+                groups=tuple(groups),
+                consistency=mode,
+                reduction=reduce if reduce is not None else default_reduction,
+                quorum=quorum,
+            )
+            layout = Layout(spec, len(self._shards.lanes))
+            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout)
+            initial(exchange.parameters)
+            tensor = exchange.parameters.first_nonfinite()
+            if tensor is not None:
+                raise NonFiniteGradient(
+                    f"worker {self.rank}: the initial value of {tensor!r} holds NaN or infinity", rank=self.rank, tensor=tensor
+                )
+            if not self._session.declare(spec, exchange.parameters):
+                exchange.pull_all()
+            self._exchange = exchange
+
+    def push_flat(
+        self, scalars: Sequence[Sequence[float]], weight: float = 1, present: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Push `gradients`.
+
+        Args:
+            scalars: per group, in the order of the rule's list.
+            weight: samples behind the gradients.
+            present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
+        """
+        with self._operation("push"):
+            self._declared.push(scalars, weight, present)
+
+    def pull_flat(self) -> None:
+        """Pull into `parameters`, whose contents are undefined if it fails."""
+        with self._operation("pull"):
+            self._declared.pull()
+
+    def push_pull_flat(
+        self, scalars: Sequence[Sequence[float]], weight: float = 1, present: NDArray[np.bool_] | None = None
+    ) -> None:
+        """`push_flat`, then `pull_flat`, in one round trip."""
+        with self._operation("push_pull"):
+            self._declared.push_pull(scalars, weight, present)
+
+    @property
+    def _declared(self) -> Exchange:
+        if self._exchange is None:
+            raise NotDeclared("psd: nothing is declared yet: call declare() first")
+        return self._exchange
+
+    @contextmanager
+    def _operation(self, what: str) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
+                "a fork: call psd_client.connect() in the process that uses it"
+            )
+        if not self._shut_down.alive:
+            raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
+        try:
+            with self._reporter.watching(what, self._session.clock):
+                yield
+        except Cancelled:
+            raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
+        except WaitTimeout as error:
+            if "missing" in error.detail or not self._reporter.last_text:
+                raise
+            # The deadline passed before the shard's own answer came.
+            raise WaitTimeout(
+                f"{what}: gave up after {self._config.wait_timeout_s:g} s; {self._reporter.last_text}",
+                missing=self._reporter.last_missing,
+            ) from error
+        finally:
+            self._busy.release()
+
+
+def _shut_down(pid: int, heartbeats: Heartbeats, session: Session, shards: Shards) -> None:
+    """Leave the job. Must not refer to the ParameterServer, which may be gone."""
+    if os.getpid() != pid:
+        return  # a forked child ends; the worker goes on
+    heartbeats.stop()
+    session.leave()
+    shards.close()
+    heartbeats.join()
+
+
+_open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave every job, at the end of the program."""
+    # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    for worker in list(_open_workers):
+        worker._close(error)  # noqa: SLF001 - the same class's
