@@ -98,7 +98,7 @@ class Layout:
             if tensor.size:
                 members.setdefault((tensor.group, tensor.master_dtype), []).append(index)
         for (group, dtype_name), tensors in sorted(members.items()):
-            self._add_space(group, np.dtype(dtype_name).newbyteorder("<"), tensors)
+            self._add_space(group, np.dtype(dtype_name), tensors)
         self.digest = self._digest()
 
     def _add_space(self, group: int, dtype: np.dtype[np.floating], tensors: list[int]) -> None:

@@ -1,0 +1,197 @@
+"""What every RPC has in common: bytes to messages, errors to statuses, tickets to waits.
+
+Parsers never raise: a request that cannot be parsed becomes an error value that the method raises, so that the caller gets
+INVALID_ARGUMENT with the field's name instead of gRPC's anonymous INTERNAL.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from psd.contract import frames
+from psd.contract.errors import (
+    DETAIL_KEY,
+    REASON_KEY,
+    BarrierTimeout,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    PsdError,
+    WaitTimeout,
+)
+from psd.contract.wording import describe_wait
+from psd.rim import views
+from psd.state.shard import Shard
+from psd.state.tickets import Ticket, WaitKind
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+WAIT_S_MAX = 3600.0
+"""Longest wait of a call that came without a deadline; psd's own clients always send one."""
+
+MESSAGE_BYTES_MAX = 2000
+"""Longest status message; it travels in HTTP/2 headers, which are limited to 8 KiB or so."""
+
+
+class Frame(NamedTuple):
+    """A parsed frame: the message without its payload, and the payload."""
+
+    head: Any
+    payload: memoryview
+
+
+def message_parser(kind: type[M]) -> Callable[[bytes], M | PsdError]:
+    """A deserializer for unary requests."""
+
+    def parse(data: bytes) -> M | PsdError:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            return InvalidRequest(f"{kind.DESCRIPTOR.name}: not a valid message: {error}")
+
+    return parse
+
+
+def frame_parser(kind: type[M]) -> Callable[[bytes], Frame | PsdError]:
+    """A deserializer for frames; the payload is a view into the received bytes."""
+    name = kind.DESCRIPTOR.name
+
+    def parse(data: bytes) -> Frame | PsdError:
+        try:
+            head, payload = frames.split(data, name)
+            return Frame(kind.FromString(head), payload)
+        except PsdError as error:
+            return error
+        except DecodeError as error:
+            return InvalidRequest(f"{name}: not a valid message: {error}")
+
+    return parse
+
+
+def checked(item: Any) -> Any:
+    """The parsed request; raises the error that stands in its place."""
+    if isinstance(item, PsdError):
+        raise item
+    return item
+
+
+def abort(context: grpc.ServicerContext, error: PsdError) -> NoReturn:
+    """End the call with the status of an error, its reason and detail in the trailing metadata."""
+    detail = json.dumps(error.detail).encode()
+    context.set_trailing_metadata(((REASON_KEY, error.reason), (DETAIL_KEY, detail)))
+    context.abort(grpc.StatusCode[error.code], str(error)[:MESSAGE_BYTES_MAX])
+
+
+class Guard:
+    """Wraps the methods of a service: refuses while draining, translates errors, counts refusals."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def _before(self, request: Any, *, while_draining: bool) -> Any:
+        if self._shard.is_draining and not while_draining:
+            raise Draining(f"shard {self._shard.core.config.shard_index} is shutting down")
+        return checked(request)
+
+    def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
+        if not isinstance(error, PsdError):
+            logger.exception("a request failed by a defect of the shard")
+            error = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+        elif error.code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"):
+            with self._shard.core.lock:
+                self._shard.core.counters.requests_refused += 1
+        abort(context, error)
+
+    def unary(
+        self, method: Callable[[Any, grpc.ServicerContext], Any], *, while_draining: bool = False
+    ) -> Callable[[Any, grpc.ServicerContext], Any]:
+        """For methods that return one reply."""
+
+        def call(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return method(self._before(request, while_draining=while_draining), context)
+            except grpc.RpcError:  # the caller hung up; nobody is there to answer
+                return None
+            except Exception as error:  # noqa: BLE001 - the rim is where every error becomes a status
+                self._refuse(context, error)
+
+        return call
+
+    def stream(
+        self, method: Callable[[Any, grpc.ServicerContext], Iterator[bytes]]
+    ) -> Callable[[Any, grpc.ServicerContext], Iterator[bytes]]:
+        """For methods that answer with a stream."""
+
+        def call(request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
+            try:
+                yield from method(self._before(request, while_draining=False), context)
+            except grpc.RpcError:
+                return
+            except Exception as error:  # noqa: BLE001 - the rim is where every error becomes a status
+                self._refuse(context, error)
+
+        return call
+
+
+class Waiter:
+    """Blocks one call on tickets, until its deadline; ends the wait when the caller hangs up."""
+
+    def __init__(self, shard: Shard, context: grpc.ServicerContext) -> None:
+        self._shard = shard
+        self._context = context
+        self._ticket: Ticket | None = None
+        self._has_hung_up = False
+        if not context.add_callback(self._on_end):
+            self._has_hung_up = True
+
+    def _on_end(self) -> None:
+        self._has_hung_up = True
+        ticket = self._ticket
+        if ticket is not None:
+            ticket.fail(_HungUp("the caller hung up"))
+
+    def wait(self, ticket: Ticket) -> Any:
+        """The ticket's result.
+
+        Raises:
+            WaitTimeout, BarrierTimeout: the call's deadline is near; names the workers that were waited for.
+        """
+        remaining = self._context.time_remaining()
+        # Early enough before the caller's own deadline for the answer to say who was missing.
+        timeout = WAIT_S_MAX if remaining is None else max(0.0, remaining - min(1.0, remaining / 10))
+        self._ticket = ticket
+        if self._has_hung_up:
+            ticket.fail(_HungUp("the caller hung up"))
+        try:
+            return ticket.future.result(timeout)
+        except FutureTimeoutError:
+            wait = views.wait_status(self._shard, ticket)
+            kind = BarrierTimeout if ticket.kind is WaitKind.BARRIER else WaitTimeout
+            error = kind(
+                f"{describe_wait(wait)}; gave up after {timeout:.1f} s",
+                missing=[worker.rank for worker in wait.missing],
+            )
+            ticket.fail(error)
+            # The wait may have ended in the very moment in which we gave up.
+            if ticket.future.exception() is None:
+                return ticket.future.result()
+            raise error from None
+        finally:
+            self._ticket = None
+            if ticket.kind is WaitKind.BARRIER and ticket.future.exception() is not None:
+                self._shard.withdraw(ticket)
+
+
+class _HungUp(PsdError):
+    """Nobody waits for the answer any more; never leaves the shard."""
+
+    code = "CANCELLED"

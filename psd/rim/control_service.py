@@ -1,0 +1,90 @@
+"""ControlService: small unary calls. One function per RPC, each: ask the shard, wait if it says so, answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from psd.rim import views
+from psd.rim.calls import Guard, Waiter, message_parser
+from psd.state.shard import Shard
+from psd.v1 import control_pb2
+
+_DESCRIPTOR = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
+SERVICE = _DESCRIPTOR.full_name
+
+ALLOWED_WHILE_DRAINING = frozenset({"Heartbeat", "Leave", "Status"})
+
+
+class ControlService:
+    """The control plane of one shard.
+
+    Args:
+        address: gives what Status shows.
+        on_leave: called after a worker has left.
+    """
+
+    def __init__(self, shard: Shard, *, address: Callable[[], str], on_leave: Callable[[], None]) -> None:
+        self._shard = shard
+        self._address = address
+        self._on_leave = on_leave
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """All methods of the service's descriptor, ready to be added to a server."""
+        guard = Guard(self._shard)
+        methods: dict[str, Callable[[Any, grpc.ServicerContext], Any]] = {
+            "Join": self.join,
+            "Declare": self.declare,
+            "Heartbeat": self.heartbeat,
+            "Leave": self.leave,
+            "Barrier": self.barrier,
+            "Status": self.status,
+        }
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                method.name: grpc.unary_unary_rpc_method_handler(
+                    guard.unary(methods[method.name], while_draining=method.name in ALLOWED_WHILE_DRAINING),
+                    message_parser(getattr(control_pb2, method.input_type.name)),
+                    getattr(control_pb2, method.output_type.name).SerializeToString,
+                )
+                for method in _DESCRIPTOR.methods
+            },
+        )
+
+    def join(self, request: control_pb2.JoinRequest, context: grpc.ServicerContext) -> control_pb2.JoinReply:
+        """See ControlService.Join."""
+        del context
+        return self._shard.admission.join(request)
+
+    def declare(self, request: control_pb2.DeclareRequest, context: grpc.ServicerContext) -> control_pb2.DeclareReply:
+        """See ControlService.Declare."""
+        reply, ticket = self._shard.admission.declare(request)
+        if ticket is not None:
+            reply.initializer = Waiter(self._shard, context).wait(ticket)
+            reply.initialized = not reply.initializer
+        return reply
+
+    def heartbeat(self, request: control_pb2.HeartbeatRequest, context: grpc.ServicerContext) -> control_pb2.HeartbeatReply:
+        """See ControlService.Heartbeat."""
+        del context
+        waits = self._shard.admission.heartbeat(request)
+        return control_pb2.HeartbeatReply(waits=[views.wait_status(self._shard, ticket) for ticket in waits])
+
+    def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
+        """See ControlService.Leave."""
+        del context
+        self._shard.admission.leave(request.caller, failed=request.failed)
+        self._on_leave()
+        return control_pb2.LeaveReply()
+
+    def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
+        """See ControlService.Barrier."""
+        return control_pb2.BarrierReply(generation=Waiter(self._shard, context).wait(self._shard.arrive(request)))
+
+    def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
+        """See ControlService.Status."""
+        del request, context
+        return views.shard_status(self._shard, self._address())

@@ -1,0 +1,162 @@
+"""DataService: frames to blocks and back. One function per RPC, each: check, ask the shard, wait if it says so, answer.
+
+Answers are built as bytes here (`frames.join` copies the payload once, out of the pinned page), so that a page is never pinned
+longer than it takes to copy it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from psd.contract import frames
+from psd.contract.errors import InvalidRequest
+from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser
+from psd.state.block import BlockState
+from psd.state.exchange import Push
+from psd.state.membership import Worker
+from psd.state.shard import Shard
+from psd.state.store import Page
+from psd.v1 import data_pb2
+
+SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
+
+
+class DataService:
+    """The data plane of one shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._exchange = shard.exchange
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The methods with psd's own (de)serializers, ready to be added to a server."""
+        guard = Guard(self._shard)
+        push, pull, init = data_pb2.PushFrame, data_pb2.PullRequest, data_pb2.InitializeFrame
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Push": grpc.stream_unary_rpc_method_handler(
+                    guard.unary(self.push), frame_parser(push), data_pb2.PushReply.SerializeToString
+                ),
+                "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
+                "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(self.push_pull), frame_parser(push)),
+                "Initialize": grpc.stream_unary_rpc_method_handler(
+                    guard.unary(self.initialize), frame_parser(init), data_pb2.InitializeReply.SerializeToString
+                ),
+            },
+        )
+
+    def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
+        """See DataService.Push."""
+        waiter = Waiter(self._shard, context)
+        frame = self._next(requests)
+        push = self._begin_push(frame, waiter)
+        while not self._take(push, frame, waiter):
+            frame = self._next(requests)
+        return self._exchange.end_push(push)
+
+    def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See DataService.Pull."""
+        waiter = Waiter(self._shard, context)
+        worker, blocks = self._exchange.begin_pull(request.caller, request.clock, request.layout_digest, request.blocks)
+        self._pass_gate(worker, request.clock, waiter)
+        for block in blocks:
+            yield self._read(block, request.clock, worker, waiter)
+
+    def push_pull(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See DataService.PushPull."""
+        waiter = Waiter(self._shard, context)
+        for first in requests:
+            yield from self._push_pull_once(checked(first), requests, waiter)
+
+    def _push_pull_once(self, frame: Frame, requests: Iterator[Frame], waiter: Waiter) -> Iterator[bytes]:
+        push = self._begin_push(frame, waiter)
+        worker, blocks = self._exchange.begin_answer(push)
+        clock = push.clock + 1
+        pending = deque(blocks)
+        is_last = False
+        while not is_last:
+            is_last = self._take(push, frame, waiter)
+            while pending and (found := self._exchange.peek(pending[0], clock)) is not None:
+                yield self._frame(pending.popleft(), *found)
+            if not is_last:
+                frame = self._next(requests)
+        reply = self._exchange.end_push(push)
+        if pending:
+            self._pass_gate(worker, clock, waiter)
+        for block in pending:
+            yield self._read(block, clock, worker, waiter)
+        yield data_pb2.PullFrame(push=reply).SerializeToString()
+
+    def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
+        """See DataService.Initialize."""
+        del context
+        init = None
+        for frame in requests:
+            head, payload = checked(frame)
+            if init is None:
+                if not head.HasField("caller"):
+                    raise InvalidRequest("caller: the first frame of an initialization must have one")
+                init = self._shard.admission.begin_initialize(head.caller, head.layout_digest)
+            elif head.HasField("caller"):
+                raise InvalidRequest("caller: stands on a frame that is not the first")
+            if head.HasField("block"):
+                self._shard.admission.initialize_block(init, head.block, payload)
+                self._exchange.count_bytes(received=payload.nbytes)
+        if init is None:
+            raise InvalidRequest("InitializeFrame: the stream ended without a frame")
+        return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
+
+    # -- inner ---------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _next(requests: Iterator[Frame]) -> Frame:
+        frame = next(requests, None)
+        if frame is None:
+            raise InvalidRequest("last: the stream ended before the last frame of a push")
+        found: Frame = checked(frame)
+        return found
+
+    def _begin_push(self, frame: Frame, waiter: Waiter) -> Push:
+        if not frame.head.HasField("push"):
+            raise InvalidRequest("push: the first frame of a push must have a header")
+        push = self._exchange.begin_push(frame.head.push)
+        self._pass_gate(push.worker, push.clock, waiter)
+        frame.head.ClearField("push")
+        return push
+
+    def _take(self, push: Push, frame: Frame, waiter: Waiter) -> bool:
+        """Count one frame of a push; True if it is the last."""
+        head, payload = frame
+        if head.HasField("push"):
+            raise InvalidRequest("push: a header stands on a frame that is not the first of its push")
+        if head.HasField("block"):
+            while (ticket := self._exchange.push_block(push, head.block, head.present, payload)) is not None:
+                waiter.wait(ticket)
+            self._exchange.count_bytes(received=payload.nbytes)
+        elif payload.nbytes or head.present:
+            raise InvalidRequest("block: absent, but the frame has a payload")
+        return bool(head.last)
+
+    def _pass_gate(self, worker: Worker, clock: int, waiter: Waiter) -> None:
+        while (ticket := self._exchange.gate(worker, clock)) is not None:
+            waiter.wait(ticket)
+
+    def _read(self, block: BlockState, clock: int, worker: Worker, waiter: Waiter) -> bytes:
+        while True:
+            found = self._exchange.read(block, clock, worker)
+            if isinstance(found, tuple):
+                return self._frame(block, *found)
+            waiter.wait(found)
+
+    def _frame(self, block: BlockState, version: int, page: Page) -> bytes:
+        try:
+            head = data_pb2.PullFrame(block=block.plan.index, version=version)
+            return frames.join(head.SerializeToString(), page.parameter)
+        finally:
+            self._exchange.release(page)
+            self._exchange.count_bytes(sent=block.plan.nbytes)

@@ -1,0 +1,124 @@
+"""The gRPC server of one shard: services, health, reflection, the lease clock, and an orderly end.
+
+Every call in progress has a thread, also while it waits for other workers; the pool grows with demand up to a number that
+follows from --max-workers, and beyond it calls are refused instead of queued. So waiting workers never keep others from being
+served. Must not know flags, signals or exit statuses: psd/cli/server.py does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from psd.contract.config import ServerConfig, parse_address
+from psd.rim.control_service import SERVICE as CONTROL
+from psd.rim.control_service import ControlService
+from psd.rim.data_service import SERVICE as DATA
+from psd.rim.data_service import DataService
+from psd.state.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+CALLS_PER_WORKER = 4  # a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them
+CALLS_BESIDE = 64  # status, health, reflection
+
+
+class ShardServer:
+    """Serves one shard over gRPC.
+
+    Attributes:
+        shard: its state.
+        address: HOST:PORT, once started.
+        done: set when all workers have left.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.shard = Shard(config)
+        self.done = threading.Event()
+        self.address = config.listen
+        self._config = config
+        calls_max = config.limits.workers_max * CALLS_PER_WORKER + CALLS_BESIDE
+        self._pool = ThreadPoolExecutor(calls_max, thread_name_prefix="psd-call")
+        self._server = grpc.server(
+            self._pool,
+            maximum_concurrent_rpcs=calls_max,
+            options=[
+                ("grpc.max_receive_message_length", config.limits.message_bytes_max),
+                ("grpc.max_send_message_length", config.limits.message_bytes_max),
+                ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+                # Half-open connections are found within half a minute; clients may do the same from their side.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                ("grpc.http2.max_ping_strikes", 0),
+            ],
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        control = ControlService(self.shard, address=lambda: config.advertise or self.address, on_leave=self._check_done)
+        self._server.add_generic_rpc_handlers((DataService(self.shard).handler(), control.handler()))
+        reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._stopping = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
+
+    def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        host, port = parse_address(self._config.listen, "--listen")
+        try:
+            bound = self._server.add_insecure_port(self._config.listen)
+        except RuntimeError as error:
+            raise OSError(
+                f"--listen: cannot bind {host}:{port}; is the port in use, and is the host this machine's?"
+            ) from error
+        self.address = f"{host}:{bound}"
+        self._server.start()
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._ticker.start()
+
+    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for service in ("", DATA, CONTROL):
+            self._health.set(service, status)
+
+    def _tick(self) -> None:
+        interval_s = min(1.0, self._config.lease_s / 4)
+        while not self._stopping.wait(interval_s):
+            for worker in self.shard.tick():
+                logger.warning(
+                    "worker %d expired: silent for more than %g s, at step %d; going on without it",
+                    worker.rank,
+                    self._config.lease_s,
+                    worker.clock,
+                )
+            self._check_done()
+
+    def _check_done(self) -> None:
+        if self.shard.is_done:
+            self.done.set()
+
+    def drain(self, grace_s: float) -> None:
+        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; returns when stopped."""
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.shard.drain()
+        self._stop(grace_s)
+
+    def stop(self) -> None:
+        """Stop at once; calls in progress are cut off."""
+        self.shard.drain()
+        self._stop(None)
+
+    def _stop(self, grace_s: float | None) -> None:
+        self._stopping.set()
+        if self._ticker.is_alive():
+            self._ticker.join()
+        self._server.stop(grace_s).wait()
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,79 @@
+"""What a shard shows of itself: the messages of Status and Heartbeat, built from its state."""
+
+from __future__ import annotations
+
+import psd
+from psd.contract.rules import STATIC
+from psd.state.membership import Worker
+from psd.state.shard import Shard
+from psd.state.tickets import Ticket
+from psd.v1 import control_pb2
+
+MISSING_MAX = 64
+"""Workers named in one Wait; a round may lack a thousand, and the message should stay small."""
+
+
+def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
+    """One worker as this shard knows it."""
+    return control_pb2.WorkerStatus(
+        rank=worker.rank,
+        state=worker.state.value,  # type: ignore[arg-type]
+        clock=worker.clock,
+        last_seen_s=max(0.0, shard.age_s(worker.last_seen)) if worker.last_seen >= 0 else -1.0,
+        host=worker.host,
+        pid=worker.pid,
+        session=worker.session,
+    )
+
+
+def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
+    """One open wait, and whom it is for."""
+    return control_pb2.Wait(
+        rank=ticket.rank,
+        kind=ticket.kind.value,  # type: ignore[arg-type]
+        name=ticket.name,
+        clock=ticket.clock,
+        waited_s=shard.age_s(ticket.since),
+        missing=[worker_status(shard, w) for w in shard.missing_for(ticket)[:MISSING_MAX]],
+    )
+
+
+def shard_status(shard: Shard, address: str) -> control_pb2.StatusReply:
+    """Everything that psdctl shows of this shard."""
+    core = shard.core
+    state = control_pb2.SHARD_STATE_SERVING if shard.is_initialized else control_pb2.SHARD_STATE_EMPTY
+    if shard.is_draining:
+        state = control_pb2.SHARD_STATE_DRAINING
+    reply = control_pb2.StatusReply(
+        shard_index=core.config.shard_index,
+        shard_count=core.config.shard_count,
+        state=state,
+        run_id=core.run_id,
+        incarnation=core.incarnation,
+        address=address,
+        uptime_s=shard.uptime_s,
+        version=psd.__version__,
+        waits=[wait_status(shard, ticket) for ticket in core.waiting.open()],
+    )
+    with core.lock:
+        counters = core.counters
+        for name in counters.__slots__:
+            setattr(reply, name, getattr(counters, name))
+        if core.membership is not None:
+            reply.world_size = len(core.membership.workers)
+            reply.min_clock = core.membership.min_clock() or 0
+            reply.workers.extend(worker_status(shard, w) for w in core.membership.workers)
+        job = core.job
+    if job is not None:
+        trained = [b for b in job.blocks.values() if job.spec.groups[b.plan.group].rule != STATIC.name]
+        reply.parameter_bytes = job.parameter_bytes
+        reply.slot_bytes = job.slot_bytes
+        reply.block_count = len(job.blocks)
+        reply.tensor_count = len(job.spec.tensors)
+        reply.version_min = job.version_min
+        reply.version_max = job.version_max
+        reply.rounds = sum(b.version for b in trained)
+        reply.consistency = str(job.spec.consistency)
+        reply.reduction = job.spec.reduction
+        reply.quorum = job.spec.quorum
+    return reply

@@ -1,0 +1,195 @@
+"""Admission: how a worker comes, agrees on the job, provides or awaits initial values, shows that it lives, and leaves.
+
+Must not know gradients: psd/state/exchange.py has them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from psd.contract import frames
+from psd.contract.errors import ForeignRun, InvalidRequest, SpecMismatch, WrongShard
+from psd.contract.jobspec import JobSpec
+from psd.state.core import ShardCore
+from psd.state.job import Job
+from psd.state.membership import Membership, Worker, WorkerState
+from psd.state.tickets import Ticket, WaitKind
+from psd.v1 import control_pb2, job_pb2
+
+
+@dataclass(slots=True)
+class Initialization:
+    """Initial values in progress: kept aside until all blocks are there."""
+
+    worker: Worker
+    session: int
+    is_accepted: bool
+    values: dict[int, NDArray[Any]] = field(default_factory=dict)
+
+
+class Admission:
+    """The desk for workers that come and go. `wall` gives seconds since the epoch, for sessions that grow over restarts."""
+
+    def __init__(self, core: ShardCore, wall: Callable[[], float]) -> None:
+        self._core = core
+        self._wall = wall
+        self._last_session = 0
+
+    def join(self, request: control_pb2.JoinRequest) -> control_pb2.JoinReply:
+        """Enter a worker; see ControlService.Join."""
+        config = self._core.config
+        if (request.shard_index, request.shard_count) != (config.shard_index, config.shard_count):
+            raise WrongShard(
+                f"this is shard {config.shard_index}/{config.shard_count}, but it was addressed as "
+                f"{request.shard_index}/{request.shard_count}; servers must be listed in the order of the shards, all of them"
+            )
+        if not 1 <= request.world_size <= config.limits.workers_max:
+            raise InvalidRequest(
+                f"world_size: must be 1 to {config.limits.workers_max} (the shard's --max-workers), got {request.world_size}"
+            )
+        if request.rank >= request.world_size:
+            raise InvalidRequest(f"rank: {request.rank} is not below world_size {request.world_size}")
+        for name, text, limit in (("host", request.host, 256), ("run_id", request.run_id, 128)):
+            if len(text.encode()) > limit:
+                raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
+        with self._core.lock:
+            if request.run_id and self._core.run_id and request.run_id != self._core.run_id:
+                raise ForeignRun(f"run_id: this shard serves run {self._core.run_id!r}, not {request.run_id!r}")
+            members = self._membership_for(request.world_size)
+            earlier = members.worker(request.rank).session
+            session = request.session or self._next_session()
+            worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
+            self._core.membership = members
+            self._core.run_id = self._core.run_id or request.run_id or f"run-{secrets.token_hex(4)}"
+            if session != earlier:
+                self._core.on_session_end(worker)
+                members.on_enter(worker, self._entry_clock(worker))
+            reply = control_pb2.JoinReply(
+                run_id=self._core.run_id,
+                incarnation=self._core.incarnation,
+                session=session,
+                clock=worker.clock,
+                lease_s=config.lease_s,
+            )
+        self._core.settle()
+        return reply
+
+    def _membership_for(self, world_size: int) -> Membership:
+        members = self._core.membership
+        if members is None or (self._core.job is None and not any(w.state is WorkerState.LIVE for w in members.workers)):
+            return Membership(world_size, self._core.config.lease_s)
+        if len(members.workers) != world_size:
+            raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
+        return members
+
+    def _next_session(self) -> int:
+        if self._core.config.shard_index != 0:
+            raise InvalidRequest("session: 0; only shard 0 issues sessions, so a worker joins there first")
+        self._last_session = max(self._last_session + 1, int(self._wall() * 1e6))
+        return self._last_session
+
+    def _entry_clock(self, worker: Worker) -> int:
+        """Where a worker that joins takes part: the open round, or beside the slowest of the others."""
+        job = self._core.job
+        if job is None:
+            return 0
+        if job.policy.has_rounds:
+            return job.version_max
+        others = [w.clock for w in self._core.members.workers if w is not worker and w.state is WorkerState.LIVE]
+        return min(others, default=worker.clock)
+
+    def declare(self, request: control_pb2.DeclareRequest) -> tuple[control_pb2.DeclareReply, Ticket | None]:
+        """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `initializer`."""
+        spec = JobSpec.from_message(request.spec)
+        spec.check_limits(self._core.config.limits)
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            if spec.world_size != len(self._core.members.workers):
+                raise SpecMismatch(f"world_size: joined with {len(self._core.members.workers)}, declared {spec.world_size}")
+            if self._core.job is None:
+                self._core.job = Job(
+                    spec,
+                    shard_index=self._core.config.shard_index,
+                    shard_count=self._core.config.shard_count,
+                    store=self._core.store,
+                    membership=self._core.members,
+                )
+            elif self._core.job.spec != spec:
+                raise SpecMismatch(f"the job differs from the one declared first: {self._core.job.spec.difference(spec)}")
+            is_initializer = self._core.initial.on_declare(worker)
+            ticket = None
+            if self._core.config.shard_index == 0 and not self._core.initial.is_set and not is_initializer:
+                ticket = self._core.ticket(worker, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
+                self._core.initial.wait(ticket)
+            if self._core.initial.is_set and not worker.has_pushed:
+                self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker)))
+            reply = control_pb2.DeclareReply(
+                layout_digest=self._core.job.layout.digest,
+                initializer=is_initializer,
+                initialized=self._core.initial.is_set,
+                clock=worker.clock,
+            )
+        self._core.settle()
+        return reply, ticket
+
+    def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes) -> Initialization:
+        """Check who offers initial values, and whether they are wanted."""
+        with self._core.lock:
+            worker = self._core.check_caller(caller)
+            self._core.declared().check_digest(layout_digest)
+            is_read = any(w.has_pushed for w in self._core.members.workers)
+            return Initialization(worker, caller.session, self._core.initial.accepts(worker, is_read=is_read))
+
+    def initialize_block(self, init: Initialization, block: int, payload: memoryview) -> None:
+        """Take one block's values aside."""
+        plan = self._core.declared().block(block).plan
+        values = frames.numbers(payload, plan.dtype, plan.length, f"block {block}")
+        self._core.check_finite(values, plan.index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
+        if init.is_accepted:
+            init.values[block] = values
+
+    def end_initialize(self, init: Initialization) -> bool:
+        """Make the values the job's, all blocks or none; False if the shard has its values already."""
+        job = self._core.declared()
+        if not init.is_accepted:
+            return False
+        lacking = job.blocks.keys() - init.values.keys()
+        if lacking:
+            raise InvalidRequest(
+                f"block: {min(lacking)} is missing; the call had {len(init.values)} of {len(job.blocks)} blocks"
+            )
+        with self._core.lock:
+            self._core.members.check_session(init.worker.rank, init.session)
+            is_read = any(w.has_pushed for w in self._core.members.workers)
+            if not self._core.initial.accepts(init.worker, is_read=is_read):
+                return False
+            for index, values in init.values.items():
+                job.blocks[index].initialize(values)
+            self._core.initial.on_set(init.worker)
+        return True
+
+    def heartbeat(self, request: control_pb2.HeartbeatRequest) -> list[Ticket]:
+        """Renew a lease and note the worker's clock; returns what it waits for here."""
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            skipped = False
+            if self._core.job is not None:
+                self._core.members.check_clock(worker, request.clock, self._core.job.version_max)
+                skipped = self._core.members.on_clock(worker, request.clock)
+        if skipped:
+            self._core.settle()
+        return self._core.waiting.open(worker.rank)
+
+    def leave(self, caller: job_pb2.Caller, *, failed: bool) -> None:
+        """End a session. Leaving again, or after having been fenced, changes nothing."""
+        with self._core.lock:
+            self._core.check_target(caller)
+            worker = self._core.members.worker(caller.rank)
+            if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
+                self._core.on_session_end(worker)
+        self._core.settle()

@@ -1,0 +1,100 @@
+"""Named barriers: rendezvous of all workers that are in the job. Held by shard 0.
+
+An arrival is (name, generation, worker). The shard counts generations: a barrier's generation opens when every worker that is
+waited for has arrived, and the next arrival starts the next one. The caller's own number of the call (`seq`) makes a repeated
+arrival harmless, also after the barrier has opened. Guarded by the shard's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from psd.contract.errors import BarrierTimeout, InvalidRequest
+from psd.contract.jobspec import NAME_BYTES_MAX
+from psd.state.tickets import Ticket
+
+NAMES_MAX = 4096
+"""Names whose generation is remembered while nobody waits there; the oldest is forgotten first. Only the reply's number then
+starts anew: who has arrived is kept as long as anybody waits."""
+
+
+@dataclass
+class _Barrier:
+    generation: int = 0
+    arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> session, seq, ticket
+
+
+class Barriers:
+    """All barriers of a job.
+
+    Args:
+        waited: asks the membership for the mask of workers that must arrive.
+    """
+
+    def __init__(self, waited: Callable[[], int]) -> None:
+        self._waited = waited
+        self._barriers: dict[str, _Barrier] = {}
+        self._opened: dict[int, tuple[int, int, int]] = {}  # rank -> session, seq, generation of its last call that ended
+
+    def on_arrive(self, name: str, seq: int, ticket: Ticket) -> None:
+        """Enter a worker, whose ticket resolves with the generation when everybody is there.
+
+        Raises:
+            InvalidRequest: the name is empty or too long, or the number of the call is 0.
+        """
+        if not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
+            raise InvalidRequest(f"name: a barrier's name must have 1 to {NAME_BYTES_MAX} bytes, got {len(name.encode())}")
+        if seq < 1:
+            raise InvalidRequest(f"seq: must be at least 1, got {seq}")
+        session, last_seq, generation = self._opened.get(ticket.rank, (0, 0, 0))
+        if session == ticket.session and seq <= last_seq:
+            ticket.resolve(generation)
+            return
+        barrier = self._barriers.pop(name, None) or _Barrier()
+        self._barriers[name] = barrier  # the most recently used name stands last
+        replaced = barrier.arrived.get(ticket.rank)
+        barrier.arrived[ticket.rank] = (ticket.session, seq, ticket)
+        if replaced is not None:
+            replaced[2].fail(BarrierTimeout(f"barrier {name!r}: worker {ticket.rank} sent the call again", missing=[]))
+        self._open_if_complete(barrier)
+        self._forget_old_names()
+
+    def on_withdraw(self, name: str, ticket: Ticket) -> None:
+        """Take back the arrival of a ticket that ended without the barrier opening."""
+        barrier = self._barriers.get(name)
+        if barrier is not None and barrier.arrived.get(ticket.rank, (0, 0, None))[2] is ticket:
+            del barrier.arrived[ticket.rank]
+
+    def on_session_end(self, rank: int) -> None:
+        """Take back whatever the rank's ended session had arrived at."""
+        for barrier in self._barriers.values():
+            barrier.arrived.pop(rank, None)
+
+    def on_members_changed(self) -> None:
+        """Open the barriers that are complete now that somebody has left or expired."""
+        for barrier in list(self._barriers.values()):
+            if barrier.arrived:
+                self._open_if_complete(barrier)
+
+    def missing(self, name: str) -> int:
+        """Mask of the workers that have not arrived."""
+        barrier = self._barriers.get(name)
+        arrived = 0 if barrier is None else sum(1 << rank for rank in list(barrier.arrived))
+        return self._waited() & ~arrived
+
+    def _open_if_complete(self, barrier: _Barrier) -> None:
+        if self._waited() & ~sum(1 << rank for rank in barrier.arrived):
+            return
+        arrived, barrier.arrived = barrier.arrived, {}
+        generation, barrier.generation = barrier.generation, barrier.generation + 1
+        for rank, (session, seq, ticket) in arrived.items():
+            self._opened[rank] = (session, seq, generation)
+            ticket.resolve(generation)
+
+    def _forget_old_names(self) -> None:
+        if len(self._barriers) > NAMES_MAX:
+            for name, barrier in list(self._barriers.items()):
+                if not barrier.arrived:
+                    del self._barriers[name]
+                    return

@@ -1,0 +1,84 @@
+"""The consistency policies: when a round closes, and who may go on. Small pure objects; psd/contract/consistency.py names them.
+
+Sets of workers are bit masks (see membership.py). Must not know blocks, gradients or time.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from psd.contract.jobspec import JobSpec
+
+
+class Policy(Protocol):
+    """What a shard asks about consistency.
+
+    Attributes:
+        has_rounds: True: gradients of a round are reduced to one update. False: each push is applied as it arrives.
+    """
+
+    has_rounds: bool
+
+    def closes(self, contributors: int, waited: int) -> bool:
+        """True if a round with these contributors, while these workers are waited for, is complete."""
+        ...
+
+    def lag(self, clock: int) -> int:
+        """The clock that every worker must have reached before one at `clock` may push or pull."""
+        ...
+
+
+class Sync:
+    """Bulk-synchronous (BSP): one update per round. With quorum < world_size there are backup workers (Chen et al. 2016)."""
+
+    has_rounds = True
+
+    def __init__(self, quorum: int) -> None:
+        self.quorum = quorum
+
+    def closes(self, contributors: int, waited: int) -> bool:
+        """True with `quorum` contributors, or with all that are left if those are fewer."""
+        return contributors.bit_count() >= min(self.quorum, (contributors | waited).bit_count())
+
+    def lag(self, clock: int) -> int:
+        """None is needed: the rounds themselves hold the workers together."""
+        del clock
+        return 0
+
+
+class Async:
+    """Asynchronous (ASP): nobody waits for anybody."""
+
+    has_rounds = False
+
+    def closes(self, contributors: int, waited: int) -> bool:
+        """Every contribution is an update of its own."""
+        del contributors, waited
+        return True
+
+    def lag(self, clock: int) -> int:
+        """No bound."""
+        del clock
+        return 0
+
+
+class StaleSynchronous(Async):
+    """Stale synchronous parallel (SSP; Ho et al. 2013): applied at once; a worker waits while clock - min_clock > bound."""
+
+    def __init__(self, staleness_bound: int) -> None:
+        self.staleness_bound = staleness_bound
+
+    def lag(self, clock: int) -> int:
+        """The slowest worker may be `staleness_bound` steps behind."""
+        return max(0, clock - self.staleness_bound)
+
+
+def policy_of(spec: JobSpec) -> Policy:
+    """The policy that a job declared."""
+    match spec.consistency.mode:
+        case "sync":
+            return Sync(spec.quorum)
+        case "async":
+            return Async()
+        case _:
+            return StaleSynchronous(spec.consistency.staleness_bound)

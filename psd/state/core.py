@@ -1,0 +1,159 @@
+"""What the desks of a shard share: its identity, its one lock, its members, its job, and the checks that every request passes.
+
+The lock guards everything about who and when, and is held for microseconds; gradients and parameters are guarded by each
+block's own lock. Lock order: shard, then block: nothing that runs under a block's lock takes the shard's, and only the setting
+of initial values holds both.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+import psd_core
+from psd.contract.config import ServerConfig
+from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
+from psd.state.barriers import Barriers
+from psd.state.block import BlockState
+from psd.state.initial import InitialValues
+from psd.state.job import Job
+from psd.state.membership import Membership, Worker, WorkerState
+from psd.state.store import Store
+from psd.state.tickets import Ticket, Waiting, WaitKind
+from psd.v1 import job_pb2
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the shard started; see StatusReply."""
+
+    pushes_accepted: int = 0
+    pushes_duplicate: int = 0
+    pushes_late: int = 0
+    requests_refused: int = 0
+    pulls: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
+class ShardCore:
+    """The shared state of a shard. Its attributes are for the other modules of psd.state only.
+
+    Attributes:
+        job, membership: None until a worker declares, or joins.
+        gates: tickets of workers that the staleness bound holds back.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, config: ServerConfig, store: Store, now: Callable[[], float], incarnation: int | None) -> None:
+        self.config = config
+        self.store = store
+        self.now = now
+        self.incarnation = incarnation or secrets.randbits(62) + 1
+        self.run_id = config.run_id
+        self.lock = threading.RLock()
+        self.counters = Counters()
+        self.waiting = Waiting()
+        self.job: Job | None = None
+        self.membership: Membership | None = None
+        self.initial = InitialValues(chooses=config.shard_index == 0)
+        self.barriers = Barriers(lambda: self.members.waited_mask)
+        self.gates: list[Ticket] = []
+
+    @property
+    def members(self) -> Membership:
+        """The membership; NotDeclared before the first worker has joined."""
+        if self.membership is None:
+            raise NotDeclared("no worker has joined this shard yet")
+        return self.membership
+
+    def declared(self) -> Job:
+        """The job; NotDeclared if there is none."""
+        if self.job is None:
+            raise NotDeclared("no job has been declared on this shard yet")
+        return self.job
+
+    def initialized(self) -> Job:
+        """The job, with its initial values; NotDeclared if it has none."""
+        job = self.declared()
+        if not self.initial.is_set:
+            raise NotDeclared("the job has no initial values on this shard yet")
+        return job
+
+    def check_target(self, caller: job_pb2.Caller) -> None:
+        """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
+        if caller.run_id != self.run_id:
+            raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+        if caller.incarnation != self.incarnation:
+            raise ShardRestarted(
+                f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "
+                f"not {caller.incarnation}: it has restarted and does not hold what the worker knows",
+                shard=self.config.shard_index,
+            )
+
+    def check_caller(self, caller: job_pb2.Caller) -> Worker:
+        """The worker of a live session, its lease renewed; raises what `check_target` does, SessionFenced or InvalidRequest."""
+        self.check_target(caller)
+        worker = self.members.check_session(caller.rank, caller.session)
+        self.members.on_seen(worker, self.now())
+        return worker
+
+    def check_finite(self, values: NDArray[Any], block: int, whose: str, rank: int, clock: int) -> None:
+        """Raise NonFiniteGradient, naming worker, tensor and step, if a block's values are not all finite."""
+        element = psd_core.first_nonfinite(values)
+        if element >= 0:
+            job = self.declared()
+            tensor = job.layout.tensor_at(job.blocks[block].plan, element)
+            raise NonFiniteGradient(
+                f"payload: {whose} at step {clock} has {values[element]} in tensor {tensor!r} "
+                f"(block {block}, element {element})",
+                rank=rank,
+                tensor=tensor,
+                clock=clock,
+            )
+
+    def ticket(self, worker: Worker, kind: WaitKind, clock: int, missing: Callable[[], int]) -> Ticket:
+        """A new open ticket."""
+        return self.waiting.add(Ticket(worker.rank, worker.session, kind, clock, self.now(), missing))
+
+    def when(self, block: BlockState, version: int, worker: Worker, kind: WaitKind) -> Ticket:
+        """A ticket that resolves when the block reaches a version."""
+        round_ = version - 1
+        ticket = self.ticket(worker, kind, round_, lambda: block.missing_in(round_))
+        block.when(version, ticket)
+        return ticket
+
+    def on_session_end(self, worker: Worker) -> None:
+        """After a session ended by leaving, expiry or a new one: nothing of it goes on waiting, or is waited for."""
+        error = SessionFenced(f"the session of worker {worker.rank} has ended", cause="expired", rank=worker.rank)
+        live = worker.session if worker.state is WorkerState.LIVE else worker.session + 1
+        self.waiting.fail_session(worker.rank, live, error)
+        self.barriers.on_session_end(worker.rank)
+        self.initial.on_gone(worker.rank, self.members.workers)
+        if self.job is not None:
+            self.job.on_gone(worker.rank)
+
+    def open_gates(self) -> None:
+        """Resolve the tickets of workers that the staleness bound no longer holds back."""
+        if not self.gates or self.job is None:
+            return
+        min_clock = self.members.min_clock()
+        policy = self.job.policy
+        for ticket in self.gates:
+            if min_clock is None or policy.lag(ticket.clock) <= min_clock:
+                ticket.resolve()
+        self.gates = [t for t in self.gates if not t.future.done()]
+
+    def settle(self) -> None:
+        """After a change of who is waited for: open what that completes. Called without the lock."""
+        with self.lock:
+            self.barriers.on_members_changed()
+            self.open_gates()
+            job = self.job if self.initial.is_set else None
+        if job is not None:
+            job.settle()

@@ -1,0 +1,192 @@
+"""The exchange: gradients in, parameters out. The middle of a push's life, between the frames and the blocks.
+
+push: begin_push -> gate -> push_block for every block -> end_push        pull: begin_pull -> gate -> read -> release
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract import frames
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.state.block import BlockState, Contribution, Outcome
+from psd.state.core import ShardCore
+from psd.state.job import Scalars
+from psd.state.membership import Worker, WorkerState
+from psd.state.store import Page
+from psd.state.tickets import Ticket, WaitKind
+from psd.v1 import data_pb2, job_pb2
+
+
+@dataclass(slots=True)
+class Push:
+    """A push in progress: what its header said, and which blocks it has covered."""
+
+    worker: Worker
+    session: int
+    clock: int
+    weight: float
+    scalars: Scalars
+    covered: set[int] = field(default_factory=set)
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+
+
+class Exchange:
+    """The desk for gradients and parameters."""
+
+    def __init__(self, core: ShardCore) -> None:
+        self._core = core
+
+    # -- push ----------------------------------------------------------------------------------------------------------
+
+    def begin_push(self, header: data_pb2.PushHeader) -> Push:
+        """Check everything that the header says, before any block is touched."""
+        scalars = tuple(tuple(group.values) for group in header.scalars)
+        with self._core.lock:
+            worker = self._core.check_caller(header.caller)
+            job = self._core.initialized()
+            job.check_digest(header.layout_digest)
+            if not (np.isfinite(header.weight) and header.weight >= 0):
+                raise InvalidRequest(f"weight: must be finite and >= 0, got {header.weight}")
+            job.check_scalars(scalars)
+            self._core.members.check_clock(worker, header.clock, job.version_max)
+            job.agree_on_scalars(header.clock, scalars, worker.rank)
+            worker.has_pushed = True
+            skipped = self._core.members.on_clock(worker, header.clock)
+        if skipped:
+            self._core.settle()
+        return Push(worker, header.caller.session, header.clock, header.weight, scalars)
+
+    def gate(self, worker: Worker, clock: int) -> Ticket | None:
+        """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
+        with self._core.lock:
+            needed = self._core.initialized().policy.lag(clock)
+            min_clock = self._core.members.min_clock()
+            if min_clock is None or needed <= min_clock:
+                return None
+            ticket = self._core.ticket(worker, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed))
+            self._core.gates = [t for t in self._core.gates if not t.future.done()]
+            self._core.gates.append(ticket)
+            return ticket
+
+    def push_block(self, push: Push, index: int, present: bytes, payload: memoryview) -> Ticket | None:
+        """Count one block of a push; a ticket if its round is not open yet (call again when it resolves)."""
+        job = self._core.initialized()
+        block = job.block(index)
+        plan = block.plan
+        if not plan.trained:
+            raise InvalidRequest(f"block: {index} belongs to static group {plan.group}, to which nothing is pushed")
+        mask = frames.present_mask(present, len(plan.segment_ends))
+        values: NDArray[Any] | None = None
+        if mask is not None and not mask.any():
+            if payload.nbytes:
+                raise InvalidTensor(
+                    f"block {index}: payload has {payload.nbytes} bytes, but present says that there is nothing"
+                )
+        else:
+            values = frames.numbers(payload, plan.dtype, plan.length, f"block {index}")
+            self._core.check_finite(values, index, f"the gradient of worker {push.worker.rank}", push.worker.rank, push.clock)
+            if mask is not None:
+                lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
+                if np.any(values[np.repeat(mask, lengths) == 0]):
+                    raise InvalidTensor(f"block {index}: payload must be zero where present is 0")
+        if push.worker.session != push.session or push.worker.state is not WorkerState.LIVE:
+            self._core.members.check_session(push.worker.rank, push.session)
+        push.worker.last_seen = self._core.now()
+        outcome = block.contribute(
+            Contribution(push.worker.rank, push.session, push.clock, push.weight, values, mask, push.scalars[plan.group])
+        )
+        if outcome is Outcome.EARLY:
+            return self._core.when(block, push.clock, push.worker, WaitKind.EARLIER_ROUND)
+        if index not in push.covered:
+            push.covered.add(index)
+            push.outcomes[outcome] += 1
+            if outcome is Outcome.COUNTED and push.outcomes[outcome] == 1:
+                with self._core.lock:
+                    job.on_counted(push.clock)
+        return None
+
+    def end_push(self, push: Push) -> data_pb2.PushReply:
+        """Finish a push, all of whose blocks have come; moves the worker's clock."""
+        job = self._core.initialized()
+        if len(push.covered) < job.trained_count:
+            lacking = min(i for i, b in job.blocks.items() if b.plan.trained and i not in push.covered)
+            raise InvalidRequest(
+                f"block: {lacking} is missing; the push of clock {push.clock} ended after {len(push.covered)} of "
+                f"{job.trained_count} blocks"
+            )
+        counted, late = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.LATE]
+        clock = push.clock + 1
+        with self._core.lock:
+            self._core.members.check_session(push.worker.rank, push.session)
+            self._core.members.on_step(push.worker, clock)
+            if counted or job.trained_count == 0:
+                self._core.counters.pushes_accepted += 1
+            elif late:
+                self._core.counters.pushes_late += 1
+            else:
+                self._core.counters.pushes_duplicate += 1
+            self._core.open_gates()
+        return data_pb2.PushReply(
+            clock=max(clock, job.version_max) if late else clock,
+            blocks_counted=counted,
+            blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
+            blocks_late=late,
+        )
+
+    # -- pull ----------------------------------------------------------------------------------------------------------
+
+    def begin_pull(
+        self, caller: job_pb2.Caller, clock: int, layout_digest: bytes, indices: Sequence[int]
+    ) -> tuple[Worker, list[BlockState]]:
+        """Check a pull; returns the worker and the blocks to read, in the order asked for."""
+        with self._core.lock:
+            worker = self._core.check_caller(caller)
+            job = self._core.initialized()
+            job.check_digest(layout_digest)
+            if len(indices) > len(job.blocks):
+                raise InvalidRequest(f"blocks: {len(indices)} are asked for, the shard has {len(job.blocks)}")
+            blocks = [job.block(i) for i in indices] if indices else list(job.blocks.values())
+            self._core.members.check_clock(worker, clock, job.version_max)
+            skipped = self._core.members.on_clock(worker, clock)
+            self._core.counters.pulls += 1
+        if skipped:
+            self._core.settle()
+        return worker, blocks
+
+    def begin_answer(self, push: Push) -> tuple[Worker, list[BlockState]]:
+        """The blocks that a PushPull answers with: the trained ones."""
+        with self._core.lock:
+            self._core.counters.pulls += 1
+        return push.worker, [b for b in self._core.initialized().blocks.values() if b.plan.trained]
+
+    def read(self, block: BlockState, clock: int, worker: Worker) -> tuple[int, Page] | Ticket:
+        """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
+
+        The caller gives the page back with `release`.
+        """
+        version_min = clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
+        found = block.read(version_min)
+        return found if found is not None else self._core.when(block, version_min, worker, WaitKind.ROUND)
+
+    def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
+        """Add payload bytes to the totals."""
+        with self._core.lock:
+            self._core.counters.bytes_received += received
+            self._core.counters.bytes_sent += sent
+
+    def peek(self, block: BlockState, clock: int) -> tuple[int, Page] | None:
+        """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
+        policy = self._core.initialized().policy
+        if policy.has_rounds:
+            return block.read(clock)
+        return block.read(0) if policy.lag(clock) == 0 else None
+
+    def release(self, page: Page) -> None:
+        """Give back a page that was read."""
+        self._core.store.unpin(page)

@@ -1,0 +1,155 @@
+"""What a shard knows of its job once that is declared: layout, policy, its blocks, the scalars of the open rounds.
+
+Must not know sessions, leases or tickets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
+from psd.contract.rules import rule_info
+from psd.state.block import BlockState
+from psd.state.consistency import policy_of
+from psd.state.membership import Membership
+from psd.state.rules import rule_of
+from psd.state.store import Store
+
+Scalars = tuple[tuple[float, ...], ...]
+"""One tuple per group, in the order of the rule's list."""
+
+
+@dataclass(slots=True)
+class _RoundScalars:
+    scalars: Scalars
+    rank: int
+    is_counted: bool = False
+
+
+class Job:
+    """A declared job on one shard.
+
+    Attributes:
+        blocks: this shard's blocks by index. trained_count: those that every push must cover.
+    """
+
+    def __init__(self, spec: JobSpec, *, shard_index: int, shard_count: int, store: Store, membership: Membership) -> None:
+        self.spec = spec
+        self.layout = Layout(spec, shard_count)
+        self.policy = policy_of(spec)
+        rules = [rule_of(group) for group in spec.groups]
+        self._infos = [rule_info(group.rule) for group in spec.groups]
+        self.blocks = {
+            plan.index: BlockState(
+                plan,
+                store=store,
+                rule=rules[plan.group],
+                policy=self.policy,
+                is_mean=spec.reduction == "mean",
+                world_size=spec.world_size,
+                waited_in=membership.waited_in,
+                may_void=membership.is_void,
+            )
+            for plan in self.layout.blocks_of(shard_index)
+        }
+        self._trained = [b for b in self.blocks.values() if b.plan.trained]
+        self.trained_count = len(self._trained)
+        self._round_scalars: dict[int, _RoundScalars] = {}
+        self._shard_index = shard_index
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_digest(self, digest: bytes) -> None:
+        """Raise LayoutMismatch unless the caller cuts the parameters as this shard does."""
+        if digest != self.layout.digest:
+            raise LayoutMismatch(
+                f"layout_digest: {digest.hex()[:32] or 'empty'} is not this job's {self.layout.digest.hex()}; "
+                "are all workers and shards of the same psd version?"
+            )
+
+    def block(self, index: int) -> BlockState:
+        """The block of that index; BlockOutOfRange if it is not this shard's."""
+        try:
+            return self.blocks[index]
+        except KeyError:
+            total = len(self.layout.blocks)
+            where = f"there are {total}" if index >= total else f"shard {self.layout.shard_of(index)} owns it"
+            raise BlockOutOfRange(f"block: {index} is not on shard {self._shard_index}; {where}") from None
+
+    def check_scalars(self, scalars: Scalars) -> None:
+        """Raise InvalidRequest unless there is one entry per group, each fit for its rule."""
+        if len(scalars) != len(self._infos):
+            raise InvalidRequest(f"scalars: expected {len(self._infos)} groups, got {len(scalars)}")
+        for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
+            info.check_scalars(values, self.spec.groups[index].flags, index)
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    @property
+    def version_min(self) -> int:
+        """Updates applied to the block that is furthest behind; 0 without trained blocks."""
+        return min((b.version for b in self._trained), default=0)
+
+    @property
+    def version_max(self) -> int:
+        """Updates applied to the block that is furthest ahead."""
+        return max((b.version for b in self._trained), default=0)
+
+    def settle(self) -> None:
+        """Close every round that is complete now that somebody left, expired or skipped rounds."""
+        if self.policy.has_rounds:
+            for block in self._trained:
+                block.settle()
+
+    def agree_on_scalars(self, round_: int, scalars: Scalars, rank: int) -> None:
+        """Let the first push of a round set its scalars; ScalarsDisagree names the two workers and both values."""
+        if not self.policy.has_rounds:
+            return
+        first = self._round_scalars.get(round_)
+        if first is None:
+            version_min = self.version_min
+            if round_ < version_min:
+                return
+            for old in [r for r in self._round_scalars if r < version_min]:
+                del self._round_scalars[old]
+            self._round_scalars[round_] = _RoundScalars(scalars, rank)
+        elif first.scalars != scalars:
+            self._raise_disagreement(round_, first, scalars, rank)
+
+    def _raise_disagreement(self, round_: int, first: _RoundScalars, scalars: Scalars, rank: int) -> None:
+        for group, (theirs, mine) in enumerate(zip(first.scalars, scalars, strict=True)):
+            for name, their_value, my_value in zip(self._infos[group].scalars, theirs, mine, strict=True):
+                if their_value != my_value:
+                    raise ScalarsDisagree(
+                        f"scalars[{group}].{name}: in round {round_} worker {rank} says {my_value:g}, "
+                        f"worker {first.rank} said {their_value:g}; the workers of a round must agree",
+                        ranks=[first.rank, rank],
+                        group=group,
+                        scalar=name,
+                        round=round_,
+                    )
+
+    def on_counted(self, round_: int) -> None:
+        """Note that a gradient was counted under the round's scalars: they hold even if that worker dies."""
+        entry = self._round_scalars.get(round_)
+        if entry is not None:
+            entry.is_counted = True
+
+    def on_gone(self, rank: int) -> None:
+        """Forget the scalars of rounds that only a worker that is gone had spoken for."""
+        for round_ in [r for r, entry in self._round_scalars.items() if entry.rank == rank and not entry.is_counted]:
+            del self._round_scalars[round_]
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of this shard's parameters."""
+        return sum(b.plan.nbytes for b in self.blocks.values())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of this shard's slots."""
+        return sum(b.slot_bytes for b in self.blocks.values())

@@ -1,0 +1,200 @@
+"""Who takes part: ranks, sessions, leases, clocks. Pure decisions on values; the time is passed in.
+
+A worker is *waited for* while it is absent (has not joined yet) or live. It is *expired* when its lease ran out, and *finished*
+when it has left; nobody waits for either. Sets of ranks are integers used as bit masks, so that "have all contributed?" is two
+machine operations for any number of workers.
+
+`clock` is the number of steps that a worker has finished as far as this shard knows; `floor` is the first round in which it
+takes part: rounds below do not wait for it. The floor moves only when a worker joins or skips rounds, never in normal running.
+
+Changed only under the shard's lock; `waited_in` and `is_void` may be asked without it. Must not know blocks, tickets or
+messages.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from psd.contract.errors import InvalidRequest, SessionFenced
+
+CLOCK_SKIP_MAX = 1024
+"""Steps by which a request's clock may be ahead of what the shard knows. Shards drift apart by one or two rounds; a clock that
+is further ahead is a broken client's, and believing it would exclude that worker from every round."""
+
+
+class WorkerState(enum.Enum):
+    """Values are those of psd.v1.WorkerState."""
+
+    ABSENT = 1
+    LIVE = 2
+    EXPIRED = 3
+    FINISHED = 4
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank. `last_seen` is in the membership's time; negative if never. `has_pushed` is about the current session."""
+
+    rank: int
+    state: WorkerState = WorkerState.ABSENT
+    session: int = 0
+    clock: int = 0
+    floor: int = 0
+    last_seen: float = -1.0
+    host: str = ""
+    pid: int = 0
+    has_pushed: bool = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if rounds, barriers and the staleness bound wait for the worker."""
+        return self.state in (WorkerState.ABSENT, WorkerState.LIVE)
+
+
+class Membership:
+    """The workers of one job on one shard."""
+
+    def __init__(self, world_size: int, lease_s: float) -> None:
+        self.workers = [Worker(rank) for rank in range(world_size)]
+        self.lease_s = lease_s
+        self._last_tick: float | None = None
+        self._refresh()
+
+    def _refresh(self) -> None:
+        waited = [w for w in self.workers if w.is_waited_for]
+        mask = sum(1 << w.rank for w in waited)
+        # One assignment, so that blocks may ask without the shard's lock and never see half of a change.
+        self._waited = (mask, max((w.floor for w in waited), default=0), min((w.floor for w in waited), default=None))
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def waited_in(self, round_: int) -> int:
+        """Mask of the workers that round `round_` waits for."""
+        mask, floor_max, _ = self._waited
+        if round_ >= floor_max:
+            return mask
+        return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
+
+    def is_void(self, round_: int) -> bool:
+        """True if every worker that is waited for takes part only after `round_`, and there is one."""
+        floor_min = self._waited[2]
+        return floor_min is not None and round_ < floor_min
+
+    @property
+    def waited_mask(self) -> int:
+        """Mask of the workers that are waited for at all."""
+        return self._waited[0]
+
+    def min_clock(self) -> int | None:
+        """Clock of the slowest worker that is waited for; None if there is none."""
+        return min((w.clock for w in self.workers if w.is_waited_for), default=None)
+
+    def slower_than(self, clock: int) -> int:
+        """Mask of the workers that are waited for and have finished fewer than `clock` steps."""
+        return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.clock < clock)
+
+    def in_mask(self, mask: int) -> list[Worker]:
+        """The workers of a mask, by rank."""
+        return [w for w in self.workers if mask >> w.rank & 1]
+
+    def worker(self, rank: int) -> Worker:
+        """The worker of a rank; InvalidRequest if there is none."""
+        if rank >= len(self.workers):
+            raise InvalidRequest(f"rank: {rank} is not below world_size {len(self.workers)}")
+        return self.workers[rank]
+
+    def check_session(self, rank: int, session: int) -> Worker:
+        """The worker, if `session` is its live one; SessionFenced says why it is not."""
+        worker = self.worker(rank)
+        if worker.state is WorkerState.LIVE and worker.session == session:
+            return worker
+        if worker.session > session:
+            raise SessionFenced(
+                f"session {session} of worker {rank} has ended: the rank joined again from {worker.host} (process "
+                f"{worker.pid}); are two workers started with the same rank?",
+                cause="superseded",
+                rank=rank,
+            )
+        if worker.session != session:
+            raise SessionFenced(f"session {session} of worker {rank} never joined this shard", cause="expired", rank=rank)
+        ended = "it has left" if worker.state is WorkerState.FINISHED else f"its lease of {self.lease_s:g} s ran out"
+        raise SessionFenced(f"session {session} of worker {rank} has ended: {ended}", cause="expired", rank=rank)
+
+    # -- events; those that return True changed whom others wait for -----------------------------------------------------
+
+    def on_join(self, rank: int, session: int, *, host: str, pid: int, now: float) -> Worker:
+        """Enter a session; SessionFenced if the rank has had a later one. The same session again changes nothing."""
+        worker = self.worker(rank)
+        if session < worker.session:
+            self.check_session(rank, session)
+        if session != worker.session:
+            worker.session, worker.host, worker.pid = session, host, pid
+            worker.state, worker.has_pushed = WorkerState.LIVE, False
+        worker.last_seen = now
+        self._refresh()
+        return worker
+
+    def on_enter(self, worker: Worker, clock: int) -> None:
+        """Let a worker that joined take part from `clock` on."""
+        worker.clock = worker.floor = clock
+        self._refresh()
+
+    def on_seen(self, worker: Worker, now: float) -> None:
+        """Renew the lease."""
+        worker.last_seen = now
+
+    def check_clock(self, worker: Worker, clock: int, known: int) -> None:
+        """Raise InvalidRequest if `clock` is further ahead of `known` than shards can drift apart."""
+        limit = max(worker.clock, known) + CLOCK_SKIP_MAX
+        if clock > limit:
+            raise InvalidRequest(
+                f"clock: {clock} of worker {worker.rank} is beyond {limit}; it has finished {worker.clock} steps here"
+            )
+
+    def on_clock(self, worker: Worker, clock: int) -> bool:
+        """Note that the worker says it has finished `clock` steps: rounds that it skipped do not wait for it."""
+        if clock <= worker.clock:
+            return False
+        worker.clock = worker.floor = clock
+        self._refresh()
+        return True
+
+    def on_step(self, worker: Worker, clock: int) -> None:
+        """Note that the worker has finished `clock` steps, its push for the last of them being counted on this shard."""
+        worker.clock = max(worker.clock, clock)
+
+    def on_leave(self, worker: Worker, *, failed: bool) -> bool:
+        """End the session."""
+        if worker.state is not WorkerState.LIVE:
+            return False
+        worker.state = WorkerState.EXPIRED if failed else WorkerState.FINISHED
+        self._refresh()
+        return True
+
+    def on_tick(self, now: float) -> list[Worker]:
+        """Expire leases; returns the workers whose lease ran out.
+
+        A shard that was itself stopped (suspended, or starved of CPU) has heard nobody for that time, which is not the workers'
+        silence: their leases are then extended by the gap.
+        """
+        gap = 0.0 if self._last_tick is None else now - self._last_tick
+        self._last_tick = now
+        if gap > self.lease_s / 2:
+            for worker in self.workers:
+                worker.last_seen += gap if worker.state is WorkerState.LIVE else 0.0
+            return []
+        expired = [w for w in self.workers if w.state is WorkerState.LIVE and now - w.last_seen > self.lease_s]
+        for worker in expired:
+            worker.state = WorkerState.EXPIRED
+        if expired:
+            self._refresh()
+        return expired
+
+    def all_done(self, now: float, patience_s: float) -> bool:
+        """True if every worker has left, or expired more than `patience_s` ago, and one at least has left."""
+        gone = all(
+            w.state is WorkerState.FINISHED or (w.state is WorkerState.EXPIRED and now - w.last_seen > patience_s)
+            for w in self.workers
+        )
+        return gone and any(w.state is WorkerState.FINISHED for w in self.workers)

@@ -1,0 +1,121 @@
+"""One shard: the state machine behind every RPC. A worker's life, in order:
+
+    admission.join -> declare -> (begin_initialize, initialize_block, end_initialize)
+    exchange.begin_push, push_block, end_push; begin_pull, read    again and again
+    admission.leave            beside it: admission.heartbeat, arrive (barrier), tick
+
+Nothing here blocks: where a caller must wait for other workers it gets a Ticket, which later events resolve. Must not know
+gRPC, sockets, flags or the environment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from psd.contract.config import ServerConfig
+from psd.contract.errors import Draining, WrongShard
+from psd.state.admission import Admission
+from psd.state.core import ShardCore
+from psd.state.exchange import Exchange
+from psd.state.membership import Worker
+from psd.state.store import HeapStore, Store
+from psd.state.tickets import Ticket, WaitKind
+from psd.v1 import control_pb2
+
+ABANDONED_LEASES = 6
+"""A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
+
+
+class Shard:
+    """The state of one shard process.
+
+    Args:
+        config: which shard, limits, lease.
+        now: monotonic seconds. wall: seconds since the epoch.
+
+    Attributes:
+        core: for status; everything else goes through the methods.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        store: Store | None = None,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        incarnation: int | None = None,
+    ) -> None:
+        self.core = ShardCore(config, store if store is not None else HeapStore(), now, incarnation)
+        self.admission = Admission(self.core, wall)
+        self.exchange = Exchange(self.core)
+        self.is_draining = False
+        self._started = now()
+
+    def arrive(self, request: control_pb2.BarrierRequest) -> Ticket:
+        """Enter a barrier; the ticket resolves with its generation."""
+        if self.core.config.shard_index != 0:
+            raise WrongShard(f"barriers are held by shard 0, this is shard {self.core.config.shard_index}")
+        with self.core.lock:
+            worker = self.core.check_caller(request.caller)
+            ticket = Ticket(
+                worker.rank,
+                worker.session,
+                WaitKind.BARRIER,
+                worker.clock,
+                self.core.now(),
+                lambda: self.core.barriers.missing(request.name),
+                request.name,
+            )
+            self.core.barriers.on_arrive(request.name, request.seq, ticket)
+        return self.core.waiting.add(ticket)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take back a barrier's arrival whose caller has given up."""
+        with self.core.lock:
+            self.core.barriers.on_withdraw(ticket.name, ticket)
+
+    def tick(self) -> list[Worker]:
+        """Expire leases; to be called every quarter of a lease or so. Returns the workers that expired."""
+        with self.core.lock:
+            expired = self.core.membership.on_tick(self.core.now()) if self.core.membership is not None else []
+            for worker in expired:
+                self.core.on_session_end(worker)
+        if expired:
+            self.core.settle()
+        return expired
+
+    def drain(self) -> None:
+        """Fail every wait, now and later, with Draining."""
+        self.is_draining = True
+        self.core.waiting.refuse(
+            Draining(f"shard {self.core.config.shard_index} is shutting down", shard=self.core.config.shard_index)
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """True if every worker has left."""
+        with self.core.lock:
+            return self.core.membership is not None and self.core.membership.all_done(
+                self.core.now(), ABANDONED_LEASES * self.core.config.lease_s
+            )
+
+    @property
+    def is_initialized(self) -> bool:
+        """True if the job is declared and has its initial values."""
+        return self.core.initial.is_set
+
+    def missing_for(self, ticket: Ticket) -> list[Worker]:
+        """The workers that a ticket waits for."""
+        with self.core.lock:
+            return self.core.members.in_mask(ticket.missing())
+
+    def age_s(self, since: float) -> float:
+        """Seconds since a time of this shard's clock."""
+        return self.core.now() - since
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the shard started."""
+        return self.age_s(self._started)
