@@ -96,6 +96,7 @@ class Policy:
         self.deadline: float | None = None
         self._shards = [Name("shard", index) for index in range(shards)]
         self._workers = [Name("worker", rank) for rank in range(workers)]
+        self._restarts_max = restarts_max
         self._restarts_left = restarts_max
         self._grace_s = grace_s
         self._alive: set[Name] = set()
@@ -173,7 +174,7 @@ class Policy:
         if shards_gone:
             why = f"{self._names(set(shards_gone))} has ended, so it cannot be started again; "
         else:
-            why = "" if self._restarts_left else "no restarts left (--max-restarts); "
+            why = "no restarts left; " if self._restarts_max else ""
         status = returncode if returncode > 0 else exit_status(-returncode)
         return self._stop(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
 

@@ -33,6 +33,9 @@ DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 DONE_GRACE_S = 1.0
 """After the last worker has left, only its own last reply and a psdctl can still be under way."""
 
+DRAIN_SLACK_S = 5.0
+"""Beyond the grace, for calls to be cut off and threads to end. A drain that takes longer has a defect."""
+
 _USAGE = "psd-server --shard INDEX/COUNT [options]"
 
 _DESCRIPTION = """\
@@ -216,9 +219,13 @@ def _serve(server: ShardServer, config: ServerConfig, events: queue.SimpleQueue[
             events.put("failed")  # read only if nothing was put before; the traceback is threading's
 
     _in_background(drain)
-    second = events.get()
-    while second == "done":  # the last worker may leave during a drain
-        second = events.get()
+    try:
+        second = events.get(timeout=grace_s + DRAIN_SLACK_S)
+        while second == "done":  # the last worker may leave during a drain
+            second = events.get(timeout=grace_s + DRAIN_SLACK_S)
+    except queue.Empty:
+        print(f"{name}: error: the drain does not end; ending at once", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILURE)
     if isinstance(second, int):
         print(f"{name} got {signal_name(second)}: ending at once", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -1,0 +1,168 @@
+"""Real processes for tests: started, their output awaited line by line, and ended whatever the test does."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 30.0
+
+
+class Process:
+    """A command of psd with its output, standard error included."""
+
+    def __init__(self, module: str, *args: str, environ: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            env={**os.environ, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.lines: list[str] = []
+        self._coming: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._coming.put(line.rstrip("\n"))
+        self._coming.put(None)
+
+    @property
+    def output(self) -> str:
+        """What has been awaited so far."""
+        return "\n".join(self.lines)
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """Wait for a line that has the pattern."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line {pattern!r} in time; so far:\n{self.output}") from None
+            assert line is not None, f"the output ended without a line {pattern!r}:\n{self.output}"
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                return match
+
+    def end(self) -> int:
+        """Wait for the end of the output, which is that of psd-run's watchdog, too, and of the process; its exit status."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"did not end in time; so far:\n{self.output}") from None
+            if line is None:
+                break
+            self.lines.append(line)
+        return self._process.wait(TIMEOUT_S)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the process alone."""
+        self._process.send_signal(signum)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._reader.join(TIMEOUT_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    """Starts `python -m MODULE ARGS...`."""
+    started: list[Process] = []
+
+    def begin(module: str, *args: str, environ: dict[str, str] | None = None) -> Process:
+        started.append(Process(module, *args, environ=environ))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+def processes(of_run: str) -> dict[int, str]:
+    """Pids and command lines of the living processes that have this PSD_RUN_ID in their environment."""
+    wanted = f"PSD_RUN_ID={of_run}".encode()
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {
+        pid: _read(pid, "cmdline").replace(b"\0", b" ").decode() for pid in pids if wanted in _read(pid, "environ").split(b"\0")
+    }
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # has ended
+        return b""
+
+
+class Job(Process):
+    """psd-run with a script; `run_id` once the shards are ready."""
+
+    def __init__(self, *args: str, environ: dict[str, str] | None = None) -> None:
+        super().__init__("psd.cli.run", *args, environ=environ)
+        self.run_id = ""
+
+    def wait_until_ready(self) -> None:
+        """Until the workers are about to start."""
+        self.run_id = self.line(r"\[psd-run\] +run (\S+);")[1]
+
+    def shard_pid(self, index: int) -> int:
+        """Of one shard."""
+        (pid,) = (pid for pid, command in processes(self.run_id).items() if f"--shard {index}/" in command)
+        return pid
+
+    def watchdog_pid(self) -> int:
+        """Of its watchdog: the child of psd-run that runs that module."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        (pid,) = (int(pid) for pid in children if b"psd.cli.watchdog" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return pid
+
+    def orphans(self) -> dict[int, str]:
+        """What is left of the run."""
+        return processes(self.run_id)
+
+    def close(self) -> None:
+        super().close()
+        if self.run_id:
+            for pid in self.orphans():
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Runs `psd-run OPTIONS script.py ARGS...` with the text of the script; returns when the workers start."""
+    started: list[Job] = []
+
+    def begin(script: str, *options: str, args: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> Job:
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        started.append(Job(*options, str(path), *args, environ=environ))
+        started[-1].wait_until_ready()
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()

@@ -1,0 +1,125 @@
+"""psd-server as a process: options, the ready line, drains, exit statuses."""
+
+import platform
+import re
+from signal import SIGINT, SIGTERM
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from psd.cli import malloc
+from psd.cli.server import READY_PATTERN, main, parse
+from psd.v1 import control_pb2, control_pb2_grpc
+
+
+def ready(start, *options):
+    """A psd-server on a free port, and its address."""
+    server = start("psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", *options)
+    return server, server.line(READY_PATTERN)[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: --shard"),
+        (["--shard", "4/4"], "--shard: expected INDEX/COUNT with INDEX below COUNT, such as 0/4, got '4/4'"),
+        (["--shard", "0/1", "--listen", "nowhere"], "--listen: expected HOST:PORT"),
+        (["--shard", "0/1", "--lease", "0"], "--lease: expected 0.1 to 86400 seconds, got 0"),
+        (["--shard", "0/1", "--lease", "soon"], "--lease: expected seconds, such as 10 or 0.5, got 'soon'"),
+        (["--shard", "0/1", "--max-workers", "0"], "--max-workers: expected 1 to 100000, got 0"),
+        (["--shard", "0/1", "--max-work", "1"], "unrecognized arguments: --max-work"),
+    ],
+)
+def test_main_when_an_option_is_wrong_then_one_line_says_what_was_expected(options, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(options)
+
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert error.startswith("psd-server: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_main_when_asked_for_help_then_it_explains_exit_statuses(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+
+    help_ = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert "examples:" in help_
+    assert "exit status:" in help_
+
+
+def test_parse_when_all_options_are_given_then_the_configuration_has_them():
+    options = (
+        "--shard 1/4 --listen 0.0.0.0:0 --advertise host:7001 --run-id r --lease 3 --grace 2 --exit-when-done --max-workers 5 "
+        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error"
+    )
+
+    config, log_level = parse(options.split())
+
+    assert (config.shard_index, config.shard_count, config.listen, config.advertise) == (1, 4, "0.0.0.0:0", "host:7001")
+    assert (config.run_id, config.lease_s, config.grace_s, config.exit_when_done) == ("r", 3, 2, True)
+    limits = config.limits
+    assert (limits.workers_max, limits.tensors_max, limits.elements_max, limits.message_bytes_max) == (5, 6, 7, 8 << 20)
+    assert log_level == "error"
+
+
+def test_keep_freed_memory_when_malloc_is_glibcs_then_it_takes_the_thresholds():
+    assert malloc.keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
+def test_server_when_signalled_then_it_drains_and_ends_with_status_0(start, signum):
+    server, _ = ready(start)
+
+    server.signal(signum)
+
+    assert server.end() == 0
+    assert re.search(rf"{signum.name}: draining .*second signal", server.output)
+
+
+@pytest.mark.process
+def test_server_when_signalled_again_during_a_drain_then_it_ends_at_once(start):
+    server, address = ready(start, "--grace", "600")
+    with grpc.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING  # a call that does not end by itself
+
+        server.signal(SIGTERM)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        server.line("draining")
+        server.signal(SIGTERM)
+
+        assert server.end() == 128 + SIGTERM
+
+
+@pytest.mark.process
+def test_server_when_its_workers_have_left_then_exit_when_done_ends_it_with_status_0(start):
+    server, address = ready(start, "--exit-when-done")
+    with grpc.insecure_channel(address) as channel:
+        control = control_pb2_grpc.ControlServiceStub(channel)
+        joined = control.Join(control_pb2.JoinRequest(shard_count=1, world_size=1))
+
+        request = control_pb2.LeaveRequest()
+        request.caller.run_id = joined.run_id
+        request.caller.incarnation = joined.incarnation
+        request.caller.session = joined.session
+        control.Leave(request)
+
+    assert server.end() == 0
+    assert "done: all workers have left" in server.output
+
+
+@pytest.mark.process
+def test_server_when_the_address_is_taken_then_one_line_says_so_and_the_status_is_1(start):
+    _, address = ready(start)
+
+    second = start("psd.cli.server", "--shard", "0/1", "--listen", address)
+
+    assert second.end() == 1
+    assert second.lines[-1].startswith("psd-server: error: ")
+    assert address in second.lines[-1]
