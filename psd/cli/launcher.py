@@ -219,8 +219,8 @@ class Launcher:
         self._watchdog.close()
         self._watchdog = None
         if self._watchdogs_left:
-            self._say("the watchdog, which ends the job if psd-run is killed, has died; starting another")
             self._start_watchdog()
+            self._say("the watchdog, which ends the job if psd-run is killed, has died; started another")
         else:
             self._say("the watchdog has died again; going on without: if psd-run is killed, its processes may stay behind")
 

@@ -1,0 +1,125 @@
+"""psdctl: options, and what it shows of a live job."""
+
+import json
+import threading
+from signal import SIGINT
+
+import numpy as np
+import pytest
+
+import psd_client
+from psd.cli.ctl import main
+from psd.contract.config import ServerConfig
+from psd.rim.server import ShardServer
+
+
+@pytest.fixture
+def servers():
+    """Two shards in this process; their addresses as psdctl takes them."""
+    shards = [ShardServer(ServerConfig(index, 2, listen="127.0.0.1:0", run_id="live-1")) for index in range(2)]
+    for shard in shards:
+        shard.start()
+    yield ",".join(shard.address for shard in shards)
+    for shard in shards:
+        shard.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["statsu"], "invalid choice: 'statsu'"),
+        (["status"], "--servers: expected the shards' addresses, here or in PSD_SERVERS"),
+        (["status", "--servers", "nowhere"], "--servers: expected HOST:PORT"),
+        (["status", "--servers", "h:1", "--timeout", "0"], "--timeout: expected more than 0 and at most 3600 seconds, got 0"),
+        (["status", "--servers", "h:1", "--watch", "nan"], "--watch: expected more than 0"),
+    ],
+)
+def test_main_when_an_option_is_wrong_then_one_line_says_what_was_expected(options, message, capsys, monkeypatch):
+    monkeypatch.delenv("PSD_SERVERS", raising=False)
+
+    with pytest.raises(SystemExit) as exit_:
+        main(options)
+
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "words"), [(["--help"], "status "), (["status", "--help"], "exit status:")])
+def test_main_when_asked_for_help_then_it_explains(options, words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(options)
+
+    assert exit_.value.code == 0
+    assert words in capsys.readouterr().out
+
+
+def test_status_when_the_shards_are_fresh_then_it_says_that_nothing_is_declared(servers, capsys, monkeypatch):
+    monkeypatch.setenv("PSD_SERVERS", servers)
+
+    assert main(["status"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "nothing declared yet" in shown
+    assert shown.count("empty") == 2
+
+
+def test_status_when_a_shard_does_not_answer_then_the_other_is_shown_and_the_status_is_1(servers, capsys):
+    first, _ = servers.split(",")
+
+    assert main(["status", "--servers", f"{first},127.0.0.1:1"]) == 1
+
+    shown = capsys.readouterr().out
+    assert "0/2    " + first in shown
+    assert "problem: 127.0.0.1:1 did not answer: UNAVAILABLE" in shown
+
+
+def test_status_when_the_servers_are_in_the_wrong_order_then_the_status_is_1(servers, capsys):
+    first, second = servers.split(",")
+
+    assert main(["status", "--servers", f"{second},{first}"]) == 1
+
+    assert f"problem: {second} is shard 1/2, but was given as 0/2" in capsys.readouterr().out
+
+
+def train(servers, rank, has_stepped, may_end):
+    """One step together, then worker 0 goes on and waits in the second round for worker 1."""
+    with psd_client.connect(servers=servers, rank=rank, world_size=2) as ps:
+        ps.declare({"w": np.zeros(300_000, np.float32)}, optimizer=psd_client.SGD(lr=1.0, momentum=0.9))
+        ps.push_pull({"w": np.ones(300_000, np.float32)})
+        has_stepped.wait()
+        if rank == 1:
+            may_end.wait()
+        ps.push_pull({"w": np.ones(300_000, np.float32)})
+
+
+@pytest.mark.process
+def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json(servers, start, capsys):
+    has_stepped, may_end = threading.Barrier(2, timeout=30), threading.Event()
+    workers = [threading.Thread(target=train, args=(servers, rank, has_stepped, may_end)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        watch = start("psd.cli.ctl", "status", "--servers", servers, "--json", "--watch", "0.05")
+        picture = json.loads(watch.line(r'"waits": \[\{.*').string)
+        status = main(["status", "--servers", servers])
+        watch.signal(SIGINT)
+        assert watch.end() == 0
+    finally:
+        may_end.set()
+        for worker in workers:
+            worker.join(30)
+
+    assert status == 0
+    shown = capsys.readouterr().out
+    assert "run live-1: sync, mean, 2 workers, 1 tensors, 1.1 MiB parameters, 1.1 MiB slots" in shown
+    assert "worker 0 waits in round 1 for worker 1 (last seen" in shown
+    assert "at step 1); so far" in shown
+    (wait,) = picture["waits"]
+    assert (wait["rank"], wait["kind"], wait["clock"]) == (0, "WAIT_KIND_ROUND", 1)
+    assert [missing["rank"] for missing in wait["missing"]] == [1]
+    assert [worker["state"] for worker in picture["workers"]] == ["WORKER_STATE_LIVE", "WORKER_STATE_LIVE"]
+    assert [shard["status"]["pushes_duplicate"] for shard in picture["shards"]] == [0, 0]
+    assert picture["problems"] == []
