@@ -1,0 +1,51 @@
+# Development commands; `make` lists them. Each sets up .venv first, again only when something that it is made of has changed.
+
+PYTHON ?=
+PIP_FLAGS ?=
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.psd-installed
+SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
+	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
+
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
+	@echo "make test    lint and run all tests"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make setup   only make .venv and build the kernels into it"
+	@echo "make clean   remove everything that was made, .venv too"
+	@echo
+	@echo "Variables: PYTHON=python3.12  PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
+	@echo "           DEMO_FLAGS='--data DIR --steps 400'  PYTEST_FLAGS='-k torch'"
+
+setup: $(INSTALLED)
+
+$(INSTALLED): $(SOURCES)
+	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/demo.py $(DEMO_FLAGS)
+
+# Every check runs, whichever failed before; pytest comes last, so that its summary is what one sees.
+lint: $(INSTALLED)
+	@failed=; \
+	for check in "ruff check" "ruff format --check" mypy; do \
+		echo "== $$check"; \
+		$(BIN)/$$check || failed="$$failed [$$check]"; \
+	done; \
+	[ -z "$$failed" ] || { echo "lint failed:$$failed"; exit 1; }
+
+test: $(INSTALLED)
+	@status=0; \
+	$(MAKE) --no-print-directory lint || status=$$?; \
+	echo "== pytest"; \
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) || status=$$?; \
+	exit $$status
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c
+	find psd psd_core clients tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

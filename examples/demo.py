@@ -1,0 +1,55 @@
+"""`make demo`: train the MNIST example synchronously, then asynchronously, on 2 shards x 2 workers, and compare.
+
+$ python examples/demo.py [--data DIR] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+SCRIPT = Path(__file__).with_name("mnist.py")
+PSD_RUN = Path(sys.executable).with_name("psd-run")
+
+
+def run(consistency: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One run, shown as it goes; returns what its last line says. Exits if the run fails."""
+    command = [str(PSD_RUN), "--shards", "2", "--workers", "2", "--consistency", consistency]
+    command += [str(SCRIPT), "--steps", str(args.steps), "--data", args.data]
+    print(f"\n$ {' '.join(command)}", flush=True)
+    result = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 (our own script)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            _, is_result, facts = line.partition("result {")
+            if is_result:
+                result = json.loads("{" + facts)
+    if process.returncode or result is None:
+        sys.exit(f"demo: the {consistency} run failed with status {process.returncode}")
+    return {"mode": consistency, **result}
+
+
+def main() -> None:
+    """Run both and print the table."""
+    parser = argparse.ArgumentParser(description="Train the MNIST example in two modes and compare.")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each worker (default %(default)s)")
+    parser.add_argument("--data", help="folder with MNIST's four IDX files, or 'digits' for scikit-learn's small digits")
+    args = parser.parse_args()
+    args.data = args.data or datasets.find()
+
+    rows = [run(consistency, args) for consistency in ("sync", "async")]
+    print(f"\n{rows[0]['data']}, 2 shards, 2 workers")
+    print("mode    steps   accuracy   steps/s of each worker")
+    for row in rows:
+        print(f"{row['mode']:6} {row['steps']:6d} {row['accuracy']:10.1%} {row['steps_per_s']:9.1f}")
+
+
+if __name__ == "__main__":
+    main()

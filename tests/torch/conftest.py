@@ -1,0 +1,30 @@
+"""Runs workers: threads of the test's process, each with a connection of its own to real shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import psd_client
+
+RunWorkers = Callable[[int, int, Callable[[psd_client.ParameterServer], Any]], list[Any]]
+
+
+@pytest.fixture
+def run_workers(cluster: Callable[..., Any]) -> RunWorkers:
+    """run_workers(world_size, shards, worker) -> what worker(ps) returned, in the order of the ranks."""
+
+    def run(world_size: int, shards: int, worker: Callable[[psd_client.ParameterServer], Any]) -> list[Any]:
+        servers = cluster(shards).servers
+
+        def connected(rank: int) -> Any:
+            with psd_client.connect(servers, rank, world_size, wait_timeout=20) as ps:
+                return worker(ps)
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(connected, range(world_size)))
+
+    return run

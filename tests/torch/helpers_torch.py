@@ -1,0 +1,67 @@
+"""What the torch tests share: a small model, its data, and ordinary training in one process to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS = 20
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The same values at each call, also from several threads at once (torch's global seed is one for all threads)."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4, generator)
+    return model.to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shape = (size, 6), (size, 3)
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shape)  # type: ignore[return-value]
+
+
+def part(step: int, rank: int, world_size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """A worker's share of the batch. Shares are uneven: of 12 samples, two workers get 3 and 9."""
+    x, y = batch(step, dtype)
+    bounds = [0, *(3 * r for r in range(1, world_size)), len(x)]
+    return x[bounds[rank] : bounds[rank + 1]], y[bounds[rank] : bounds[rank + 1]]
+
+
+def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def train_alone(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+    after_step: Callable[[], Any] = lambda: None,
+) -> list[torch.Tensor]:
+    for step in range(steps):
+        backward(model, *batch(step, dtype))
+        optimizer.step()
+        after_step()
+    return values(model)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_close(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], relative: float = 1e-6) -> None:
+    """Each tensor is equal to `relative` of its norm."""
+    assert len(actual) == len(expected)
+    for mine, right in zip(actual, expected, strict=True):
+        assert mine.dtype == right.dtype
+        assert mine.shape == right.shape
+        difference = torch.linalg.vector_norm((mine - right).double())
+        assert difference <= relative * torch.linalg.vector_norm(right.double()), (mine, right)
