@@ -11,16 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from psd.contract.wording import describe_wait
 from psd.v1 import control_pb2
 
 logger = logging.getLogger("psd_client")
-
-NAMED_MAX = 4
-"""Workers that one message names; the others are counted."""
 
 
 class Health:
@@ -102,7 +100,7 @@ class WaitReporter:
             current.report_at_s *= 2
         merged = merge(waits)
         self.last_missing = sorted({worker.rank for wait in merged for worker in wait.missing})
-        clauses = [describe(wait) for wait in merged] + list(silent)
+        clauses = [describe_wait(wait) for wait in merged] + list(silent)
         self.last_text = "; ".join(clauses)
         for clause in clauses:
             self._warn(clause)
@@ -126,31 +124,3 @@ def merge(waits: Iterable[control_pb2.Wait]) -> list[control_pb2.Wait]:
         control_pb2.Wait(kind=kind, name=name, clock=clock, missing=[workers[rank] for rank in sorted(workers)])
         for (kind, name, clock), workers in merged.items()
     ]
-
-
-def describe(wait: control_pb2.Wait) -> str:
-    """A clause such as "step 41: waiting for worker 3, last seen 12 s ago, at step 40"."""
-    text = _KINDS.get(wait.kind, "waiting for {missing}")
-    return text.format(clock=wait.clock, name=wait.name, missing=_names(wait.missing))
-
-
-_KINDS: Mapping[int, str] = {
-    control_pb2.WAIT_KIND_ROUND: "step {clock}: waiting for {missing}",
-    control_pb2.WAIT_KIND_EARLIER_ROUND: "waiting for step {clock} to end before the next gradient is taken: {missing}",
-    control_pb2.WAIT_KIND_STALENESS: "step {clock}: as far ahead as the staleness bound allows, waiting for {missing}",
-    control_pb2.WAIT_KIND_BARRIER: "barrier '{name}': waiting for {missing}",
-    control_pb2.WAIT_KIND_INITIAL_VALUES: "waiting for the initial values, which come from {missing}",
-}
-
-
-def _names(missing: Sequence[control_pb2.WorkerStatus]) -> str:
-    names = [_worker(worker) for worker in missing[:NAMED_MAX]]
-    if len(missing) > NAMED_MAX:
-        names.append(f"and {len(missing) - NAMED_MAX} more")
-    return "; ".join(names) or "another worker"
-
-
-def _worker(worker: control_pb2.WorkerStatus) -> str:
-    if worker.state == control_pb2.WORKER_STATE_ABSENT or worker.last_seen_s < 0:
-        return f"worker {worker.rank}, which has not joined yet"
-    return f"worker {worker.rank}, last seen {worker.last_seen_s:.0f} s ago, at step {worker.clock}"

@@ -1,0 +1,153 @@
+"""A lane that misbehaves on demand, and other helpers of the client's tests.
+
+    lanes, faults = faulty_lanes(cluster)
+    faults.lose_reply("push", shard=1)     # the call reaches the shard, its answer does not reach the worker
+
+A fault strikes once. `faults.assert_all_fired()` fails the test if one did not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from psd.contract.config import ClientConfig
+from psd.contract.errors import PsdError, ShardUnavailable
+from psd.rim.server import ShardServer
+from psd_client.client import ParameterServer
+from psd_client.grpc_lane import GrpcLane
+
+
+class Faults:
+    """What is still to go wrong: (method, shard) -> what to do around the call."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[str, int, Callable[[], object]]] = []
+        self._after: list[tuple[str, int, Callable[[], object]]] = []
+
+    def fail(self, method: str, *, shard: int, error: PsdError) -> None:
+        """The call ends with an error before anything is sent."""
+        self.run_before(method, shard=shard, action=lambda: _raise(error))
+
+    def lose_reply(self, method: str, *, shard: int) -> None:
+        """The shard does what was asked; the worker does not hear of it."""
+        self._after.append((method, shard, lambda: _raise(ShardUnavailable("the reply was lost"))))
+
+    def run_before(self, method: str, *, shard: int, action: Callable[[], object]) -> None:
+        """Something else happens first."""
+        self._before.append((method, shard, action))
+
+    def assert_all_fired(self) -> None:
+        assert [fault[:2] for fault in self._before + self._after] == []
+
+    @contextmanager
+    def around(self, method: str, shard: int) -> Iterator[None]:
+        self._strike(self._before, method, shard)
+        yield
+        self._strike(self._after, method, shard)
+
+    @staticmethod
+    def _strike(faults: list[tuple[str, int, Callable[[], object]]], method: str, shard: int) -> None:
+        for fault in faults:
+            if fault[:2] == (method, shard):
+                faults.remove(fault)
+                fault[2]()
+                return
+
+
+def _raise(error: PsdError) -> None:
+    raise error
+
+
+class FaultyLane(GrpcLane):
+    """A gRPC lane whose calls meet the faults."""
+
+    def __init__(self, shard: int, address: str, faults: Faults) -> None:
+        super().__init__(shard, address)
+        self._faults = faults
+
+    def join(self, *args: Any) -> Any:
+        with self._faults.around("join", self.shard):
+            return super().join(*args)
+
+    def declare(self, *args: Any) -> Any:
+        with self._faults.around("declare", self.shard):
+            return super().declare(*args)
+
+    def barrier(self, *args: Any) -> Any:
+        with self._faults.around("barrier", self.shard):
+            return super().barrier(*args)
+
+    def initialize(self, *args: Any) -> Any:
+        with self._faults.around("initialize", self.shard):
+            return super().initialize(*args)
+
+    def push(self, *args: Any) -> Any:
+        with self._faults.around("push", self.shard):
+            return super().push(*args)
+
+    def pull(self, *args: Any) -> Any:
+        with self._faults.around("pull", self.shard):
+            return super().pull(*args)
+
+    def push_pull(self, *args: Any) -> Any:
+        with self._faults.around("push_pull", self.shard):
+            return super().push_pull(*args)
+
+
+def connect_faulty(servers: str, rank: int = 0, world_size: int = 1, **config: Any) -> tuple[ParameterServer, Faults]:
+    """A worker over lanes that misbehave."""
+    faults = Faults()
+    addresses = tuple(servers.split(","))
+    lanes = [FaultyLane(shard, address, faults) for shard, address in enumerate(addresses)]
+    return ParameterServer(ClientConfig(addresses, rank, world_size, **config), lanes), faults
+
+
+def expire(server: ShardServer, rank: int) -> None:
+    """Let a worker's lease run out now."""
+    core = server.shard.core
+    with core.lock:
+        core.members.worker(rank).last_seen -= 1000
+        assert [worker.rank for worker in server.shard.tick()] == [rank]
+
+
+def until(fact: Callable[[], bool]) -> None:
+    """Return once another thread has made something true."""
+    deadline = time.monotonic() + 20
+    pause = threading.Event()
+    while not fact():
+        assert time.monotonic() < deadline, "it never came true"
+        pause.wait(0.002)
+
+
+class Thread(threading.Thread):
+    """A thread whose result, or error, `result` gives."""
+
+    def __init__(self, target: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = target
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            self._error = error
+
+    def result(self) -> Any:
+        self.join(30)
+        assert not self.is_alive(), "the thread hangs"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def in_threads(*targets: Callable[[], Any]) -> list[Any]:
+    """Run functions side by side; their results."""
+    threads: Sequence[Thread] = [Thread(target) for target in targets]
+    return [thread.result() for thread in threads]

@@ -1,0 +1,240 @@
+"""Waits are explained, shards that do not answer are named; both on a clock that the test moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
+from psd.v1 import control_pb2
+from psd_client.heartbeat import Heartbeats
+from psd_client.session import Membership
+from psd_client.waiting import Health, WaitReporter, merge
+
+BEHIND = control_pb2.WorkerStatus(rank=3, state=control_pb2.WORKER_STATE_LIVE, clock=40, last_seen_s=12)
+ABSENT = control_pb2.WorkerStatus(rank=1, state=control_pb2.WORKER_STATE_ABSENT, last_seen_s=-1)
+ROUND = control_pb2.Wait(rank=0, kind=control_pb2.WAIT_KIND_ROUND, clock=41, missing=[BEHIND])
+
+
+class FakeClock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reporter_at(clock: FakeClock) -> WaitReporter:
+    return WaitReporter(0, 5.0, clock)
+
+
+def test_report_when_a_worker_is_behind_then_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The message of the issue, complete in itself."""
+    clock = FakeClock()
+    reporter = reporter_at(clock)
+
+    with reporter.watching("push_pull", 41):
+        clock.now = 6
+        reporter.report([ROUND], [])
+
+    assert caplog.messages == ["psd: worker 0: step 41: waiting for worker 3, last seen 12 s ago, at step 40"]
+    assert caplog.records[0].levelno == logging.WARNING
+    assert reporter.last_missing == [3]
+
+
+def test_report_when_a_shard_is_silent_then_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A wait for a shard is told apart from a wait for a worker."""
+    clock = FakeClock()
+    health = Health(["h:7000", "h:7001"], clock)
+    reporter = reporter_at(clock)
+
+    with reporter.watching("pull", 7):
+        health.failed(1)
+        clock.now = 7
+        reporter.report([], health.silent())
+
+    assert caplog.messages == ["psd: worker 0: shard 1 at h:7001 does not answer since 7 s"]
+
+
+def test_report_when_nobody_says_why_then_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A slow network is not a silent hang either."""
+    clock = FakeClock()
+    reporter = reporter_at(clock)
+
+    with reporter.watching("pull", 7):
+        clock.now = 6
+        reporter.report([], [])
+
+    assert caplog.messages == ["psd: worker 0: step 7: pull has taken 6 s; no shard says that it waits for anybody"]
+
+
+def test_due_when_a_wait_goes_on_then_doubles() -> None:
+    """Explained after 5 s, 10 s, 20 s and so on."""
+    clock = FakeClock()
+    reporter = reporter_at(clock)
+
+    with reporter.watching("pull", 0):
+        due_at = []
+        for _ in range(4):
+            due_in_s = reporter.due_in_s()
+            assert due_in_s is not None
+            clock.now += due_in_s
+            due_at.append(clock.now)
+            reporter.report([], [])
+
+    assert due_at == [5, 10, 20, 40]
+    assert reporter.due_in_s() is None
+
+
+def test_report_when_the_operation_has_just_ended_then_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The race between the heartbeat's answer and the operation's."""
+    reporter_at(FakeClock()).report([ROUND], [])
+
+    assert caplog.messages == []
+
+
+def test_merge_when_several_shards_wait_for_the_same_round_then_is_one_wait() -> None:
+    """Each missing worker is named once, in the order of ranks."""
+    other = control_pb2.Wait(rank=0, kind=control_pb2.WAIT_KIND_ROUND, clock=41, missing=[ABSENT, BEHIND])
+
+    merged = merge([ROUND, other, ROUND])
+
+    assert [[worker.rank for worker in wait.missing] for wait in merged] == [[1, 3]]
+
+
+def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
+    """The time of an outage counts from its first failure to the next answer."""
+    clock = FakeClock()
+    health = Health(["h:7000"], clock)
+
+    health.failed(0)
+    clock.now = 3
+    health.failed(0)
+    assert health.silent() == ["shard 0 at h:7000 does not answer since 3 s"]
+    health.answered(0)
+
+    assert health.silent() == []
+
+
+@dataclass
+class FakeSession:
+    """What the heartbeat reads of a session."""
+
+    membership: Membership | None = None
+    clock: int = 41
+
+
+class FakeLane:
+    """Answers heartbeats as the test says."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard = shard
+        self.address = f"h:{7000 + shard}"
+        self.requests: list[control_pb2.HeartbeatRequest] = []
+        self.answer: PsdError | control_pb2.HeartbeatReply = control_pb2.HeartbeatReply()
+
+    def begin_heartbeat(
+        self, request: control_pb2.HeartbeatRequest, timeout_s: float
+    ) -> Callable[[], control_pb2.HeartbeatReply]:
+        self.requests.append(request)
+
+        def reply() -> control_pb2.HeartbeatReply:
+            if isinstance(self.answer, PsdError):
+                raise self.answer
+            return self.answer
+
+        return reply
+
+
+class Rig:
+    """A heartbeat over two fake lanes, lease 9 s."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.lanes = [FakeLane(0), FakeLane(1)]
+        self.reporter = reporter_at(self.clock)
+        self.session = FakeSession(Membership(rank=0, run_id="r", session=5, incarnations=(11, 22), lease_s=9))
+        lanes: Any = self.lanes
+        session: Any = self.session
+        health = Health([lane.address for lane in lanes], self.clock)
+        self.heartbeats = Heartbeats(0, session, lanes, health, self.reporter, self.clock)
+
+    def run_for(self, seconds: float) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now += self.heartbeats.step()
+
+
+def test_step_when_the_worker_is_idle_then_beats_three_times_a_lease() -> None:
+    """Every shard hears the worker's clock and session every third of the lease."""
+    rig = Rig()
+
+    rig.run_for(9)
+
+    assert [len(lane.requests) for lane in rig.lanes] == [3, 3]
+    request = rig.lanes[1].requests[0]
+    assert (request.clock, request.caller.session, request.caller.incarnation) == (41, 5, 22)
+
+
+def test_step_when_nobody_has_joined_yet_then_sends_nothing_but_reports(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that cannot connect says so, too."""
+    rig = Rig()
+    rig.session.membership = None
+
+    with rig.reporter.watching("connect", 0):
+        rig.run_for(6)
+
+    assert rig.lanes[0].requests == []
+    assert len(caplog.messages) == 1
+
+
+def test_step_when_a_wait_is_due_then_asks_the_shards_and_reports(caplog: pytest.LogCaptureFixture) -> None:
+    """Between two beats, if need be: the report comes after five seconds, with fresh answers."""
+    rig = Rig()
+    rig.lanes[1].answer = control_pb2.HeartbeatReply(waits=[ROUND])
+    rig.heartbeats.step()
+
+    with rig.reporter.watching("pull", 41):
+        rig.run_for(5)
+
+    assert rig.clock.now == 5
+    rig.heartbeats.step()
+    assert caplog.messages == []  # it has ended in the meantime
+    with rig.reporter.watching("pull", 41):
+        rig.run_for(5.5)
+    assert caplog.messages == ["psd: worker 0: step 41: waiting for worker 3, last seen 12 s ago, at step 40"]
+
+
+def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """An outage is one line, its end another; the other shard is still served."""
+    caplog.set_level(logging.INFO)
+    rig = Rig()
+    rig.lanes[0].answer = ShardUnavailable("refused")
+    rig.run_for(30)
+    rig.lanes[0].answer = control_pb2.HeartbeatReply()
+    rig.run_for(6)
+
+    assert caplog.messages == [
+        "psd: worker 0: shard 0 at h:7000 does not take its heartbeat: refused",
+        "psd: worker 0: shard 0 at h:7000 answers again",
+    ]
+    assert len(rig.lanes[1].requests) == 12
+
+
+def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(caplog: pytest.LogCaptureFixture) -> None:
+    """Expired: the operation joins again. Superseded, or a shard that restarted: worth a warning."""
+    rig = Rig()
+    rig.lanes[0].answer = SessionFenced("x", cause="expired")
+    rig.heartbeats.step()
+    assert caplog.messages == []
+
+    rig.lanes[0].answer = ShardRestarted("shard 0 is another one")
+    rig.run_for(9)
+
+    assert caplog.messages == ["psd: worker 0: shard 0 at h:7000 does not take its heartbeat: shard 0 is another one"]
