@@ -152,7 +152,9 @@ class Session:
         provided = False
         if replies[0].initializer:
             # Shard 0 last: when it has its values, so have all.
-            provided = all(self._initialize(lanes[1:], values)) and all(self._initialize(lanes[:1], values))
+            accepted = self._initialize(lanes[1:], values)
+            accepted += self._initialize(lanes[:1], values)
+            provided = all(accepted)
         elif not all(reply.initialized for reply in replies):
             raise InternalError("the shards disagree on whether the job has its initial values")
         self.clock = max(self.clock, *(reply.clock for reply in replies))

@@ -67,8 +67,8 @@ class Worker:
         try:
             with self._operation("connect"):
                 self._session.join()
-        except BaseException:
-            self._shut_down()
+        except BaseException as error:
+            self._close(error)
             raise
         heartbeats.wake()
 
@@ -118,10 +118,12 @@ class Worker:
 
     def _close(self, error: BaseException | None) -> None:
         """Leave as one who has finished, or has failed by `error`."""
-        if self._shut_down.alive:
+        ending = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
+        if ending is not None:
             is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
             self._session.has_failed = not is_success
-            self._shut_down()
+            _, shut_down, arguments, _ = ending
+            shut_down(*arguments)
 
     def __enter__(self: WorkerT) -> WorkerT:
         return self

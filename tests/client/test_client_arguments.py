@@ -1,0 +1,216 @@
+"""What a user can get wrong before anything is sent: each mistake is named, and nothing has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd_client import SGD, ConfigError, connect
+from psd_client.flat import FlatBuffers
+from psd_client.optimizers import Static, scalar_values
+from psd_client.param_groups import ParamGroups
+from psd_client.tensors import NamedTensors, tensor_specs
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"lr": -1}, ValueError, "lr: must be finite and at least 0, got -1"),
+        ({"lr": float("nan")}, ValueError, "lr"),
+        ({"lr": "0.1"}, TypeError, "lr: expected a number"),
+        ({"lr": True}, TypeError, "lr"),
+        ({"lr": 1, "momentum": -0.1}, ValueError, "momentum"),
+        ({"lr": 1, "weight_decay": float("inf")}, ValueError, "weight_decay"),
+        ({"lr": 1, "dampening": float("nan")}, ValueError, "dampening: must be finite"),
+        ({"lr": 1, "nesterov": True}, ValueError, "nesterov: needs momentum > 0"),
+        ({"lr": 1, "momentum": 0.9, "dampening": 0.1, "nesterov": True}, ValueError, "nesterov"),
+        ({"lr": 1, "maximize": 1}, TypeError, "maximize: expected True or False"),
+    ],
+)
+def test_sgd_when_an_argument_is_wrong_then_names_it(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    """The message says which argument, and what it must be."""
+    with pytest.raises(error, match=match):
+        SGD(**options)
+
+
+def test_sgd_when_built_then_gives_flags_and_scalars() -> None:
+    """What is fixed is declared; what may change travels."""
+    sgd = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True, maximize=True)
+
+    assert sgd.group() == GroupSpec("sgd", ("maximize", "momentum", "nesterov"))
+    assert sgd.scalars() == {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 1e-4}
+    assert SGD(lr=1).group() == GroupSpec("sgd", ())
+    assert SGD(lr=1, dampening=-0.5).scalars()["dampening"] == -0.5
+    assert scalar_values(Static().group(), Static().scalars(), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"lr": -1}, InvalidRequest, r"scalars\[0\].lr: must be >= 0"),
+        ({"lr": float("inf")}, InvalidRequest, r"scalars\[0\].lr: must be finite"),
+        ({"lr": None}, TypeError, r"param_groups\[0\]\['lr'\]: expected a number, got None"),
+        ({"momentum": 0.5}, InvalidRequest, "declared without momentum"),
+    ],
+)
+def test_param_groups_when_a_scalar_is_spoiled_then_the_push_names_it(
+    change: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    """The user's dicts are checked at each push."""
+    groups = ParamGroups(["w"], SGD(lr=1), None)
+    groups.groups[0].update(change)
+
+    with pytest.raises(error, match=match):
+        groups.scalars()
+
+
+def test_param_groups_when_a_scalar_is_gone_then_the_push_names_it() -> None:
+    groups = ParamGroups(["w"], SGD(lr=1), None)
+    del groups.groups[0]["lr"]
+
+    with pytest.raises(KeyError, match=r"param_groups\[0\]: 'lr' is missing"):
+        groups.scalars()
+
+
+def test_param_groups_when_options_differ_then_each_group_has_its_own() -> None:
+    """What a group does not say is the optimizer's."""
+    groups = ParamGroups(
+        ["a", "b"], SGD(lr=1, weight_decay=2), [{"params": ["b"], "lr": 3}, {"params": ["a"], "momentum": 0.5}]
+    )
+
+    assert groups.scalars() == [[3, 0, 0, 2], [1, 0.5, 0, 2]]
+    assert groups.specs == [GroupSpec("sgd"), GroupSpec("sgd", ("momentum",))]
+    assert groups.group_of == {"b": 0, "a": 1}
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ([{"params": ["w"]}], "groups: 'b' stands in no group"),
+        ([{"params": ["w", "b", "w"]}], "'w' stands in two groups"),
+        ([{"params": ["w", "b", "x"]}], "'x' is not among the parameters"),
+        ([{"params": "wb"}], r"groups\[0\]: expected 'params', a list of names"),
+        ([{"lr": 1}], r"groups\[0\]: expected 'params'"),
+        ([{"params": ["w", "b"], "learning_rate": 1}], r"groups\[0\]: no option 'learning_rate'"),
+        ([{"params": ["w", "b"], "lr": -1}], r"groups\[0\]: lr: must be"),
+    ],
+)
+def test_param_groups_when_a_group_is_wrong_then_names_it(groups: list[dict[str, Any]], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ParamGroups(["w", "b"], SGD(lr=1), groups)
+
+
+def test_param_groups_when_the_optimizer_is_something_else_then_says_what_is_expected() -> None:
+    wrong: Any = 0.1
+    with pytest.raises(TypeError, match=r"optimizer: expected psd_client.SGD\(lr=...\), got 0.1"):
+        ParamGroups(["w"], wrong, None)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"w": np.zeros(2, dtype=np.int64)}, r"params\['w'\]: dtype must be one of .*got int64"),
+        ({"w": np.zeros(2, dtype=np.complex64)}, "got complex64"),
+        ({"w": ["a"]}, "dtype must be"),
+        ({3: np.zeros(2)}, "names must be strings, got 3"),
+    ],
+)
+def test_tensor_specs_when_a_parameter_is_wrong_then_names_it(params: Any, match: str) -> None:
+    with pytest.raises(InvalidTensor, match=match):
+        tensor_specs(params, dict.fromkeys(params, 0))
+
+
+def named_tensors() -> tuple[NamedTensors, FlatBuffers]:
+    specs = [TensorSpec("w", (2, 3)), TensorSpec("s", (), "float64"), TensorSpec("h", (2,), "float16"), TensorSpec("e", (0, 4))]
+    dtypes = [np.dtype(spec.dtype) for spec in specs]
+    return NamedTensors(specs, dtypes), FlatBuffers(Layout(JobSpec(1, tuple(specs)), 1))
+
+
+@pytest.mark.parametrize(
+    ("grads", "match"),
+    [
+        ({"w": np.ones((2, 3), np.float32), "x": np.ones(1)}, "no parameter 'x' was declared; there are w, s, h, e"),
+        ({"s": 1.0, "w": np.ones((3, 2), np.float32)}, r"grads\['w'\]: shape must be \(2, 3\), got \(3, 2\)"),
+        ({"s": 1.0, "w": np.float32(1)}, r"shape must be \(2, 3\), got \(\)"),
+        ({"s": 1.0, "w": np.ones((2, 3))}, r"grads\['w'\]: dtype must be float32, got float64"),
+        ({"s": 1.0, "w": np.ones((2, 3), np.int32)}, "got int32"),
+        ({"s": 1.0, "w": None}, r"grads\['w'\]"),
+    ],
+)
+def test_write_gradients_when_one_is_wrong_then_names_it_and_writes_none(grads: dict[str, Any], match: str) -> None:
+    """All are checked before the first is written."""
+    named, buffers = named_tensors()
+
+    with pytest.raises(InvalidTensor, match=match):
+        named.write_gradients(grads, buffers)
+
+    assert not any(space.any() for space in buffers.spaces)
+
+
+def test_write_gradients_when_arrays_are_unusual_then_takes_them() -> None:
+    """Not contiguous, 0-d, a Python number, half precision for single, another byte order, empty."""
+    named, buffers = named_tensors()
+    grads = {
+        "w": np.arange(6, dtype=">f4").reshape(3, 2).T,
+        "s": 2,
+        "h": np.array([1, 2], np.float16),
+        "e": np.zeros((0, 4), np.float32),
+    }
+
+    assert named.write_gradients(grads, buffers) is None
+
+    np.testing.assert_array_equal(buffers.views[0], [[0, 2, 4], [1, 3, 5]])
+    assert buffers.views[1] == 2
+    present = named.write_gradients({"w": np.ones((2, 3), np.float16), "s": np.float64(3)}, buffers)
+    assert present is not None
+    assert present.tolist() == [True, True, False, False]
+
+
+def test_copies_when_made_then_are_new_arrays_of_the_declared_dtype() -> None:
+    """The caller may do with them what he likes; a master beyond half precision becomes infinity."""
+    named, buffers = named_tensors()
+    buffers.views[2][:] = [1e6, 2]
+
+    copies = named.copies(buffers)
+    copies["w"][:] = 7
+
+    assert {name: (a.dtype.name, a.shape) for name, a in copies.items()} == {
+        "w": ("float32", (2, 3)),
+        "s": ("float64", ()),
+        "h": ("float16", (2,)),
+        "e": ("float32", (0, 4)),
+    }
+    assert copies["h"].tolist() == [np.inf, 2]
+    assert not buffers.views[0].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"servers": "h:1", "rank": 0}, "world_size: not given"),
+        ({"servers": "h", "rank": 0, "world_size": 1}, "servers: expected HOST:PORT"),
+        ({"servers": "h:1", "rank": 1, "world_size": 1}, r"rank: expected 0 to 0"),
+        ({"servers": "h:1", "rank": 0, "world_size": 1, "transport": "pigeon"}, "transport: expected one of auto, grpc"),
+    ],
+)
+def test_connect_when_a_setting_is_wrong_then_names_it(
+    options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=match):
+        connect(**options)
+
+
+@pytest.mark.process
+def test_package_when_imported_then_imports_no_framework() -> None:
+    """A NumPy user needs neither torch nor TensorFlow, and a server never sees them."""
+    code = "import sys, psd_client; assert not {'torch', 'tensorflow', 'psd.rim', 'psd.state'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
