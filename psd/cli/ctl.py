@@ -64,7 +64,8 @@ readers that use floating point, are strings.
 exit status:
   0     all shards answered, and belong together
   1     a shard did not answer, or the addresses are not those of one job's shards in their order
-  2     the options are wrong"""
+  2     the options are wrong
+A watch ends, by Ctrl-C, with the status of what it showed last."""
 
 
 def query(servers: Sequence[str], timeout_s: float) -> list[Answer]:
@@ -87,21 +88,25 @@ def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply]) -> Answ
 
 
 def _run_status(args: argparse.Namespace) -> int:
-    while True:
-        answers = query(args.servers, args.timeout)
-        if args.json:
-            print(json.dumps(as_json(answers)), flush=True)
-        else:
-            if args.watch is not None and sys.stdout.isatty():
-                print("\x1b[H\x1b[2J", end="")
-            print(as_text(answers), flush=True)
-        status = EXIT_FAILURE if problems(answers) else EXIT_OK
-        if args.watch is None:
-            return status
-        try:
+    if args.watch is None:
+        return _show_status(args)
+    status = EXIT_OK
+    try:
+        while True:
+            status = _show_status(args)
             time.sleep(args.watch)
-        except KeyboardInterrupt:  # how a watch ends
-            return status
+    except KeyboardInterrupt:  # how a watch ends
+        return status
+
+
+def _show_status(args: argparse.Namespace) -> int:
+    answers = query(args.servers, args.timeout)
+    if args.json:
+        print(json.dumps(as_json(answers)), flush=True)
+    else:
+        clear = "\x1b[H\x1b[2J" if args.watch is not None and sys.stdout.isatty() else ""
+        print(clear + as_text(answers), flush=True)
+    return EXIT_FAILURE if problems(answers) else EXIT_OK
 
 
 def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -13,12 +13,10 @@ import os
 import re
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from psd.cli.arguments import exit_status
 from psd.cli.output import Lines, Prefixes
@@ -26,6 +24,7 @@ from psd.cli.policy import Action, Name, Phase, Policy, Say, Send
 from psd.cli.processes import Child
 from psd.cli.server import DONE_PATTERN, READY_PATTERN
 from psd.cli.sweep import end_processes
+from psd.cli.wakeups import Wakeups
 from psd.cli.watchdog import Watchdog
 
 _WATCHDOGS_MAX = 4
@@ -73,14 +72,16 @@ class Launcher:
         self._watchdogs_left = _WATCHDOGS_MAX
         self._signals: list[int] = []
         names = [*(f"shard {index}" for index in range(plan.shards)), *(f"worker {rank}" for rank in range(plan.workers))]
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self._prefixes = Prefixes(["psd-run", *names], colour=colour)
+        colour = not os.environ.get("NO_COLOR")
+        self._prefixes = Prefixes(["psd-run", *names], colour=colour and sys.stdout.isatty())
+        self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and sys.stderr.isatty())
         self._reader_is_gone = False
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
         started_at = time.monotonic()
-        with self._wakeups() as wakeups:
+        with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
+            self._selector.register(wakeups, selectors.EVENT_READ)
             try:
                 self._start_watchdog()
                 self._perform(self._policy.on_start(time.monotonic()))
@@ -88,43 +89,18 @@ class Launcher:
                     self._wait(wakeups)
             finally:
                 self._clear_away()
+                self._selector.close()
         status = self._policy.status
         assert status is not None
         if self._reader_is_gone:
             return exit_status(signal.SIGPIPE)
         took = f"{time.monotonic() - started_at:.1f} s"
-        self._say(f"all workers have finished ({took})" if status == 0 else f"the job has failed, status {status} ({took})")
+        self._say(f"all workers have finished ({took})" if status == 0 else f"the job has ended with status {status} ({took})")
         return status
 
     # -- events --
 
-    @contextlib.contextmanager
-    def _wakeups(self) -> Iterator[socket.socket]:
-        """Signals as bytes on a socket. A SIGHUP that is ignored (nohup) stays so."""
-        reader, writer = socket.socketpair()
-        reader.setblocking(False)
-        writer.setblocking(False)
-        caught = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            caught.append(signal.SIGHUP)
-
-        def heard(_signum: int, _frame: FrameType | None) -> None:
-            """Nothing: the wake-up descriptor has the number."""
-
-        before = {signum: signal.signal(signum, heard) for signum in caught}
-        before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._selector.register(reader, selectors.EVENT_READ)
-        try:
-            yield reader
-        finally:
-            self._selector.close()
-            signal.set_wakeup_fd(before_fd)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            reader.close()
-            writer.close()
-
-    def _wait(self, wakeups: socket.socket) -> None:
+    def _wait(self, wakeups: Wakeups) -> None:
         """Sleep until something happens, and see to it."""
         times = [at for lines in self._lines.values() if (at := lines.quiet_at()) is not None]
         if self._policy.deadline is not None:
@@ -143,8 +119,8 @@ class Launcher:
         if self._policy.deadline is not None and self._policy.deadline <= now:
             self._perform(self._policy.on_deadline(now))
 
-    def _read_signals(self, wakeups: socket.socket) -> None:
-        signums = wakeups.recv(4096)
+    def _read_signals(self, wakeups: Wakeups) -> None:
+        signums = wakeups.read()
         for signum in signums:
             if signum != signal.SIGCHLD:
                 self._perform(self._policy.on_signal(signum, time.monotonic()))
@@ -262,7 +238,7 @@ class Launcher:
             lines[0] += b"; its last lines:"
             lines += [b"    " + line for line in self._lines[quote].tail]
         with contextlib.suppress(OSError):  # a terminal that has been closed
-            sys.stderr.buffer.write(b"".join(self._prefixes.line("psd-run", line) for line in lines))
+            sys.stderr.buffer.write(b"".join(self._own_prefixes.line("psd-run", line) for line in lines))
             sys.stderr.buffer.flush()
 
     def _write(self, lines: Sequence[bytes]) -> None:

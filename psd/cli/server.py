@@ -1,8 +1,8 @@
 """psd-server: one process, one shard. Flags in, a ServerConfig out; then signals in, an exit status out.
 
-The main thread sleeps on one queue. What can end the process puts a word there: signal handlers, the thread that watches for
-the end of the job, the thread that drains. So every decision is taken here, in order, by one thread, and a second signal is
-heard while the first one's drain is still under way.
+The main thread sleeps until something that can end the process wakes it: a signal, the thread that watches for the end of the
+job, the thread that drains. So every decision is taken here, in order, by one thread, and a second signal is heard while the
+first one's drain is still under way.
 
 Knows of the server only ShardServer's life (start, done, drain); nothing of gRPC or of the state behind it.
 """
@@ -10,15 +10,16 @@ Knows of the server only ShardServer's life (start, done, drain); nothing of gRP
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from psd.cli import logs, malloc
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, exit_status, seconds, signal_name, whole_number
+from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ DONE_GRACE_S = 1.0
 
 DRAIN_SLACK_S = 5.0
 """Beyond the grace, for calls to be cut off and threads to end. A drain that takes longer has a defect."""
+
+_DONE, _DRAINED, _FAILED = range(FIRST_WORD, FIRST_WORD + 3)  # what the threads say to the main one
 
 _USAGE = "psd-server --shard INDEX/COUNT [options]"
 
@@ -168,76 +171,68 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
     config, log_level = parse(argv)
-    events: queue.SimpleQueue[int | str] = queue.SimpleQueue()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        # SimpleQueue.put is reentrant, the one queue operation that a handler may call.
-        signal.signal(signum, lambda number, _frame: events.put(number))
-    logs.configure("psd-server", log_level)
-    malloc.keep_freed_memory()
+    with Wakeups([signal.SIGTERM, signal.SIGINT]) as wakeups:
+        logs.configure("psd-server", log_level)
+        malloc.keep_freed_memory()
 
-    # Only here: gRPC takes a while to load, and wrong options should be reported at once.
-    from psd.rim.server import ShardServer
+        # Only here: gRPC takes a while to load, and wrong options should be reported at once.
+        from psd.rim.server import ShardServer
 
-    server = ShardServer(config)
-    try:
-        server.start()
-    except (OSError, ConfigError) as error:
-        print(f"psd-server: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILURE
-    print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
-    return _serve(server, config, events)
+        server = ShardServer(config)
+        try:
+            server.start()
+        except (OSError, ConfigError) as error:
+            print(f"psd-server: error: {error}", file=sys.stderr, flush=True)
+            return EXIT_FAILURE
+        print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
+        return _serve(server, config, wakeups)
 
 
-def _serve(server: ShardServer, config: ServerConfig, events: queue.SimpleQueue[int | str]) -> int:
+def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> int:
     """Wait for the first reason to end, drain, and return the exit status."""
     name = f"psd-server: shard {config.shard_index}/{config.shard_count}"
-    if config.exit_when_done:
 
-        def watch() -> None:
-            server.done.wait()
-            events.put("done")
-
-        _in_background(watch)
-
-    first = events.get()
-    grace_s = config.grace_s
-    if first == "done":
-        grace_s = min(grace_s, DONE_GRACE_S)
-        print(f"{name} done: all workers have left", file=sys.stderr, flush=True)
-    else:
-        print(
-            f"{name} got {signal_name(int(first))}: draining for at most {grace_s:g} s; a second signal ends it at once",
-            file=sys.stderr,
-            flush=True,
-        )
+    def watch() -> None:
+        server.done.wait()
+        wakeups.send(_DONE)
 
     def drain() -> None:
         try:
             server.drain(grace_s)
-            events.put("drained")
+            wakeups.send(_DRAINED)
         finally:
-            events.put("failed")  # read only if nothing was put before; the traceback is threading's
+            wakeups.send(_FAILED)  # read only if nothing came before; the traceback is threading's
 
-    _in_background(drain)
-    try:
-        second = events.get(timeout=grace_s + DRAIN_SLACK_S)
-        while second == "done":  # the last worker may leave during a drain
-            second = events.get(timeout=grace_s + DRAIN_SLACK_S)
-    except queue.Empty:
-        print(f"{name}: error: the drain does not end; ending at once", file=sys.stderr, flush=True)
-        os._exit(EXIT_FAILURE)
-    if isinstance(second, int):
-        print(f"{name} got {signal_name(second)}: ending at once", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+    if config.exit_when_done:
+        threading.Thread(target=watch, daemon=True).start()
+
+    first, *more = wakeups.wait()
+    grace_s = config.grace_s
+    if first == _DONE:
+        grace_s = min(grace_s, DONE_GRACE_S)
+        _say(f"{name} done: all workers have left")
+    else:
+        _say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
+
+    threading.Thread(target=drain, daemon=True).start()
+    give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
+    more = [word for word in more if word != _DONE]
+    while not more:
+        left_s = give_up_at - time.monotonic()
+        if left_s <= 0:
+            _say(f"{name}: error: the drain does not end; ending at once")
+            os._exit(EXIT_FAILURE)
+        more = [word for word in wakeups.wait(left_s) if word != _DONE]  # the last worker may leave during a drain
+    second = more[0]
+    if second < FIRST_WORD:
+        _say(f"{name} got {signal_name(second)}: ending at once")
         os._exit(exit_status(second))  # no clean-up that could wait for anything
-    # From here on nobody reads the queue: a signal ends the process in the system's own way.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return EXIT_OK if second == "drained" else EXIT_FAILURE
+    return EXIT_OK if second == _DRAINED else EXIT_FAILURE
 
 
-def _in_background(action: Callable[[], None]) -> None:
-    threading.Thread(target=action, daemon=True).start()
+def _say(text: str) -> None:
+    """What happens to the process itself, whatever the log level."""
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

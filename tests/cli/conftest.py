@@ -17,6 +17,9 @@ import pytest
 
 TIMEOUT_S = 30.0
 
+# A shell that runs the tests in the background has them ignore SIGINT, and processes that they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Process:
     """A command of psd with its output, standard error included."""
@@ -135,9 +138,10 @@ class Job(Process):
         return pid
 
     def watchdog_pid(self) -> int:
-        """Of its watchdog: the child of psd-run that runs that module."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        (pid,) = (int(pid) for pid in children if b"psd.cli.watchdog" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        """Of its watchdog, which is not itself of the run, but has its name as an argument."""
+        watching = f"psd.cli.watchdog {self.run_id}".encode()
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        (pid,) = (pid for pid in pids if watching in _read(pid, "cmdline").replace(b"\0", b" "))
         return pid
 
     def orphans(self) -> dict[int, str]:

@@ -103,7 +103,8 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
         worker.start()
     try:
         watch = start("psd.cli.ctl", "status", "--servers", servers, "--json", "--watch", "0.05")
-        picture = json.loads(watch.line(r'"waits": \[\{.*').string)
+        awaited = watch.line(r'"waits": \[\{"rank": 0, "kind": "WAIT_KIND_ROUND", "name": "", "clock": 1,')
+        picture = json.loads(awaited.string)
         status = main(["status", "--servers", servers])
         watch.signal(SIGINT)
         assert watch.end() == 0

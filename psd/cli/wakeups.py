@@ -1,0 +1,63 @@
+"""Lets one thread sleep until a signal comes, something in another thread is over, or time is up, and misses none of them.
+
+Signals arrive as bytes in a socket, which the interpreter's C handler writes (signal.set_wakeup_fd). A queue or an Event that a
+Python handler fills would not do: a signal between the interpreter's last check and the system call that sleeps sets a flag
+that nobody looks at until the sleep ends. Other threads write bytes above all signals' numbers into the same socket.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+
+FIRST_WORD = 128
+"""Bytes from here on are not signals."""
+
+
+class Wakeups:
+    """Use as a context manager, in the main thread. Signals that are ignored when it begins (nohup's SIGHUP) stay so."""
+
+    def __init__(self, signums: Iterable[int]) -> None:
+        self._signums = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def __enter__(self) -> Wakeups:
+        self._handlers = {signum: signal.signal(signum, _heard) for signum in self._signums}
+        self._fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        signal.set_wakeup_fd(self._fd)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        # Left open: a thread may still send, and a closed descriptor's number may be somebody else's by then.
+
+    def fileno(self) -> int:
+        """Readable when there is something; for a selector."""
+        return self._reader.fileno()
+
+    def read(self) -> list[int]:
+        """What has come, in order; empty if nothing has."""
+        try:
+            return list(self._reader.recv(4096))
+        except BlockingIOError:
+            return []
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """Sleep until something comes; empty if nothing did in time."""
+        select.select([self._reader], [], [], timeout_s)
+        return self.read()
+
+    def send(self, word: int) -> None:
+        """Wake the sleeper from another thread."""
+        assert FIRST_WORD <= word < 256
+        self._writer.send(bytes([word]))
+
+
+def _heard(_signum: int, _frame: FrameType | None) -> None:
+    """Nothing: the byte is in the socket already."""
