@@ -15,6 +15,8 @@
     ├── SessionFenced             the worker's session has ended: its lease ran out, or its rank joined again
     ├── WaitTimeout               a wait for other workers reached its deadline
     │   └── BarrierTimeout
+    ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
+    ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
     ├── ShardUnavailable          raised by clients: a shard could not be reached until the deadline
@@ -50,6 +52,8 @@ class PsdError(Exception):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.__name__.startswith("_"):
+            return  # never leaves its process
         if cls.__name__ in _BY_REASON:
             raise TypeError(f"two errors have the reason {cls.__name__}")
         _BY_REASON[cls.__name__] = cls
@@ -139,6 +143,18 @@ class WaitTimeout(PsdError):
 
 class BarrierTimeout(WaitTimeout):
     """Not everybody arrived at a barrier in time; the arrival was withdrawn. Detail: missing, the absent ranks."""
+
+
+class CheckpointFailed(PsdError):
+    """A checkpoint could not be written or read; the message has the file and the system's words. Training goes on."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class CheckpointCorrupt(PsdError):
+    """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it."""
+
+    code = "DATA_LOSS"
 
 
 class Overloaded(PsdError):

@@ -21,6 +21,10 @@ PADDING_FIELD = 14
 PAYLOAD_FIELD = 15
 ALIGNMENT = 8  # of float64; bytes objects themselves start on 16-byte boundaries
 
+FIELDS_MAX = 64
+"""Fields of one frame, several times what any has. Each is looked at in Python: a message full of tiny ones would keep a shard
+busy for seconds."""
+
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
 _PADDING_TAG = PADDING_FIELD << 3 | _LENGTH
 _PAYLOAD_TAG = PAYLOAD_FIELD << 3 | _LENGTH
@@ -53,12 +57,16 @@ def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:
     """A frame's serialized message without the payload, and a view of the payload (empty if there is none).
 
     Raises:
-        InvalidRequest: the bytes are no protobuf message; `what` names it.
+        InvalidRequest: the bytes are no protobuf message, or have more than FIELDS_MAX fields; `what` names it.
     """
-    view = memoryview(frame)
+    view, payload = memoryview(frame), memoryview(b"")
+    heads: list[bytes] = []  # what stands before, between and behind payloads
     position, end = 0, len(frame)
+    head_start = fields = 0
     while position < end:
-        start = position
+        start, fields = position, fields + 1
+        if fields > FIELDS_MAX:
+            raise InvalidRequest(f"{what}: has more than {FIELDS_MAX} fields")
         tag, position = _read_varint(frame, position, what)
         wire_type = tag & 7
         if wire_type == _LENGTH:
@@ -66,13 +74,11 @@ def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:
             if length > end - position:
                 raise InvalidRequest(f"{what}: truncated: field {tag >> 3} says {length} bytes, {end - position} are there")
             if tag == _PAYLOAD_TAG:
+                # A foreign serializer may put fields behind it. If it stands there again, the last one counts, as everywhere
+                # in protobuf.
                 payload = view[position : position + length]
-                if position + length == end:
-                    return frame[:start], payload
-                # A foreign serializer put fields behind the payload. If the payload stands there again, the last one counts,
-                # as everywhere in protobuf.
-                tail, last = split(frame[position + length :], what)
-                return frame[:start] + tail, last if last.nbytes else payload
+                heads.append(frame[head_start:start])
+                head_start = position + length
             position += length
         elif wire_type == _VARINT:
             _, position = _read_varint(frame, position, what)
@@ -82,7 +88,8 @@ def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:
                 raise InvalidRequest(f"{what}: truncated in field {tag >> 3}")
         else:
             raise InvalidRequest(f"{what}: not a protobuf message: field {tag >> 3} has wire type {wire_type}")
-    return frame, memoryview(b"")
+    heads.append(frame[head_start:])
+    return b"".join(heads), payload
 
 
 def _read_varint(frame: bytes, position: int, what: str) -> tuple[int, int]:

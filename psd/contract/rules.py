@@ -6,11 +6,17 @@ rule starts here with one entry in RULES.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest
+
+FLOAT32_MAX = 3.4028234663852886e38
+"""A double beyond it is infinite where the kernels compute in float32."""
+
+WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
+"""Of a push, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of finite gradients
+would become NaN, and with it the parameters."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,8 @@ class RuleInfo:
                 f"({', '.join(self.scalars)}), got {len(values)}"
             )
         for name, value in zip(self.scalars, values, strict=True):
-            if not math.isfinite(value):
-                raise InvalidRequest(f"scalars[{group}].{name}: must be finite, got {value}")
+            if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
+                raise InvalidRequest(f"scalars[{group}].{name}: must be finite, also as a float32, got {value}")
             if value < 0 and name != "dampening":
                 raise InvalidRequest(f"scalars[{group}].{name}: must be >= 0, got {value}")
         if self.name == "sgd":
@@ -66,6 +72,12 @@ class RuleInfo:
                 raise InvalidRequest(
                     f"scalars[{group}]: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}"
                 )
+
+
+def check_weight(weight: float) -> None:
+    """Raise InvalidRequest unless `weight` may stand behind a gradient: 0, or WEIGHT_MIN to WEIGHT_MAX."""
+    if weight != 0 and not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # also refuses NaN
+        raise InvalidRequest(f"weight: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
 
 
 SGD = RuleInfo("sgd", ("lr", "momentum", "dampening", "weight_decay"), frozenset({"maximize", "momentum", "nesterov"}))
