@@ -20,7 +20,6 @@ from psd.contract.errors import (
     DETAIL_KEY,
     REASON_KEY,
     BarrierTimeout,
-    Draining,
     InternalError,
     InvalidRequest,
     PsdError,
@@ -38,8 +37,9 @@ M = TypeVar("M", bound=Message)
 WAIT_S_MAX = 3600.0
 """Longest wait of a call that came without a deadline; psd's own clients always send one."""
 
-MESSAGE_BYTES_MAX = 2000
-"""Longest status message; it travels in HTTP/2 headers, which are limited to 8 KiB or so."""
+MESSAGE_BYTES_MAX = 1500
+"""Longest status message, in UTF-8. It travels in HTTP/2 headers, where a byte that is not ASCII takes three; peers that limit
+headers to 8 KiB, gRPC's default, must still get it together with the detail."""
 
 
 class Frame(NamedTuple):
@@ -88,7 +88,8 @@ def abort(context: grpc.ServicerContext, error: PsdError) -> NoReturn:
     """End the call with the status of an error, its reason and detail in the trailing metadata."""
     detail = json.dumps(error.detail).encode()
     context.set_trailing_metadata(((REASON_KEY, error.reason), (DETAIL_KEY, detail)))
-    context.abort(grpc.StatusCode[error.code], str(error)[:MESSAGE_BYTES_MAX])
+    message = str(error).encode("utf-8", "replace")[:MESSAGE_BYTES_MAX].decode("utf-8", "ignore")
+    context.abort(grpc.StatusCode[error.code], message)
 
 
 class Guard:
@@ -98,8 +99,8 @@ class Guard:
         self._shard = shard
 
     def _before(self, request: Any, *, while_draining: bool) -> Any:
-        if self._shard.is_draining and not while_draining:
-            raise Draining(f"shard {self._shard.core.config.shard_index} is shutting down")
+        if not while_draining:
+            self._shard.check_draining()
         return checked(request)
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
@@ -167,7 +168,8 @@ class Waiter:
         """
         remaining = self._context.time_remaining()
         # Early enough before the caller's own deadline for the answer to say who was missing.
-        timeout = WAIT_S_MAX if remaining is None else max(0.0, remaining - min(1.0, remaining / 10))
+        # A call without a deadline has, to gRPC, ages.
+        timeout = WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
         self._ticket = ticket
         if self._has_hung_up:
             ticket.fail(_HungUp("the caller hung up"))
@@ -187,7 +189,7 @@ class Waiter:
             raise error from None
         finally:
             self._ticket = None
-            if ticket.kind is WaitKind.BARRIER and ticket.future.exception() is not None:
+            if ticket.kind is WaitKind.BARRIER and not (ticket.future.done() and ticket.future.exception() is None):
                 self._shard.withdraw(ticket)
 
 

@@ -16,8 +16,7 @@ from psd.contract import frames
 from psd.contract.errors import InvalidRequest
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser
 from psd.state.block import BlockState
-from psd.state.exchange import Push
-from psd.state.membership import Worker
+from psd.state.exchange import Pull, Push
 from psd.state.shard import Shard
 from psd.state.store import Page
 from psd.v1 import data_pb2
@@ -62,34 +61,38 @@ class DataService:
     def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Pull."""
         waiter = Waiter(self._shard, context)
-        worker, blocks = self._exchange.begin_pull(request.caller, request.clock, request.layout_digest, request.blocks)
-        self._pass_gate(worker, request.clock, waiter)
+        pull, blocks = self._exchange.begin_pull(request.caller, request.clock, request.layout_digest, request.blocks)
+        self._pass_gate(pull, pull.clock, waiter)
         for block in blocks:
-            yield self._read(block, request.clock, worker, waiter)
+            yield self._read(block, pull, waiter)
 
     def push_pull(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.PushPull."""
         waiter = Waiter(self._shard, context)
         for first in requests:
+            self._shard.check_draining()
             yield from self._push_pull_once(checked(first), requests, waiter)
 
     def _push_pull_once(self, frame: Frame, requests: Iterator[Frame], waiter: Waiter) -> Iterator[bytes]:
         push = self._begin_push(frame, waiter)
-        worker, blocks = self._exchange.begin_answer(push)
-        clock = push.clock + 1
-        pending = deque(blocks)
+        pull = self._exchange.begin_answer(push)
+        # A block is answered once the push has covered it, in that order: what a worker reads contains its own gradient.
+        pending: deque[BlockState] = deque()
         is_last = False
         while not is_last:
+            covered = len(push.covered)
             is_last = self._take(push, frame, waiter)
-            while pending and (found := self._exchange.peek(pending[0], clock)) is not None:
+            if len(push.covered) > covered:
+                pending.append(self._exchange.block(frame.head.block))
+            while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                 yield self._frame(pending.popleft(), *found)
             if not is_last:
                 frame = self._next(requests)
         reply = self._exchange.end_push(push)
         if pending:
-            self._pass_gate(worker, clock, waiter)
+            self._pass_gate(pull, pull.clock, waiter)
         for block in pending:
-            yield self._read(block, clock, worker, waiter)
+            yield self._read(block, pull, waiter)
         yield data_pb2.PullFrame(push=reply).SerializeToString()
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
@@ -107,6 +110,8 @@ class DataService:
             if head.HasField("block"):
                 self._shard.admission.initialize_block(init, head.block, payload)
                 self._exchange.count_bytes(received=payload.nbytes)
+            elif payload.nbytes:
+                raise InvalidRequest("block: absent, but the frame has a payload")
         if init is None:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
         return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
@@ -125,7 +130,7 @@ class DataService:
         if not frame.head.HasField("push"):
             raise InvalidRequest("push: the first frame of a push must have a header")
         push = self._exchange.begin_push(frame.head.push)
-        self._pass_gate(push.worker, push.clock, waiter)
+        self._pass_gate(push, push.clock, waiter)
         frame.head.ClearField("push")
         return push
 
@@ -142,13 +147,13 @@ class DataService:
             raise InvalidRequest("block: absent, but the frame has a payload")
         return bool(head.last)
 
-    def _pass_gate(self, worker: Worker, clock: int, waiter: Waiter) -> None:
-        while (ticket := self._exchange.gate(worker, clock)) is not None:
+    def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
+        while (ticket := self._exchange.gate(call, clock)) is not None:
             waiter.wait(ticket)
 
-    def _read(self, block: BlockState, clock: int, worker: Worker, waiter: Waiter) -> bytes:
+    def _read(self, block: BlockState, pull: Pull, waiter: Waiter) -> bytes:
         while True:
-            found = self._exchange.read(block, clock, worker)
+            found = self._exchange.read(block, pull)
             if isinstance(found, tuple):
                 return self._frame(block, *found)
             waiter.wait(found)

@@ -28,6 +28,7 @@ class Initialization:
 
     worker: Worker
     session: int
+    begun: int
     is_accepted: bool
     values: dict[int, NDArray[Any]] = field(default_factory=dict)
 
@@ -54,6 +55,11 @@ class Admission:
             )
         if request.rank >= request.world_size:
             raise InvalidRequest(f"rank: {request.rank} is not below world_size {request.world_size}")
+        if (request.session == 0) != (config.shard_index == 0):
+            raise InvalidRequest(
+                f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
+                "that session at the others"
+            )
         for name, text, limit in (("host", request.host, 256), ("run_id", request.run_id, 128)):
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
@@ -88,8 +94,6 @@ class Admission:
         return members
 
     def _next_session(self) -> int:
-        if self._core.config.shard_index != 0:
-            raise InvalidRequest("session: 0; only shard 0 issues sessions, so a worker joins there first")
         self._last_session = max(self._last_session + 1, int(self._wall() * 1e6))
         return self._last_session
 
@@ -99,7 +103,8 @@ class Admission:
         if job is None:
             return 0
         if job.policy.has_rounds:
-            return job.version_max
+            # Without blocks a shard has no rounds, and knows the clock from its workers alone.
+            return job.version_max if job.trained_count else max(w.clock for w in self._core.members.workers)
         others = [w.clock for w in self._core.members.workers if w is not worker and w.state is WorkerState.LIVE]
         return min(others, default=worker.clock)
 
@@ -124,7 +129,7 @@ class Admission:
             is_initializer = self._core.initial.on_declare(worker)
             ticket = None
             if self._core.config.shard_index == 0 and not self._core.initial.is_set and not is_initializer:
-                ticket = self._core.ticket(worker, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
+                ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
             if self._core.initial.is_set and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker)))
@@ -142,8 +147,8 @@ class Admission:
         with self._core.lock:
             worker = self._core.check_caller(caller)
             self._core.declared().check_digest(layout_digest)
-            is_read = any(w.has_pushed for w in self._core.members.workers)
-            return Initialization(worker, caller.session, self._core.initial.accepts(worker, is_read=is_read))
+            begun = self._core.initial.begin()
+            return Initialization(worker, caller.session, begun, self._core.initial.accepts(worker, begun))
 
     def initialize_block(self, init: Initialization, block: int, payload: memoryview) -> None:
         """Take one block's values aside."""
@@ -165,12 +170,12 @@ class Admission:
             )
         with self._core.lock:
             self._core.members.check_session(init.worker.rank, init.session)
-            is_read = any(w.has_pushed for w in self._core.members.workers)
-            if not self._core.initial.accepts(init.worker, is_read=is_read):
+            if not self._core.initial.accepts(init.worker, init.begun):
                 return False
             for index, values in init.values.items():
                 job.blocks[index].initialize(values)
-            self._core.initial.on_set(init.worker)
+            self._core.initial.on_set(init.worker, init.begun)
+        self._core.settle()  # of what happened before there were blocks
         return True
 
     def heartbeat(self, request: control_pb2.HeartbeatRequest) -> list[Ticket]:
@@ -179,7 +184,7 @@ class Admission:
             worker = self._core.check_caller(request.caller)
             skipped = False
             if self._core.job is not None:
-                self._core.members.check_clock(worker, request.clock, self._core.job.version_max)
+                self._core.check_clock(worker, request.clock)
                 skipped = self._core.members.on_clock(worker, request.clock)
         if skipped:
             self._core.settle()

@@ -18,6 +18,10 @@ NAMES_MAX = 4096
 """Names whose generation is remembered while nobody waits there; the oldest is forgotten first. Only the reply's number then
 starts anew: who has arrived is kept as long as anybody waits."""
 
+OPENED_MAX = 64
+"""Calls of one session that are answered when they are sent again after their barrier has opened. A worker makes its calls one
+after the other; only threads of one worker make several at once."""
+
 
 @dataclass
 class _Barrier:
@@ -35,21 +39,22 @@ class Barriers:
     def __init__(self, waited: Callable[[], int]) -> None:
         self._waited = waited
         self._barriers: dict[str, _Barrier] = {}
-        self._opened: dict[int, tuple[int, int, int]] = {}  # rank -> session, seq, generation of its last call that ended
+        self._opened: dict[int, tuple[int, dict[int, int]]] = {}  # rank -> session, its latest calls: seq -> generation
 
-    def on_arrive(self, name: str, seq: int, ticket: Ticket) -> None:
-        """Enter a worker, whose ticket resolves with the generation when everybody is there.
-
-        Raises:
-            InvalidRequest: the name is empty or too long, or the number of the call is 0.
-        """
+    @staticmethod
+    def check(name: str, seq: int) -> None:
+        """Raise InvalidRequest if the name is empty or too long, or the number of the call is 0."""
         if not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
             raise InvalidRequest(f"name: a barrier's name must have 1 to {NAME_BYTES_MAX} bytes, got {len(name.encode())}")
         if seq < 1:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
-        session, last_seq, generation = self._opened.get(ticket.rank, (0, 0, 0))
-        if session == ticket.session and seq <= last_seq:
-            ticket.resolve(generation)
+
+    def on_arrive(self, seq: int, ticket: Ticket) -> None:
+        """Enter a worker at the barrier that its ticket names; it resolves with the generation when everybody is there."""
+        name = ticket.name
+        session, opened = self._opened.get(ticket.rank, (0, {}))
+        if session == ticket.session and seq in opened:
+            ticket.resolve(opened[seq])
             return
         barrier = self._barriers.pop(name, None) or _Barrier()
         self._barriers[name] = barrier  # the most recently used name stands last
@@ -60,9 +65,9 @@ class Barriers:
         self._open_if_complete(barrier)
         self._forget_old_names()
 
-    def on_withdraw(self, name: str, ticket: Ticket) -> None:
+    def on_withdraw(self, ticket: Ticket) -> None:
         """Take back the arrival of a ticket that ended without the barrier opening."""
-        barrier = self._barriers.get(name)
+        barrier = self._barriers.get(ticket.name)
         if barrier is not None and barrier.arrived.get(ticket.rank, (0, 0, None))[2] is ticket:
             del barrier.arrived[ticket.rank]
 
@@ -89,8 +94,16 @@ class Barriers:
         arrived, barrier.arrived = barrier.arrived, {}
         generation, barrier.generation = barrier.generation, barrier.generation + 1
         for rank, (session, seq, ticket) in arrived.items():
-            self._opened[rank] = (session, seq, generation)
+            self._note_opened(rank, session, seq, generation)
             ticket.resolve(generation)
+
+    def _note_opened(self, rank: int, session: int, seq: int, generation: int) -> None:
+        known = self._opened.get(rank)
+        if known is None or known[0] != session:
+            known = self._opened[rank] = (session, {})
+        known[1][seq] = generation
+        if len(known[1]) > OPENED_MAX:
+            del known[1][next(iter(known[1]))]
 
     def _forget_old_names(self) -> None:
         if len(self._barriers) > NAMES_MAX:

@@ -122,9 +122,14 @@ class BlockState:
         with self.lock:
             if self._counted_session[part.rank] == part.session and self._counted_clock[part.rank] > part.clock:
                 return Outcome.DUPLICATE
+            if self._counted_session[part.rank] > part.session:
+                # Fenced between the check of its session and now. Counting it would turn back the dedup window of the rank's
+                # new session.
+                return Outcome.LATE
             if not self._policy.has_rounds:
-                self._mark(part)
                 self._apply(self._gradient_of(part), part.scalars)
+                self._mark(part)
+                self._advance()
                 return Outcome.COUNTED
             if part.clock > self.version:
                 return Outcome.EARLY
@@ -134,28 +139,31 @@ class BlockState:
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
         bit = 1 << part.rank
-        round_ = self._round
-        if round_ is None:
-            round_ = self._round = Round(part.scalars, np.zeros_like(self._all))
+        round_ = self._round if self._round is not None else Round(part.scalars, np.zeros_like(self._all))
         if round_.contributors & bit:
             # An earlier session of this rank has counted before it died. A round takes one gradient from each worker.
             return Outcome.DUPLICATE
-        self._mark(part)
-        round_.contributors |= bit
-        round_.weight += part.weight
-        if part.values is None or part.weight == 0:
+        values = part.values if part.weight else None
+        weight = part.weight if self._is_mean else 1.0
+        contributors, total = round_.contributors | bit, round_.weight + part.weight
+        grown = Round(round_.scalars, round_.touched, contributors, total, round_.accumulator)
+        if values is not None:
+            grown.touched = np.maximum(round_.touched, self._all if part.present is None else part.present)
+        # What may fail for want of memory comes first: a push that ended in an error is as if it had never been, and may be
+        # sent again.
+        if self._policy.closes(grown.contributors, self._waited_in(self.version)):
+            self._close(grown, values, weight)
+            self._mark(part)
             self._settle()
             return Outcome.COUNTED
-        np.maximum(round_.touched, self._all if part.present is None else part.present, out=round_.touched)
-        weight = part.weight if self._is_mean else 1.0
-        if self._policy.closes(round_.contributors, self._waited_in(self.version)):
-            self._close(round_, part.values, weight)
-            self._settle()
-        elif round_.accumulator is None:
-            round_.accumulator = self._store.lend_accumulator(self.plan)
-            psd_core.scaled_copy(round_.accumulator, part.values, weight)
-        else:
-            psd_core.accumulate(round_.accumulator, part.values, weight)
+        if values is not None:
+            if grown.accumulator is None:
+                grown.accumulator = self._store.lend_accumulator(self.plan)
+                psd_core.scaled_copy(grown.accumulator, values, weight)
+            else:
+                psd_core.accumulate(grown.accumulator, values, weight)
+        self._round = grown
+        self._mark(part)
         return Outcome.COUNTED
 
     def settle(self) -> None:
@@ -177,7 +185,6 @@ class BlockState:
 
     def _close(self, round_: Round, last: NDArray[Any] | None, weight: float) -> None:
         """Apply the round's update and open the next one."""
-        self._round = None
         scale = 1.0
         if self._is_mean and round_.weight > 0:
             if round_.accumulator is None and weight == round_.weight:
@@ -185,8 +192,10 @@ class BlockState:
             else:
                 scale = 1.0 / round_.weight
         self._apply(Gradient(round_.accumulator, last, weight, scale, round_.touched), round_.scalars)
+        self._round = None
         if round_.accumulator is not None:
             self._store.return_accumulator(round_.accumulator)
+        self._advance()
 
     def _gradient_of(self, part: Contribution) -> Gradient:
         """A push that is an update of its own: the mean, or the sum, of one gradient is that gradient."""
@@ -195,6 +204,7 @@ class BlockState:
         return Gradient(None, values, 1.0, 1.0, touched)
 
     def _apply(self, gradient: Gradient, scalars: Sequence[float]) -> None:
+        """Write the next page and make it current; the version is the caller's to advance."""
         has_values = gradient.last is not None or gradient.accumulator is not None
         if has_values and gradient.touched.any():
             before = self._page
@@ -203,7 +213,6 @@ class BlockState:
             self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
             self._page = after
             self._store.publish(before, after)
-        self._advance()
 
     def _advance(self) -> None:
         self.version += 1

@@ -64,6 +64,7 @@ class ShardCore:
         self.initial = InitialValues(chooses=config.shard_index == 0)
         self.barriers = Barriers(lambda: self.members.waited_mask)
         self.gates: list[Ticket] = []
+        self._gates_min_clock: int | None = None
 
     @property
     def members(self) -> Membership:
@@ -103,6 +104,12 @@ class ShardCore:
         self.members.on_seen(worker, self.now())
         return worker
 
+    def check_clock(self, worker: Worker, clock: int) -> None:
+        """Raise InvalidRequest if a worker's clock is further ahead than shards can drift apart."""
+        job = self.declared()
+        if job.trained_count:  # without blocks nobody pushes here, and the clock moves by heartbeats alone
+            self.members.check_clock(worker, clock, job.version_max)
+
     def check_finite(self, values: NDArray[Any], block: int, whose: str, rank: int, clock: int) -> None:
         """Raise NonFiniteGradient, naming worker, tensor and step, if a block's values are not all finite."""
         element = psd_core.first_nonfinite(values)
@@ -117,14 +124,18 @@ class ShardCore:
                 clock=clock,
             )
 
-    def ticket(self, worker: Worker, kind: WaitKind, clock: int, missing: Callable[[], int]) -> Ticket:
-        """A new open ticket."""
-        return self.waiting.add(Ticket(worker.rank, worker.session, kind, clock, self.now(), missing))
+    def ticket(
+        self, worker: Worker, session: int, kind: WaitKind, clock: int, missing: Callable[[], int], name: str = ""
+    ) -> Ticket:
+        """A new open ticket; SessionFenced if the session has ended, because nothing would end its wait then."""
+        with self.lock:
+            self.members.check_session(worker.rank, session)
+            return self.waiting.add(Ticket(worker.rank, session, kind, clock, self.now(), missing, name))
 
-    def when(self, block: BlockState, version: int, worker: Worker, kind: WaitKind) -> Ticket:
+    def when(self, block: BlockState, version: int, worker: Worker, session: int, kind: WaitKind) -> Ticket:
         """A ticket that resolves when the block reaches a version."""
         round_ = version - 1
-        ticket = self.ticket(worker, kind, round_, lambda: block.missing_in(round_))
+        ticket = self.ticket(worker, session, kind, round_, lambda: block.missing_in(round_))
         block.when(version, ticket)
         return ticket
 
@@ -149,6 +160,9 @@ class ShardCore:
         if not self.gates or self.job is None:
             return
         min_clock = self.members.min_clock()
+        if min_clock is not None and min_clock == self._gates_min_clock:
+            return  # a thousand workers finish steps, and only the slowest one's open gates
+        self._gates_min_clock = min_clock
         policy = self.job.policy
         for ticket in self.gates:
             if min_clock is None or policy.lag(ticket.clock) <= min_clock:

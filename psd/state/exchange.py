@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.rules import check_weight
 from psd.state.block import BlockState, Contribution, Outcome
 from psd.state.core import ShardCore
-from psd.state.job import Scalars
+from psd.state.job import Job, Scalars
 from psd.state.membership import Worker, WorkerState
 from psd.state.store import Page
 from psd.state.tickets import Ticket, WaitKind
@@ -25,15 +26,29 @@ from psd.v1 import data_pb2, job_pb2
 
 @dataclass(slots=True)
 class Push:
-    """A push in progress: what its header said, and which blocks it has covered."""
+    """A push in progress: what its header said, and which blocks it has covered.
+
+    Attributes:
+        is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
+    """
 
     worker: Worker
     session: int
     clock: int
     weight: float
     scalars: Scalars
+    is_entered: bool = False
     covered: set[int] = field(default_factory=set)
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A pull in progress: who reads, and at which clock."""
+
+    worker: Worker
+    session: int
+    clock: int
 
 
 class Exchange:
@@ -51,25 +66,41 @@ class Exchange:
             worker = self._core.check_caller(header.caller)
             job = self._core.initialized()
             job.check_digest(header.layout_digest)
-            if not (np.isfinite(header.weight) and header.weight >= 0):
-                raise InvalidRequest(f"weight: must be finite and >= 0, got {header.weight}")
+            check_weight(header.weight)
             job.check_scalars(scalars)
-            self._core.members.check_clock(worker, header.clock, job.version_max)
-            job.agree_on_scalars(header.clock, scalars, worker.rank)
-            worker.has_pushed = True
-            skipped = self._core.members.on_clock(worker, header.clock)
+            self._core.check_clock(worker, header.clock)
+            job.check_agreement(header.clock, scalars, worker.rank)
+            # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
+            # waits for the first valid block, see _enter.
+            skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
         if skipped:
             self._core.settle()
         return Push(worker, header.caller.session, header.clock, header.weight, scalars)
 
-    def gate(self, worker: Worker, clock: int) -> Ticket | None:
-        """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
+    def _enter(self, push: Push, job: Job) -> None:
+        """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
-            needed = self._core.initialized().policy.lag(clock)
+            self._core.members.check_session(push.worker.rank, push.session)
+            job.agree_on_scalars(push.clock, push.scalars, push.worker.rank)
+            self._core.initial.is_read = True
+            push.worker.has_pushed = True
+            skipped = self._core.members.on_clock(push.worker, push.clock)
+        push.is_entered = True
+        if skipped:
+            self._core.settle()
+
+    def gate(self, call: Push | Pull, clock: int) -> Ticket | None:
+        """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
+        needed = self._core.initialized().policy.lag(clock)
+        if needed == 0:
+            return None
+        with self._core.lock:
             min_clock = self._core.members.min_clock()
             if min_clock is None or needed <= min_clock:
                 return None
-            ticket = self._core.ticket(worker, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed))
+            ticket = self._core.ticket(
+                call.worker, call.session, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed)
+            )
             self._core.gates = [t for t in self._core.gates if not t.future.done()]
             self._core.gates.append(ticket)
             return ticket
@@ -95,14 +126,16 @@ class Exchange:
                 lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
                 if np.any(values[np.repeat(mask, lengths) == 0]):
                     raise InvalidTensor(f"block {index}: payload must be zero where present is 0")
-        if push.worker.session != push.session or push.worker.state is not WorkerState.LIVE:
+        if not push.is_entered:
+            self._enter(push, job)
+        elif push.worker.session != push.session or push.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(push.worker.rank, push.session)
         push.worker.last_seen = self._core.now()
         outcome = block.contribute(
             Contribution(push.worker.rank, push.session, push.clock, push.weight, values, mask, push.scalars[plan.group])
         )
         if outcome is Outcome.EARLY:
-            return self._core.when(block, push.clock, push.worker, WaitKind.EARLIER_ROUND)
+            return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
@@ -143,8 +176,8 @@ class Exchange:
 
     def begin_pull(
         self, caller: job_pb2.Caller, clock: int, layout_digest: bytes, indices: Sequence[int]
-    ) -> tuple[Worker, list[BlockState]]:
-        """Check a pull; returns the worker and the blocks to read, in the order asked for."""
+    ) -> tuple[Pull, list[BlockState]]:
+        """Check a pull; returns it with the blocks to read, in the order asked for."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
             job = self._core.initialized()
@@ -152,27 +185,30 @@ class Exchange:
             if len(indices) > len(job.blocks):
                 raise InvalidRequest(f"blocks: {len(indices)} are asked for, the shard has {len(job.blocks)}")
             blocks = [job.block(i) for i in indices] if indices else list(job.blocks.values())
-            self._core.members.check_clock(worker, clock, job.version_max)
+            self._core.check_clock(worker, clock)
             skipped = self._core.members.on_clock(worker, clock)
+            self._core.initial.is_read = True
             self._core.counters.pulls += 1
         if skipped:
             self._core.settle()
-        return worker, blocks
+        return Pull(worker, caller.session, clock), blocks
 
-    def begin_answer(self, push: Push) -> tuple[Worker, list[BlockState]]:
-        """The blocks that a PushPull answers with: the trained ones."""
+    def begin_answer(self, push: Push) -> Pull:
+        """The pull of the clock after a push; it reads the blocks that the push has covered."""
         with self._core.lock:
             self._core.counters.pulls += 1
-        return push.worker, [b for b in self._core.initialized().blocks.values() if b.plan.trained]
+        return Pull(push.worker, push.session, push.clock + 1)
 
-    def read(self, block: BlockState, clock: int, worker: Worker) -> tuple[int, Page] | Ticket:
+    def read(self, block: BlockState, pull: Pull) -> tuple[int, Page] | Ticket:
         """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
 
         The caller gives the page back with `release`.
         """
-        version_min = clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
+        version_min = pull.clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
         found = block.read(version_min)
-        return found if found is not None else self._core.when(block, version_min, worker, WaitKind.ROUND)
+        if found is not None:
+            return found
+        return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
         """Add payload bytes to the totals."""
@@ -180,12 +216,16 @@ class Exchange:
             self._core.counters.bytes_received += received
             self._core.counters.bytes_sent += sent
 
-    def peek(self, block: BlockState, clock: int) -> tuple[int, Page] | None:
+    def peek(self, block: BlockState, pull: Pull) -> tuple[int, Page] | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
         policy = self._core.initialized().policy
         if policy.has_rounds:
-            return block.read(clock)
-        return block.read(0) if policy.lag(clock) == 0 else None
+            return block.read(pull.clock)
+        return block.read(0) if policy.lag(pull.clock) == 0 else None
+
+    def block(self, index: int) -> BlockState:
+        """The block of that index; BlockOutOfRange if it is not this shard's."""
+        return self._core.initialized().block(index)
 
     def release(self, page: Page) -> None:
         """Give back a page that was read."""

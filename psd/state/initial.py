@@ -20,14 +20,18 @@ class InitialValues:
 
     Attributes:
         is_set: the shard has values.
+        is_read: somebody may have read them, or built on them; then they are final.
         chosen: the worker that provides them (shard 0 only, until they are there).
     """
 
     def __init__(self, *, chooses: bool) -> None:
         self.is_set = False
+        self.is_read = False
         self.chosen: Worker | None = None
         self._chooses = chooses
-        self._session = 0
+        self._sessions: set[int] = set()  # that have provided values
+        self._begun = 0
+        self._taken = 0
         self._waiting: list[Ticket] = []
 
     def on_declare(self, worker: Worker) -> bool:
@@ -59,7 +63,12 @@ class InitialValues:
                 ticket.resolve(True)
                 return
 
-    def accepts(self, worker: Worker, *, is_read: bool) -> bool:
+    def begin(self) -> int:
+        """A number for values that begin to arrive. Those that began later win: theirs is the worker that was chosen later."""
+        self._begun += 1
+        return self._begun
+
+    def accepts(self, worker: Worker, begun: int) -> bool:
         """True if this worker's values are to be taken, False if the shard has its values already.
 
         Raises:
@@ -70,12 +79,13 @@ class InitialValues:
                 other = "none" if self.chosen is None else f"worker {self.chosen.rank}"
                 raise InvalidRequest(f"caller: worker {worker.rank} was not chosen to initialize the job; {other} was")
             return not self.is_set
-        return not self.is_set or (worker.session > self._session and not is_read)
+        return not self.is_set or not (self.is_read or worker.session in self._sessions or begun < self._taken)
 
-    def on_set(self, worker: Worker) -> None:
+    def on_set(self, worker: Worker, begun: int) -> None:
         """Note that the shard has the values of this worker."""
         self.is_set = True
-        self._session = worker.session
+        self._sessions.add(worker.session)
+        self._taken = begun
         self.chosen = None
         waiting, self._waiting = self._waiting, []
         for ticket in waiting:

@@ -103,20 +103,30 @@ class Job:
             for block in self._trained:
                 block.settle()
 
+    def check_agreement(self, round_: int, scalars: Scalars, rank: int) -> None:
+        """Raise ScalarsDisagree, naming the two workers and both values, if the open round has other scalars."""
+        first = self._round_scalars.get(round_)
+        if first is None or first.scalars == scalars or round_ < self.version_min:
+            return
+        if first.rank != rank or first.is_counted:
+            self._raise_disagreement(round_, first, scalars, rank)
+
     def agree_on_scalars(self, round_: int, scalars: Scalars, rank: int) -> None:
-        """Let the first push of a round set its scalars; ScalarsDisagree names the two workers and both values."""
+        """Let the first push of a round that brings a valid block set the round's scalars; check the others against them.
+
+        A worker whose push was refused before anything was counted may come back with others.
+        """
         if not self.policy.has_rounds:
             return
+        self.check_agreement(round_, scalars, rank)
         first = self._round_scalars.get(round_)
-        if first is None:
+        if first is None or first.scalars != scalars:
             version_min = self.version_min
             if round_ < version_min:
                 return
             for old in [r for r in self._round_scalars if r < version_min]:
                 del self._round_scalars[old]
             self._round_scalars[round_] = _RoundScalars(scalars, rank)
-        elif first.scalars != scalars:
-            self._raise_disagreement(round_, first, scalars, rank)
 
     def _raise_disagreement(self, round_: int, first: _RoundScalars, scalars: Scalars, rank: int) -> None:
         for group, (theirs, mine) in enumerate(zip(first.scalars, scalars, strict=True)):

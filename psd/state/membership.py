@@ -59,11 +59,14 @@ class Membership:
         self.workers = [Worker(rank) for rank in range(world_size)]
         self.lease_s = lease_s
         self._last_tick: float | None = None
+        self._min_clock: int | None = None
+        self._is_min_clock_known = False
         self._refresh()
 
     def _refresh(self) -> None:
         waited = [w for w in self.workers if w.is_waited_for]
         mask = sum(1 << w.rank for w in waited)
+        self._is_min_clock_known = False
         # One assignment, so that blocks may ask without the shard's lock and never see half of a change.
         self._waited = (mask, max((w.floor for w in waited), default=0), min((w.floor for w in waited), default=None))
 
@@ -88,7 +91,10 @@ class Membership:
 
     def min_clock(self) -> int | None:
         """Clock of the slowest worker that is waited for; None if there is none."""
-        return min((w.clock for w in self.workers if w.is_waited_for), default=None)
+        if not self._is_min_clock_known:
+            self._min_clock = min((w.clock for w in self.workers if w.is_waited_for), default=None)
+            self._is_min_clock_known = True
+        return self._min_clock
 
     def slower_than(self, clock: int) -> int:
         """Mask of the workers that are waited for and have finished fewer than `clock` steps."""
@@ -162,6 +168,8 @@ class Membership:
 
     def on_step(self, worker: Worker, clock: int) -> None:
         """Note that the worker has finished `clock` steps, its push for the last of them being counted on this shard."""
+        if worker.clock == self._min_clock:
+            self._is_min_clock_known = False
         worker.clock = max(worker.clock, clock)
 
     def on_leave(self, worker: Worker, *, failed: bool) -> bool:
@@ -182,7 +190,8 @@ class Membership:
         self._last_tick = now
         if gap > self.lease_s / 2:
             for worker in self.workers:
-                worker.last_seen += gap if worker.state is WorkerState.LIVE else 0.0
+                if worker.state is WorkerState.LIVE:
+                    worker.last_seen = min(now, worker.last_seen + gap)
             return []
         expired = [w for w in self.workers if w.state is WorkerState.LIVE and now - w.last_seen > self.lease_s]
         for worker in expired:

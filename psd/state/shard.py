@@ -59,22 +59,22 @@ class Shard:
             raise WrongShard(f"barriers are held by shard 0, this is shard {self.core.config.shard_index}")
         with self.core.lock:
             worker = self.core.check_caller(request.caller)
-            ticket = Ticket(
-                worker.rank,
+            self.core.barriers.check(request.name, request.seq)
+            ticket = self.core.ticket(
+                worker,
                 worker.session,
                 WaitKind.BARRIER,
                 worker.clock,
-                self.core.now(),
                 lambda: self.core.barriers.missing(request.name),
                 request.name,
             )
-            self.core.barriers.on_arrive(request.name, request.seq, ticket)
-        return self.core.waiting.add(ticket)
+            self.core.barriers.on_arrive(request.seq, ticket)
+            return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take back a barrier's arrival whose caller has given up."""
         with self.core.lock:
-            self.core.barriers.on_withdraw(ticket.name, ticket)
+            self.core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
         """Expire leases; to be called every quarter of a lease or so. Returns the workers that expired."""
@@ -89,9 +89,16 @@ class Shard:
     def drain(self) -> None:
         """Fail every wait, now and later, with Draining."""
         self.is_draining = True
-        self.core.waiting.refuse(
-            Draining(f"shard {self.core.config.shard_index} is shutting down", shard=self.core.config.shard_index)
-        )
+        self.core.waiting.refuse(self._draining())
+
+    def check_draining(self) -> None:
+        """Raise Draining if no new work is taken any more."""
+        if self.is_draining:
+            raise self._draining()
+
+    def _draining(self) -> Draining:
+        index = self.core.config.shard_index
+        return Draining(f"shard {index} is shutting down", shard=index)
 
     @property
     def is_done(self) -> bool:
