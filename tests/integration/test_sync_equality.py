@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import psd_client
 import pytest
+
+import psd_client
 
 torch = pytest.importorskip("torch")
 
