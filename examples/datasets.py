@@ -50,6 +50,9 @@ def load(data: str | None) -> Digits:
 
 def mnist(directory: Path) -> Digits:
     """The 60,000 + 10,000 images of MNIST, from its four IDX files."""
+    for name in FILES:
+        if not (directory / name).exists():
+            raise FileNotFoundError(f"{directory} does not have {name}")
     train_images, train_labels, test_images, test_labels = (read_idx(directory / name) for name in FILES)
     return Digits("MNIST", as_images(train_images), as_labels(train_labels), as_images(test_images), as_labels(test_labels))
 

@@ -53,6 +53,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 def train(args: argparse.Namespace) -> None:
     """Be one worker."""
+    data = datasets.load(args.data)
     model = ConvNet()
     sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     # As in Ray's example the workers' gradients are added up, so that a synchronous step goes as far as an asynchronous one of
@@ -62,7 +63,6 @@ def train(args: argparse.Namespace) -> None:
 
     torch.manual_seed(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    data = datasets.load(args.data)
     mine = batches(data.train_images[rank::world_size], data.train_labels[rank::world_size], args.batch_size)
     if rank == 0:
         print(f"{data.name}: {len(data.train_labels)} images for {world_size} workers, {len(data.test_labels)} for testing")
@@ -85,7 +85,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer.pull()
     if rank == 0:
         share = accuracy(model, data.test_images, data.test_labels)
-        result = {"data": data.name, "steps": args.steps, "accuracy": round(share, 4), "steps_per_s": round(step / seconds, 1)}
+        result = {"data": data.name, "steps": args.steps, "accuracy": round(share, 4), "steps_per_s": round(args.steps / seconds, 1)}
         print(f"result {json.dumps(result)}", flush=True)
     optimizer.close()
 
@@ -101,7 +101,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         train(args)
-    except ConfigError as error:
+    except (ConfigError, FileNotFoundError) as error:
         sys.exit(f"{error}\nFor example: psd-run --shards 2 --workers 2 {sys.argv[0]}")
 
 

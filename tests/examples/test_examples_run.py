@@ -1,0 +1,88 @@
+"""The examples, started as their docstrings say, in a short form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.process
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
+
+
+def psd_run(*arguments: str) -> str:
+    """Standard output of a run, which must succeed."""
+    finished = run("-m", "psd.cli.run", *arguments)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_mnist_learns_digits(consistency):
+    """The accuracy is shown every 10 steps, and the last line is for programs."""
+    pytest.importorskip("torch")
+
+    output = psd_run(
+        "--shards", "2", "--workers", "2", "--consistency", consistency,
+        str(EXAMPLES / "mnist.py"), "--steps", "100", "--data", "digits",
+    )  # fmt: skip
+
+    assert "scikit-learn's digits: 1437 images for 2 workers, 360 for testing" in output
+    assert [int(step) for step in re.findall(r"step +(\d+) of 100 +accuracy", output)] == list(range(10, 101, 10))
+    result = json.loads(output.partition("result ")[2].splitlines()[0])
+    assert result["steps"] == 100
+    assert result["accuracy"] >= 0.8
+    assert result["steps_per_s"] > 0
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async", "ssp:2"])
+def test_linear_regression_finds_the_line(consistency):
+    """y = 2x + 10, from two workers' noisy points."""
+    output = psd_run("--shards", "1", "--workers", "2", "--consistency", consistency, str(EXAMPLES / "linear_regression.py"))
+
+    steps = re.findall(r"step +(\d+)  weight +(\S+)  bias +(\S+)  loss +(\S+)", output)
+    assert [int(step) for step, *_ in steps] == list(range(20, 301, 20))
+    _, weight, bias, loss = map(float, steps[-1])
+    assert weight == pytest.approx(2, abs=0.2)
+    assert bias == pytest.approx(10, abs=0.1)
+    assert loss < 0.5
+
+
+@pytest.mark.parametrize("script", ["mnist.py", "linear_regression.py"])
+def test_example_without_psd_run_says_how_to_start_it(script):
+    finished = run(str(EXAMPLES / script))
+
+    assert finished.returncode == 1
+    assert "For example: psd-run" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_demo_ends_with_a_table_of_both_modes():
+    pytest.importorskip("torch")
+
+    finished = run(str(EXAMPLES / "demo.py"), "--steps", "10", "--data", "digits")
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = [line.split() for line in finished.stdout.splitlines()[-3:]]
+    assert rows[0][:4] == ["mode", "steps", "accuracy", "steps/s"]
+    assert [row[:2] for row in rows[1:]] == [["sync", "10"], ["async", "10"]]
+
+
+def test_demo_fails_if_a_run_fails(tmp_path):
+    pytest.importorskip("torch")
+
+    finished = run(str(EXAMPLES / "demo.py"), "--steps", "10", "--data", str(tmp_path / "nothing"))
+
+    assert finished.returncode == 1
+    assert "the sync run failed with status" in finished.stderr
+    assert "does not have train-images-idx3-ubyte.gz" in finished.stderr
