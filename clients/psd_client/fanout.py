@@ -6,6 +6,7 @@ Must not know what the operations are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -23,9 +24,11 @@ class Fanout:
         self._executor: ThreadPoolExecutor | None = None
 
     def run(self, operation: Callable[[Lane], ResultT], lanes: Sequence[Lane], scope: Scope) -> list[ResultT]:
-        """The results in the order of the lanes, or the first error. With one lane, in the calling thread."""
-        if len(lanes) <= 1:
-            return [operation(lane) for lane in lanes]
+        """The results in the order of the lanes, or the first error."""
+        # One shard needs no thread of its own, except that Ctrl-C strikes the main thread, wherever that is: in the middle of
+        # gRPC's Python code it leaves a lock behind that nobody releases. So the main thread only ever waits here.
+        if len(lanes) == 1 and threading.current_thread() is not threading.main_thread():
+            return [operation(lanes[0])]
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._width, thread_name_prefix="psd-shard")
         futures = [self._executor.submit(operation, lane) for lane in lanes]

@@ -63,6 +63,16 @@ class GrpcLane(Lane):
         self._channel: grpc.Channel | None = None
         self._closed = False
 
+    def _begin(self, start: Callable[[grpc.Channel], ResultT]) -> ResultT:
+        """A call that `start` begins on the channel, which is opened if need be; Cancelled if the lane was closed meanwhile."""
+        channel = self._open()
+        try:
+            return start(channel)
+        except ValueError:  # gRPC's word for a closed channel
+            if self._closed:
+                raise Cancelled from None
+            raise
+
     def _open(self) -> grpc.Channel:
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -102,10 +112,10 @@ class GrpcLane(Lane):
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """Send a heartbeat; the function returned waits for the reply."""
-        method = self._open().unary_unary(
-            f"{_CONTROL}Heartbeat", control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
+        serialize, parse = control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
+        rpc = self._begin(
+            lambda channel: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(request, timeout=timeout_s)
         )
-        rpc = method.future(request, timeout=timeout_s)
 
         def reply() -> control_pb2.HeartbeatReply:
             result: control_pb2.HeartbeatReply = self._result(rpc, rpc.result, is_wait=False)
@@ -115,18 +125,18 @@ class GrpcLane(Lane):
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """Say that the worker has finished."""
-        method = self._open().unary_unary(
-            f"{_CONTROL}Leave", control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
-        )
-        try:
-            method(request, timeout=timeout_s)  # blocking: gRPC starts a thread for any other kind
+        serialize, parse = control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
+        try:  # a blocking call: gRPC starts a thread for any other kind
+            self._begin(lambda channel: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(request, timeout=timeout_s))
         except grpc.RpcError as error:
             failed: Any = error  # which is a grpc.Call, too
             raise psd_error(failed, self.shard, self.address, is_wait=False) from None
 
     def _unary(self, name: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
-        method = self._open().unary_unary(_CONTROL + name, type(request).SerializeToString, reply.FromString)
-        rpc = method.future(request, timeout=call.timeout_s)
+        serialize, parse = type(request).SerializeToString, reply.FromString
+        rpc = self._begin(
+            lambda channel: channel.unary_unary(_CONTROL + name, serialize, parse).future(request, timeout=call.timeout_s)
+        )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
             return result
@@ -157,20 +167,28 @@ class GrpcLane(Lane):
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """Fetch parameters."""
-        method = self._open().unary_stream(f"{_DATA}Pull", data_pb2.PullRequest.SerializeToString, None)
-        self._receive(method(request, timeout=call.timeout_s), blocks, parameters, call)
+        serialize = data_pb2.PullRequest.SerializeToString
+        rpc = self._begin(
+            lambda channel: channel.unary_stream(f"{_DATA}Pull", serialize, None)(request, timeout=call.timeout_s)
+        )
+        self._receive(rpc, blocks, parameters, call)
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """Push and fetch, full duplex."""
-        method = self._open().stream_stream(f"{_DATA}PushPull", None, None)
-        reply = self._receive(method(self._push_frames(part), timeout=call.timeout_s), part.blocks, parameters, call)
+        messages = self._push_frames(part)
+        rpc = self._begin(
+            lambda channel: channel.stream_stream(f"{_DATA}PushPull", None, None)(messages, timeout=call.timeout_s)
+        )
+        reply = self._receive(rpc, part.blocks, parameters, call)
         if reply is None:
             raise InternalError(f"shard {self.shard} at {self.address}: the answer to a push_pull has no push reply")
         return reply
 
     def _send(self, name: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
-        method = self._open().stream_unary(_DATA + name, None, reply.FromString)
-        rpc = method.future(messages, timeout=call.timeout_s)
+        parse = reply.FromString
+        rpc = self._begin(
+            lambda channel: channel.stream_unary(_DATA + name, None, parse).future(messages, timeout=call.timeout_s)
+        )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
             return result
