@@ -1,9 +1,9 @@
-"""What pyproject.toml cannot say: the extension module, and the protobuf code that is generated from proto/.
+"""What pyproject.toml cannot say: the extension modules, and the protobuf code that is generated from proto/.
 
 Every way of building runs both: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
 modules are committed; protobuf modules are written into psd/v1/ of the source tree, where an editable install needs them.
 
-PSD_CYTHON_DEBUG=1 builds the extension with Cython's bounds checks and with symbols, unoptimised.
+PSD_CYTHON_DEBUG=1 builds the extensions with Cython's bounds checks and with symbols, unoptimised.
 """
 
 import os
@@ -30,13 +30,20 @@ kernels = Extension(
     include_dirs=["psd_core/csrc"],
     extra_compile_args=COMPILE_ARGS,
 )
-kernels.cython_directives = {
+arena = Extension(
+    "psd_core._arena",
+    sources=["psd_core/_arena.pyx"],
+    depends=["psd_core/csrc/arena.h"],
+    include_dirs=["psd_core/csrc"],
+    extra_compile_args=COMPILE_ARGS,
+)
+kernels.cython_directives = arena.cython_directives = {
     "language_level": "3",
     "boundscheck": DEBUG,
     "wraparound": DEBUG,
     "initializedcheck": DEBUG,
     "cdivision": not DEBUG,
-    "freethreading_compatible": True,  # the module holds no state
+    "freethreading_compatible": True,  # the modules hold no state
 }
 
 
@@ -72,7 +79,7 @@ def generate_protobuf() -> None:
 
 
 setup(
-    ext_modules=[kernels],
+    ext_modules=[kernels, arena],
     cmdclass={"build_py": BuildPyWithProtobuf},
     options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
 )

@@ -1,0 +1,86 @@
+"""The block store's few needs of C: words in shared memory that are stored atomically and in order, and a checksum.
+
+This module owns every check that keeps an access within its buffer. It knows nothing of the arena's format.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+
+
+cdef extern from "arena.h" nogil:
+    uint64_t psd_load_acquire(const uint64_t *) noexcept
+    void psd_store_release(uint64_t *, uint64_t) noexcept
+    uint64_t psd_checksum(const void *, size_t) noexcept
+    int psd_populate(void *, size_t) noexcept
+    int psd_punch_hole(int, int64_t, int64_t) noexcept
+
+
+cdef class Words:
+    """`count` uint64 words of a writable buffer, from byte `start`. Keeps the buffer alive."""
+
+    cdef Py_buffer view
+    cdef uint64_t *words
+    cdef readonly Py_ssize_t count
+
+    def __cinit__(self, object buffer, Py_ssize_t start, Py_ssize_t count):
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        if start < 0 or count < 0 or start > self.view.len or count > (self.view.len - start) // 8:
+            raise IndexError(f"{count} words from byte {start} of a buffer of {self.view.len} bytes")
+        self.words = <uint64_t *>(<char *>self.view.buf + start)
+        if <uintptr_t>self.words % 8 != 0:
+            raise ValueError(f"start: expected an address that is a multiple of 8, got byte {start}")
+        self.count = count
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+    cdef int check(self, Py_ssize_t first, Py_ssize_t count) except -1:
+        if first < 0 or count < 0 or first > self.count or count > self.count - first:
+            raise IndexError(f"words {first} to {first + count} of {self.count}")
+        return 0
+
+    def load(self, Py_ssize_t index):
+        """Return a word; what was stored before it is visible afterwards (acquire)."""
+        self.check(index, 1)
+        return psd_load_acquire(&self.words[index])
+
+    def store(self, Py_ssize_t index, uint64_t value):
+        """Set a word at once; whoever sees it sees all that was stored before (fence and release)."""
+        self.check(index, 1)
+        psd_store_release(&self.words[index], value)
+
+    def write(self, Py_ssize_t first, *values):
+        """Set words in no particular order."""
+        self.check(first, len(values))
+        cdef Py_ssize_t i
+        for i in range(len(values)):
+            self.words[first + i] = values[i]
+
+    def checksum(self, Py_ssize_t first, Py_ssize_t count):
+        """Return the 64-bit checksum of `count` words."""
+        self.check(first, count)
+        return psd_checksum(&self.words[first], count)
+
+
+def checksum(const unsigned char[::1] data not None):
+    """Return the 64-bit checksum of a buffer whose length is a multiple of 8 bytes."""
+    if data.shape[0] % 8 != 0:
+        raise ValueError(f"data: expected a multiple of 8 bytes, got {data.shape[0]}")
+    return psd_checksum(&data[0] if data.shape[0] else NULL, data.shape[0] // 8)
+
+
+def populate(object buffer, Py_ssize_t start, Py_ssize_t nbytes):
+    """Map a range of a shared mapping for writing, without the GIL. Returns 0 or an errno."""
+    cdef Words words = Words(buffer, start, nbytes // 8)
+    cdef int status
+    with nogil:
+        status = psd_populate(words.words, nbytes)
+    return status
+
+
+def punch_hole(int fd, int64_t start, int64_t nbytes):
+    """Give a range of a file back to the file system, without the GIL. Returns 0 or an errno."""
+    cdef int status
+    with nogil:
+        status = psd_punch_hole(fd, start, nbytes)
+    return status

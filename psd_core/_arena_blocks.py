@@ -1,0 +1,159 @@
+"""The life of a page: spare, published, pinned, free. What an update and its readers call, and nothing else.
+
+One lock, held for a few list operations, guards free lists and pins; publishing is one store. Knows nothing of how an arena is
+made, opened or removed.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd_core import _arena_format as form
+from psd_core._arena import Words
+from psd_core._arena_pages import Place, Pool
+
+
+class PageState(enum.Enum):
+    """Which calls a page may be given to."""
+
+    SPARE = "spare"
+    PUBLISHED = "published"  # current, or pinned after its time
+    FREE = "free"
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One version of a block; its arrays are views of the mapping.
+
+    Attributes:
+        block: its index.
+        parameter: (n,), from a cache line. slots: one (n,) array per slot, likewise.
+        steps: (k,) uint64, updates applied to each segment.
+        sessions, clocks: (W,) uint64, the dedup window: per rank, whatever its writer keeps there.
+        version: as published; 0 in a spare.
+        pins: readers, plus one while the page is current. Guarded by the arena.
+        state, place, head: the arena's.
+    """
+
+    block: int
+    parameter: NDArray[Any]
+    slots: tuple[NDArray[Any], ...]
+    steps: NDArray[np.uint64]
+    sessions: NDArray[np.uint64]
+    clocks: NDArray[np.uint64]
+    version: int
+    pins: int
+    state: PageState
+    place: Place
+    head: Words
+
+
+class Blocks:
+    """The pages of all blocks of an arena. Blocks are known by index."""
+
+    def __init__(self, fd: int, front: form.Front, mapping: mmap.mmap, crash_point: Callable[[str], None]) -> None:
+        self.table = Words(mapping, front.table_at, len(front.shapes))
+        self.extents = Words(mapping, front.extents_at, front.extents_max)
+        self.pool = Pool(fd, front.size, front.page_sizes, self.extents, crash_point)
+        kind_of = {kind.size: kind for kind in self.pool.kinds}
+        self._kinds = [kind_of[layout.size] for layout in front.layouts]
+        self._front = front
+        self._current: list[Page | None] = [None] * len(front.shapes)
+        self._crash_point = crash_point
+
+    def adopt(self, found: Sequence[tuple[Place, int] | None]) -> None:
+        """After opening: place and version of each published block; every other place is free."""
+        for block, entry in enumerate(found):
+            if entry is not None:
+                place, version = entry
+                page = self._page(block, place)
+                page.version, page.pins, page.state = version, 1, PageState.PUBLISHED
+                self._current[block] = page
+        self.pool.adopt({entry[0].number for entry in found if entry is not None})
+
+    def current(self, block: int) -> Page | None:
+        """See Arena."""
+        return self._current[block]
+
+    def pin(self, block: int) -> Page:
+        """See Arena."""
+        with self.pool.lock:
+            page = self._current[block]
+            if page is None:
+                raise form.ArenaError(f"block {block} was never published")
+            page.pins += 1
+        return page
+
+    def unpin(self, page: Page) -> None:
+        """See Arena."""
+        with self.pool.lock:
+            surplus = self._unpin(page)
+        if surplus:
+            self.pool.punch(surplus)
+
+    def spare(self, block: int) -> Page:
+        """See Arena."""
+        return self._page(block, self.pool.take(self._kinds[block]))
+
+    def publish(self, block: int, page: Page, version: int) -> None:
+        """See Arena."""
+        assert page.state is PageState.SPARE, f"block {block}: the page to publish is {page.state.value}"
+        assert page.block == block, f"block {block}: the page to publish is one of block {page.block}"
+        head, number = page.head, page.place.number
+        self._crash_point("arena.publish.before_header")
+        head.write(1, form.PAGE_MAGIC, block, number, version, head.count, 0, 0)
+        check = head.checksum(1, head.count - 1)
+        head.write(0, check)
+        page.version, page.state, page.pins = version, PageState.PUBLISHED, 1
+        self._crash_point("arena.publish.before_flip")
+        self.table.store(block, form.pack_entry(number, check))
+        self._crash_point("arena.publish.after_flip")
+        with self.pool.lock:
+            before = self._current[block]
+            self._current[block] = page
+            # Until here, a reader could still pin the old page: it was whole, and free it is only from here on.
+            surplus = [] if before is None else self._unpin(before)
+        if surplus:
+            self.pool.punch(surplus)
+
+    def discard(self, page: Page) -> None:
+        """See Arena."""
+        with self.pool.lock:
+            assert page.state is PageState.SPARE, f"block {page.block}: the page to discard is {page.state.value}"
+            page.state = PageState.FREE
+            surplus = self.pool.give(page.place)
+        if surplus:
+            self.pool.punch(surplus)
+
+    def _unpin(self, page: Page) -> list[Place]:
+        assert page.state is PageState.PUBLISHED, f"block {page.block}: the page to unpin is {page.state.value}"
+        page.pins -= 1
+        if page.pins > 0:
+            return []
+        page.state = PageState.FREE
+        return self.pool.give(page.place)
+
+    def _page(self, block: int, place: Place) -> Page:
+        front = self._front
+        views = place.views(front.shapes[block], front.layouts[block], front.workers)
+        # A new object each time: whoever still holds one of an earlier use of this place cannot free the place by mistake.
+        return Page(
+            block,
+            views.parameter,
+            views.slots,
+            views.steps,
+            views.sessions,
+            views.clocks,
+            version=0,
+            pins=0,
+            state=PageState.SPARE,
+            place=place,
+            head=views.head,
+        )

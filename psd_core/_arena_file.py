@@ -1,0 +1,133 @@
+"""The arena's files: lock, names, space, maps. Knows system calls, and nothing of what the bytes mean.
+
+Where the system lacks a call (macOS has no posix_fallocate and cannot punch holes), a slower or a lesser way is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from psd_core import _arena
+from psd_core._arena_format import ArenaBusy, ArenaFull
+
+ARENA_NAME = "arena"
+UNFINISHED_NAME = "arena.new"
+LOCK_NAME = "lock"
+
+_ZEROS = bytes(1 << 20)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+
+
+def take_lock(directory: Path) -> int:
+    """Lock an existing directory for this process's life and return the descriptor that holds it.
+
+    The kernel releases the lock when the process dies, however it dies. (A child made by fork alone holds it too.)
+
+    Raises:
+        ArenaBusy: another descriptor holds it.
+    """
+    path = directory / LOCK_NAME
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            written = os.pread(fd, 32, 0).strip()
+            os.close(fd)
+            pid = int(written) if written.isdigit() else None
+            holder = f"process {pid}" if pid is not None else "another process"
+            raise ArenaBusy(f"{directory} is in use by {holder}", pid) from None
+        # The file may have been removed by its last holder between open and flock: then it locks nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                return fd
+        os.close(fd)
+
+
+def make_directory(directory: Path) -> bool:
+    """Make a directory for this user alone; False if it was there."""
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+def remove(directory: Path, names: Sequence[str], and_directory: bool) -> None:
+    """Delete files, and the directory if nothing else is in it.
+
+    The lock file goes last and while it is locked: whoever waits for it then finds that it is gone, and makes another.
+    """
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            (directory / name).unlink()
+    if and_directory:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def close(*descriptors: int) -> None:
+    """Close those that were opened (not negative)."""
+    for fd in descriptors:
+        if fd >= 0:
+            os.close(fd)
+
+
+def extend(fd: int, size: int) -> None:
+    """Set a file's length. No space is taken yet. Raises ArenaFull."""
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        raise _translated(error, f"cannot make the arena {size} bytes long") from error
+
+
+def reserve(fd: int, start: int, nbytes: int) -> None:
+    """Take space for a range whose contents do not matter, so that writing to it cannot fail. Raises ArenaFull."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, start, nbytes)
+        else:
+            for at in range(start, start + nbytes, len(_ZEROS)):
+                os.pwrite(fd, _ZEROS[: start + nbytes - at], at)
+    except OSError as error:
+        raise _translated(error, f"no space for {nbytes} bytes of the arena") from error
+
+
+def release(fd: int, start: int, nbytes: int) -> bool:
+    """Give the space of a range back; False if the file system cannot."""
+    return _arena.punch_hole(fd, start, nbytes) == 0
+
+
+def map_shared(fd: int, start: int, nbytes: int) -> mmap.mmap:
+    """Map a range, which must lie within the file."""
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+    except OSError as error:
+        raise _translated(error, f"cannot map {nbytes} bytes of the arena") from error
+
+
+def populate(mapping: mmap.mmap, start: int, nbytes: int) -> None:
+    """Spare those who write to a reserved range its page faults, if the kernel can."""
+    _arena.populate(mapping, start, nbytes)
+
+
+def read_exactly(fd: int, nbytes: int, start: int) -> bytes:
+    """Read bytes; fewer if the file ends before."""
+    parts = []
+    while nbytes > 0 and (part := os.pread(fd, nbytes, start)):
+        parts.append(part)
+        nbytes -= len(part)
+        start += len(part)
+    return b"".join(parts)
+
+
+def _translated(error: OSError, message: str) -> OSError:
+    return ArenaFull(f"{message}: {error.strerror}") if error.errno in _NO_SPACE else error

@@ -1,0 +1,279 @@
+"""Where everything lies in an arena file, as pure functions; arena.py describes the format in words.
+
+Owns sizes, offsets, the packing of the superblock, of extent records and of table entries, and the errors. Must not open,
+map or lock anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from psd_core import _arena
+
+MAGIC = b"PSDARENA"
+FORMAT_VERSION = 1
+BYTE_ORDER_MARK = 0x01020304
+PAGE_MAGIC = int.from_bytes(b"PSDPAGE1", "little")
+
+UNIT_BYTES = 4096
+"""Pages are whole multiples of this."""
+EXTENT_ALIGN_BYTES = 65536
+"""Extents begin at multiples of this, the largest memory page of the machines we run on, as mmap asks."""
+CACHE_LINE_BYTES = 64
+
+HEADER_WORDS = 8
+WORD_SLOTS = 16
+MEMBER_WORDS = 8
+DECISIONS_KEPT = 8
+DECISION_SLOTS = 16  # more than are promised, so that writing one never removes one of the last eight
+
+SUPERBLOCK = struct.Struct("<8sIIIIIIQQ16x")  # see Front.pack
+SHAPE = struct.Struct("<16sQII")
+
+TABLE_CHECK_BITS = 24
+PAGE_NUMBER_MAX = (1 << 40) - 1
+_EXTENT_CHECK_BITS = 16
+_EXTENT_COUNT_BITS = 32
+KINDS_MAX = (1 << 16) - 1
+PAGES_PER_EXTENT_MAX = (1 << _EXTENT_COUNT_BITS) - 1
+
+CRASH_POINTS = (
+    "arena.create.before_rename",
+    "arena.create.after_rename",
+    "arena.grow.before_record",
+    "arena.grow.after_record",
+    "arena.publish.before_header",
+    "arena.publish.before_flip",
+    "arena.publish.after_flip",
+    "arena.free",
+    "arena.trim",
+    "arena.member",
+    "arena.decision",
+)
+"""Names that `crash_point` is called with, at the step. It returns or ends the process; it must not raise or call the arena."""
+
+
+class ArenaError(Exception):
+    """The block store cannot do what was asked."""
+
+
+class ArenaCorrupt(ArenaError):
+    """An arena file is not what was written: the message says what is wrong, and where."""
+
+
+class ArenaFull(ArenaError, OSError):
+    """There is no memory or disk space for a page. Nothing has changed; `errno` is ENOSPC."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.ENOSPC, message)
+
+
+class ArenaBusy(ArenaError):
+    """Another live process holds the directory.
+
+    Attributes:
+        pid: its process id, or None if it has not said yet.
+    """
+
+    def __init__(self, message: str, pid: int | None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class BlockShape(NamedTuple):
+    """What a block needs room for.
+
+    Attributes:
+        dtype: NumPy's name of the element type, such as "float32".
+        length: elements of the parameter and of each slot.
+        slot_count: arrays of optimizer state. segment_count: segments, each with a step count.
+    """
+
+    dtype: str
+    length: int
+    slot_count: int
+    segment_count: int
+
+
+def check_shape(index: int, shape: BlockShape) -> None:
+    """Raise ValueError for a shape that no page can have."""
+    dtype = np.dtype(shape.dtype)
+    if dtype.name != shape.dtype or dtype.kind not in "fiu" or len(shape.dtype) > 16:
+        raise ValueError(f"shapes[{index}].dtype: expected a name such as 'float32', got {shape.dtype!r}")
+    for name, value, limit in zip(shape._fields[1:], shape[1:], (1 << 48, 1 << 16, 1 << 24), strict=True):
+        if not 0 <= value < limit:
+            raise ValueError(f"shapes[{index}].{name}: expected 0 to {limit - 1}, got {value}")
+
+
+def align(value: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `value`."""
+    return -(-value // unit) * unit
+
+
+class PageLayout(NamedTuple):
+    """Byte offsets within a page; `head_words` are those that the checksum covers, itself among them."""
+
+    sessions_at: int
+    clocks_at: int
+    steps_at: int
+    head_words: int
+    parameter_at: int
+    slots_at: tuple[int, ...]
+    size: int
+
+
+def page_layout(shape: BlockShape, workers: int) -> PageLayout:
+    """Where the parts of a block's page lie."""
+    sessions_at = 8 * HEADER_WORDS
+    clocks_at = sessions_at + 8 * workers
+    steps_at = clocks_at + 8 * workers
+    head_words = HEADER_WORDS + 2 * workers + shape.segment_count
+    parameter_at = align(8 * head_words, CACHE_LINE_BYTES)
+    stride = align(shape.length * np.dtype(shape.dtype).itemsize, CACHE_LINE_BYTES)
+    slots_at = tuple(parameter_at + stride * (i + 1) for i in range(shape.slot_count))
+    size = align(parameter_at + stride * (shape.slot_count + 1), UNIT_BYTES)
+    return PageLayout(sessions_at, clocks_at, steps_at, head_words, parameter_at, slots_at, size)
+
+
+@dataclass(frozen=True)
+class Front:
+    """The part of the file before the first extent. Everything but `flags` decides where things lie."""
+
+    workers: int
+    shapes: tuple[BlockShape, ...]
+    meta: bytes
+    flags: int
+
+    @cached_property
+    def layouts(self) -> tuple[PageLayout, ...]:
+        """Per block."""
+        return tuple(page_layout(shape, self.workers) for shape in self.shapes)
+
+    @cached_property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The kinds of pages: their sizes, ascending. A kind is known by its place here."""
+        return tuple(sorted({layout.size for layout in self.layouts}))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Superblock, shapes and meta: never written again, under one checksum."""
+        return SUPERBLOCK.size + SHAPE.size * len(self.shapes) + align(len(self.meta), 8)
+
+    @property
+    def words_at(self) -> int:
+        """Named words."""
+        return align(self.fixed_bytes, CACHE_LINE_BYTES)
+
+    @property
+    def members_at(self) -> int:
+        """Members, MEMBER_WORDS each."""
+        return self.words_at + 8 * WORD_SLOTS
+
+    @property
+    def decisions_at(self) -> int:
+        """Ring of decisions, `decision_words` each."""
+        return self.members_at + 8 * MEMBER_WORDS * self.workers
+
+    @property
+    def decision_words(self) -> int:
+        """Stamp, checksum, mask."""
+        return 2 + -(-self.workers // 64)
+
+    @property
+    def table_at(self) -> int:
+        """Block table, a word per block."""
+        return self.decisions_at + 8 * self.decision_words * DECISION_SLOTS
+
+    @property
+    def extents_at(self) -> int:
+        """Extent records, a word each."""
+        return self.table_at + 8 * len(self.shapes)
+
+    @property
+    def extents_max(self) -> int:
+        """Room for records. A kind grows by an eighth each time, so 64 make it a thousand times as large."""
+        return 64 * (len(self.page_sizes) + 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes before the first extent."""
+        return align(self.extents_at + 8 * self.extents_max, EXTENT_ALIGN_BYTES)
+
+    def pack(self) -> bytes:
+        """The fixed part; its last superblock word is the checksum of all of it, taken with that word zero."""
+        counts = (FORMAT_VERSION, BYTE_ORDER_MARK, self.workers, len(self.shapes), self.flags, WORD_SLOTS)
+        fixed = bytearray(self.fixed_bytes)
+        SUPERBLOCK.pack_into(fixed, 0, MAGIC, *counts, len(self.meta), 0)
+        for i, shape in enumerate(self.shapes):
+            name = shape.dtype.encode()
+            SHAPE.pack_into(fixed, SUPERBLOCK.size + SHAPE.size * i, name, *shape[1:])
+        start = SUPERBLOCK.size + SHAPE.size * len(self.shapes)
+        fixed[start : start + len(self.meta)] = self.meta
+        SUPERBLOCK.pack_into(fixed, 0, MAGIC, *counts, len(self.meta), _arena.checksum(fixed))
+        return bytes(fixed)
+
+
+def fixed_bytes(superblock: bytes) -> int:
+    """How long the fixed part is that begins with this superblock. Raises ArenaCorrupt if it is none."""
+    magic, version, order, _workers, block_count, _flags, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
+    if magic != MAGIC:
+        raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not an arena")
+    if version != FORMAT_VERSION or words != WORD_SLOTS:
+        raise ArenaCorrupt(f"superblock: expected format {FORMAT_VERSION}, got {version}: another release wrote it")
+    if order != BYTE_ORDER_MARK:
+        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {order:#x}")
+    return SUPERBLOCK.size + SHAPE.size * int(block_count) + align(int(meta_bytes), 8)
+
+
+def unpack(fixed: bytes) -> Front:
+    """The inverse of Front.pack. Raises ArenaCorrupt."""
+    *counts, meta_bytes, check = SUPERBLOCK.unpack_from(fixed)
+    _magic, _version, _order, workers, block_count, flags, _words = counts
+    unsigned = bytearray(fixed)
+    SUPERBLOCK.pack_into(unsigned, 0, *counts, meta_bytes, 0)
+    if _arena.checksum(unsigned) != check:
+        raise ArenaCorrupt(f"superblock, shapes and meta: bytes 0 to {len(fixed)} do not have the checksum {check:#x}")
+    shapes = []
+    for i in range(block_count):
+        name, *numbers = SHAPE.unpack_from(fixed, SUPERBLOCK.size + SHAPE.size * i)
+        shapes.append(BlockShape(name.rstrip(b"\0").decode(), *numbers))
+    start = SUPERBLOCK.size + SHAPE.size * block_count
+    return Front(workers, tuple(shapes), fixed[start : start + meta_bytes], flags)
+
+
+def pack_extent(index: int, kind: int, count: int) -> int:
+    """The record of `count` pages of a kind: kind, count and a check of both and of the record's own place."""
+    value = (kind << _EXTENT_COUNT_BITS | count) << _EXTENT_CHECK_BITS
+    return value | _arena.checksum(struct.pack("<QQ", index, value)) & ((1 << _EXTENT_CHECK_BITS) - 1)
+
+
+def unpack_extent(index: int, record: int) -> tuple[int, int]:
+    """Kind and page count. Raises ArenaCorrupt."""
+    kind = record >> (_EXTENT_CHECK_BITS + _EXTENT_COUNT_BITS)
+    count = record >> _EXTENT_CHECK_BITS & PAGES_PER_EXTENT_MAX
+    if count == 0 or pack_extent(index, kind, count) != record:
+        raise ArenaCorrupt(f"extent {index}: the record {record:#x} does not have its checksum")
+    return kind, count
+
+
+def pack_entry(page_number: int, page_checksum: int) -> int:
+    """The table entry of a page: its number, and low bits of its checksum, so that both vouch for each other."""
+    return page_number << TABLE_CHECK_BITS | page_checksum & ((1 << TABLE_CHECK_BITS) - 1)
+
+
+def check_shapes(shapes: Sequence[BlockShape], workers: int) -> None:
+    """Raise ValueError for shapes that no arena can hold."""
+    if not 0 < workers < 1 << 20:
+        raise ValueError(f"workers: expected 1 to {(1 << 20) - 1}, got {workers}")
+    for i, shape in enumerate(shapes):
+        check_shape(i, shape)
+    kinds = len({page_layout(shape, workers).size for shape in shapes})
+    if kinds > KINDS_MAX:
+        raise ValueError(f"shapes: at most {KINDS_MAX} page sizes, got {kinds}")

@@ -1,0 +1,226 @@
+"""Pages of an arena: extents, free lists, growth, and giving memory back. Knows no blocks' contents and publishes nothing.
+
+A *place* is where a page can lie. A free place is either *backed*, so that writing to it cannot fail, or a *hole*, which costs
+no memory and is reserved before it is lent. Backed ones are lent last-in-first-out: the page that was written last is the one
+that is still in the processor's cache.
+
+Memory goes back without a system call per update: each kind of page remembers how many backed places lay idle throughout
+the last few dozen frees. What is beyond SPARE_PAGES_KEPT of those is surplus, and later frees punch it out, a few at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd_core import _arena_file as files
+from psd_core import _arena_format as form
+from psd_core._arena import Words
+
+SPARE_PAGES_KEPT = 8
+"""Idle backed places kept per kind. A spare is in use only while an update runs or a reader holds an old page."""
+GROWTH_PAGES_MIN = 4
+_TRIM_BATCH = 4
+_PERIOD_MIN = 64
+_VIEWS_MAX = 8
+
+
+class Views:
+    """The arrays of one block shape over one place."""
+
+    __slots__ = ("clocks", "head", "parameter", "sessions", "slots", "steps")
+
+    def __init__(self, mapping: mmap.mmap, start: int, shape: form.BlockShape, layout: form.PageLayout, workers: int) -> None:
+        def array(count: int, dtype: str, at: int) -> NDArray[Any]:
+            view: NDArray[Any] = np.ndarray((count,), dtype, mapping, start + at)
+            return view
+
+        self.head = Words(mapping, start, layout.head_words)
+        self.sessions = array(workers, "u8", layout.sessions_at)
+        self.clocks = array(workers, "u8", layout.clocks_at)
+        self.steps = array(shape.segment_count, "u8", layout.steps_at)
+        self.parameter = array(shape.length, shape.dtype, layout.parameter_at)
+        self.slots = tuple(array(shape.length, shape.dtype, at) for at in layout.slots_at)
+
+
+class Place:
+    """Room for a page. `offset` counts from the start of the file, `start` from that of the mapping."""
+
+    __slots__ = ("_views", "kind", "mapping", "offset", "start")
+
+    def __init__(self, kind: Kind, offset: int, mapping: mmap.mmap, start: int) -> None:
+        self.kind = kind
+        self.offset = offset
+        self.mapping = mapping
+        self.start = start
+        self._views: dict[form.BlockShape, Views] = {}
+
+    @property
+    def number(self) -> int:
+        """The offset in units, as the block table has it."""
+        return self.offset // form.UNIT_BYTES
+
+    def views(self, shape: form.BlockShape, layout: form.PageLayout, workers: int) -> Views:
+        """The arrays for a shape. They are kept: making them costs more than everything else about lending a page."""
+        views = self._views.get(shape)
+        if views is None:
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            views = self._views[shape] = Views(self.mapping, self.start, shape, layout, workers)
+        return views
+
+
+class Kind:
+    """All places of one size."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        self.size = size
+        self.places = 0
+        self.backed: deque[Place] = deque()  # lent from the right, trimmed from the left
+        self.holes: list[Place] = []
+        self.idle_min = 0  # fewest backed places seen idle since `frees` was 0
+        self.frees = 0
+        self.surplus = 0
+
+
+class Pool:
+    """All places of an arena. Thread-safe; `lock` also guards the arena's pins."""
+
+    def __init__(
+        self,
+        fd: int,
+        front_bytes: int,
+        page_sizes: Sequence[int],
+        records: Words,
+        crash_point: Callable[[str], None],
+    ) -> None:
+        self.lock = threading.Lock()
+        self.kinds = [Kind(i, size) for i, size in enumerate(page_sizes)]
+        self.places: dict[int, Place] = {}  # by page number
+        self.file_end = front_bytes
+        self.backed_bytes = front_bytes
+        self._fd = fd
+        self._records = records
+        self._record_count = 0
+        self._crash_point = crash_point
+        self._can_punch = True
+
+    def add_extent(self, kind: Kind, count: int, *, publish: bool) -> list[Place]:
+        """Map the next extent, and record it if `publish`. Its places are the caller's to put on a list."""
+        index, start = self._record_count, self.file_end
+        if index >= self._records.count:
+            raise form.ArenaFull(f"the arena has no room for more than {index} extents")
+        nbytes = form.align(count * kind.size, form.EXTENT_ALIGN_BYTES)
+        if publish:
+            files.extend(self._fd, start + nbytes)
+        mapping = files.map_shared(self._fd, start, nbytes)
+        if publish:
+            self._crash_point("arena.grow.before_record")
+            self._records.store(index, form.pack_extent(index, kind.index, count))
+            self._crash_point("arena.grow.after_record")
+        self._record_count += 1
+        self.file_end = start + nbytes
+        kind.places += count
+        places = [Place(kind, start + i * kind.size, mapping, i * kind.size) for i in range(count)]
+        self.places.update((place.number, place) for place in places)
+        return places
+
+    def back_all(self, places: Sequence[Place]) -> None:
+        """Reserve and fault in the adjacent places of a new extent, and put them on the free list."""
+        first, nbytes = places[0], len(places) * places[0].kind.size
+        files.reserve(self._fd, first.offset, nbytes)
+        files.populate(first.mapping, first.start, nbytes)
+        first.kind.backed.extend(reversed(places))
+        self.backed_bytes += nbytes
+
+    def adopt(self, used: set[int]) -> None:
+        """After opening: the places that are not in `used` (page numbers) are free, as holes."""
+        for number, place in self.places.items():
+            if number in used:
+                self.backed_bytes += place.kind.size
+            else:
+                files.release(self._fd, place.offset, place.kind.size)
+                place.kind.holes.append(place)
+        for kind in self.kinds:
+            kind.holes.reverse()
+
+    def take(self, kind: Kind) -> Place:
+        """A free place that can be written to. Raises ArenaFull."""
+        with self.lock:
+            if kind.backed:
+                place = kind.backed.pop()
+                if len(kind.backed) < kind.idle_min:
+                    kind.idle_min = len(kind.backed)
+                return place
+            kind.idle_min = 0
+            if not kind.holes:
+                step = max(GROWTH_PAGES_MIN, kind.places // 8)
+                kind.holes.extend(reversed(self.add_extent(kind, step, publish=True)))
+            place = kind.holes.pop()
+            self.backed_bytes += kind.size
+        try:
+            # Outside the lock: fresh memory is slow (a MiB takes a few hundred microseconds), and others have spares.
+            files.reserve(self._fd, place.offset, kind.size)
+        except BaseException:
+            with self.lock:
+                kind.holes.append(place)
+                self.backed_bytes -= kind.size
+            raise
+        files.populate(place.mapping, place.start, kind.size)
+        return place
+
+    def give(self, place: Place) -> list[Place]:
+        """Take a place back, which nobody reads any more. Call with the lock held, and `punch` the result without it."""
+        self._crash_point("arena.free")
+        kind = place.kind
+        kind.backed.append(place)
+        kind.frees += 1
+        if kind.frees >= max(_PERIOD_MIN, kind.places):
+            kind.surplus = kind.idle_min - SPARE_PAGES_KEPT
+            kind.frees, kind.idle_min = 0, len(kind.backed)
+        if kind.surplus <= 0:
+            return []
+        count = min(kind.surplus, _TRIM_BATCH)
+        kind.surplus -= count
+        return self._cut(kind, count)
+
+    def trim(self) -> None:
+        """Give all surplus back now."""
+        for kind in self.kinds:
+            with self.lock:
+                kind.surplus = 0
+                surplus = self._cut(kind, len(kind.backed))
+            self.punch(surplus)
+
+    def punch(self, places: Sequence[Place]) -> None:
+        """Make holes of backed places that are on no list."""
+        for place in places:
+            self._crash_point("arena.trim")
+            punched = self._can_punch and files.release(self._fd, place.offset, place.kind.size)
+            with self.lock:
+                if punched:
+                    place.kind.holes.append(place)
+                    self.backed_bytes -= place.kind.size
+                else:
+                    self._can_punch = False
+                    place.kind.backed.appendleft(place)
+
+    def _cut(self, kind: Kind, count: int) -> list[Place]:
+        """Remove up to `count` of the coldest backed places, and leave SPARE_PAGES_KEPT."""
+        if not self._can_punch:
+            return []
+        count = max(0, min(count, len(kind.backed) - SPARE_PAGES_KEPT))
+        kind.idle_min = max(0, kind.idle_min - count)
+        return [kind.backed.popleft() for _ in range(count)]
+
+    def spare_bytes(self) -> int:
+        """Memory of free places."""
+        with self.lock:
+            return sum(kind.size * len(kind.backed) for kind in self.kinds)

@@ -1,0 +1,109 @@
+"""Opening an arena that another process left behind: read it, and believe nothing.
+
+What is read before it is trusted is read with `pread`, not through a mapping: a truncated file or a hole on a full file system
+then gives an error instead of a signal. The front and each current page's head are read, never parameters or slots.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+
+from psd_core import _arena
+from psd_core import _arena_file as files
+from psd_core import _arena_format as form
+from psd_core._arena import Words
+from psd_core._arena_pages import Place, Pool
+
+Read = Callable[[int, int, int], bytes]
+"""(fd, byte count, start) -> bytes, fewer at the end of the file."""
+
+
+def read_front(fd: int, read: Read) -> form.Front:
+    """Read and check what never changes: superblock, shapes, meta. Raises ArenaCorrupt."""
+    size = os.fstat(fd).st_size
+    superblock = read(fd, form.SUPERBLOCK.size, 0)
+    if len(superblock) < form.SUPERBLOCK.size:
+        raise form.ArenaCorrupt(f"superblock: the file has {size} bytes, fewer than the superblock's {form.SUPERBLOCK.size}")
+    fixed_bytes = form.fixed_bytes(superblock)
+    if fixed_bytes > size:
+        raise form.ArenaCorrupt(f"superblock: shapes and meta would end at byte {fixed_bytes}, the file at {size}: truncated")
+    fixed = read(fd, fixed_bytes, 0)
+    if len(fixed) < fixed_bytes:
+        raise form.ArenaCorrupt(f"superblock: the file ended at byte {len(fixed)} of {fixed_bytes} while it was read")
+    front = form.unpack(fixed)
+    if front.size > size:
+        raise form.ArenaCorrupt(f"front: expected {front.size} bytes before the first extent, the file has {size}: truncated")
+    return front
+
+
+def add_extents(fd: int, front: form.Front, records: Words, pool: Pool) -> None:
+    """Check the extent records, cut off what a crash left behind them, and map them. Raises ArenaCorrupt."""
+    extents = []
+    end = front.size
+    for index in range(records.count):
+        record = records.load(index)
+        if record == 0:
+            break
+        kind, count = form.unpack_extent(index, record)
+        if kind >= len(pool.kinds):
+            raise form.ArenaCorrupt(f"extent {index}: page size {kind} of {len(pool.kinds)}")
+        extents.append((kind, count))
+        end += form.align(count * pool.kinds[kind].size, form.EXTENT_ALIGN_BYTES)
+    for index in range(len(extents), records.count):
+        if records.load(index) != 0:
+            raise form.ArenaCorrupt(f"extent {index}: there is a record after the unused record {len(extents)}")
+    size = os.fstat(fd).st_size
+    if end > size:
+        raise form.ArenaCorrupt(f"extents: {len(extents)} of them end at byte {end}, the file at {size}: truncated")
+    if end < size:
+        files.extend(fd, end)  # a crash between making the file longer and recording the extent
+    for kind, count in extents:
+        pool.add_extent(pool.kinds[kind], count, publish=False)
+
+
+def read_table(fd: int, front: form.Front, table: Words, pool: Pool, read: Read) -> list[tuple[Place, int] | None]:
+    """Check each entry and the head of its page; return place and version by block, None if never published.
+
+    Raises:
+        ArenaCorrupt: an entry outside the extents, of another size, taken twice, or a page that is not what the entry says.
+    """
+    owners: dict[int, int] = {}
+    current: list[tuple[Place, int] | None] = []
+    for block, layout in enumerate(front.layouts):
+        entry = table.load(block)
+        if entry == 0:
+            current.append(None)
+            continue
+        where = f"block table entry {block} ({entry:#x})"
+        number = entry >> form.TABLE_CHECK_BITS
+        place = pool.places.get(number)
+        if place is None:
+            raise form.ArenaCorrupt(f"{where}: no page begins at byte {number * form.UNIT_BYTES}")
+        if place.kind.size != layout.size:
+            raise form.ArenaCorrupt(f"{where}: a page of {place.kind.size} bytes, the block needs {layout.size}")
+        if number in owners:
+            raise form.ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
+        owners[number] = block
+        head = read(fd, 8 * layout.head_words, place.offset)
+        current.append((place, _check_head(head, block, entry, place)))
+    return current
+
+
+def _check_head(head: bytes, block: int, entry: int, place: Place) -> int:
+    """Return the page's version."""
+    where = f"page of block {block} at byte {place.offset}"
+    check, magic, owner, number, version, head_words = struct.unpack_from("<6Q", head)
+    if magic != form.PAGE_MAGIC:
+        raise form.ArenaCorrupt(f"{where}: header magic {magic:#x}: not a page")
+    if _arena.checksum(memoryview(head)[8:]) != check:
+        raise form.ArenaCorrupt(f"{where}: header, window and steps do not have the checksum {check:#x}")
+    if owner != block or number != place.number or 8 * head_words != len(head):
+        raise form.ArenaCorrupt(
+            f"{where}: the header is of block {owner}, page {number} with {head_words} words, "
+            f"expected page {place.number} with {len(head) // 8}"
+        )
+    if form.pack_entry(number, check) != entry:
+        raise form.ArenaCorrupt(f"block table entry {block} ({entry:#x}): its check does not match its page, version {version}")
+    return int(version)

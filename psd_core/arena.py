@@ -1,0 +1,297 @@
+"""The crash-safe block store: the blocks of a shard in one shared mapping of a file, replaced by shadow paging.
+
+A block is a small transaction. An update reads the block's current *page* and writes a *spare* one; `publish` makes it current
+by one 8-byte store. Process death at any instant, `kill -9` too, leaves each block whole, old or new: header, dedup window,
+steps, parameter and slots change together. (The kernel keeps the mapping's memory; power loss is not survived, and nothing is
+fsynced.) Whoever has pinned an old page goes on reading it unchanged.
+
+Must not import psd, read the environment, or know what words, sessions, clocks and rounds mean.
+
+The file `arena` beside `lock`, all numbers little-endian, format 1:
+
+    superblock   64 B: magic "PSDARENA", u32 format, byte order mark, workers W, blocks B, flags (1: the directory was made by
+                 create), named words; u64 bytes of meta, checksum of superblock (with this word 0), shapes and meta
+    shapes       B x 32 B: dtype name[16], u64 length, u32 slots, u32 segments
+    meta         the caller's bytes, padded to 8
+    words        16 x u64, from the next multiple of 64                                            (each one atomic)
+    members      W x 64 B: u64 selector s, then twice (u64 session, u64 state << 56 | clock); pair s is valid
+    decisions    16 x (u64 round + 1 or 0, u64 checksum, mask of W bits in u64s); round r in place r % 16
+    block table  B x u64: page number << 24 | low bits of the page's checksum; 0: never published  (each one atomic)
+    extents      u64 each: page size index << 48 | page count << 16 | check; 0: unused             (each one atomic)
+    pages        by extent, in the order of the records; each extent begins at a multiple of 64 KiB
+
+    a page       whole multiples of 4 KiB; its number is its offset / 4096. Head: u64 checksum of the head's other words, magic
+                 "PSDPAGE1", block, page number, version, words in the head, 0, 0, sessions u64[W], clocks u64[W], steps u64[k];
+                 then parameter and slots, each from a multiple of 64
+
+A page that no table entry names is free. So publishing is: write the head, fence, store the entry. Freeing is nothing at all.
+Growing is: make the file longer, store the extent record. The free list is what the table leaves over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from psd_core import _arena_file as files
+from psd_core import _arena_format as form
+from psd_core import _arena_recovery as recovery
+from psd_core._arena_accumulators import Accumulators
+from psd_core._arena_blocks import Blocks, Page
+from psd_core._arena_format import CRASH_POINTS, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
+from psd_core._arena_pages import SPARE_PAGES_KEPT
+from psd_core._arena_records import WORDS, Records
+
+__all__ = ["CRASH_POINTS", "WORDS", "Arena", "ArenaBusy", "ArenaCorrupt", "ArenaError", "ArenaFull", "BlockShape", "Page"]
+
+_DIRECTORY_MADE = 1
+
+
+def _no_crash(_name: str) -> None:
+    pass
+
+
+class Arena:
+    """The block store of one shard. Made by `create` or `open`; closed by `close`.
+
+    Thread-safe, but one thread at a time updates a block (`spare` to `publish`). After `close` only pages that are still held
+    may be read. A caller's errors (a page given back twice, a rank out of range) are AssertionError, IndexError or KeyError.
+
+    Attributes:
+        meta: the caller's bytes, as given to `create`. shapes: of the blocks. workers: W.
+    """
+
+    def __init__(self, directory: Path, lock_fd: int, fd: int, front: form.Front, crash_point: Callable[[str], None]) -> None:
+        """Not for callers. Takes both descriptors over."""
+        self.meta = front.meta
+        self.shapes = front.shapes
+        self.workers = front.workers
+        self._directory = directory
+        self._lock_fd = lock_fd
+        self._fd = fd
+        self._front = front
+        self._crash_point = crash_point
+        mapping = files.map_shared(fd, 0, front.size)
+        self._blocks = Blocks(fd, front, mapping, crash_point)
+        self._records = Records(front, mapping, crash_point)
+        self._accumulators = Accumulators(front.shapes)
+        self._is_closed = False
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        meta: bytes,
+        shapes: Sequence[BlockShape],
+        workers: int,
+        crash_point: Callable[[str], None] = _no_crash,
+        replace: bool = False,
+    ) -> Arena:
+        """Make an arena with no block published, with all words 0, in a directory that is made if need be.
+
+        The arena appears under its name whole, by a rename. An unfinished one is always replaced.
+
+        Args:
+            meta: whatever identifies the contents; `open` gives it back.
+            shapes: of the blocks. workers: ranks in the dedup window, members and decision masks.
+            crash_point: called at each of CRASH_POINTS.
+            replace: a finished arena too. What it held is lost.
+
+        Raises:
+            ArenaBusy: another live process holds the directory.
+            ArenaError: a finished arena is there, and not `replace`.
+            ArenaFull: no space; nothing of the new arena is left.
+            ValueError: a shape that no page can have.
+        """
+        form.check_shapes(shapes, workers)
+        path = Path(directory)
+        is_made = files.make_directory(path)
+        lock_fd = files.take_lock(path)
+        fd = -1
+        try:
+            _check_vacant(path, replace)
+            front = form.Front(workers, tuple(shapes), bytes(meta), _DIRECTORY_MADE if is_made else 0)
+            fd = os.open(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            files.extend(fd, front.size)
+            files.reserve(fd, 0, front.size)
+            os.pwrite(fd, front.pack(), 0)
+            arena = cls(path, lock_fd, fd, front, crash_point)
+            arena._allocate()
+            crash_point("arena.create.before_rename")
+            (path / files.UNFINISHED_NAME).rename(path / files.ARENA_NAME)
+            crash_point("arena.create.after_rename")
+        except BaseException:
+            files.remove(path, [files.UNFINISHED_NAME, *([files.LOCK_NAME] if is_made else [])], is_made)
+            files.close(lock_fd, fd)
+            raise
+        return arena
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        crash_point: Callable[[str], None] = _no_crash,
+        read: recovery.Read = files.read_exactly,
+    ) -> Arena | None:
+        """Take over what a process that has died, or called `close(remove=False)`, left in a directory.
+
+        Everything but parameters and slots is verified. An unfinished arena is removed.
+
+        Args:
+            read: how bytes are read before they are trusted, for tests that count or change them.
+
+        Returns:
+            None if there is no finished arena.
+
+        Raises:
+            ArenaBusy: another live process holds the directory.
+            ArenaCorrupt: the file is not what was written; the message says what is wrong where. The file is left alone.
+        """
+        path = Path(directory)
+        if not path.is_dir():
+            return None
+        lock_fd = files.take_lock(path)
+        fd = -1
+        try:
+            files.remove(path, [files.UNFINISHED_NAME], and_directory=False)
+            try:
+                fd = os.open(path / files.ARENA_NAME, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                os.close(lock_fd)
+                return None
+            arena = cls(path, lock_fd, fd, recovery.read_front(fd, read), crash_point)
+            blocks = arena._blocks
+            arena._records.verify()
+            recovery.add_extents(fd, arena._front, blocks.extents, blocks.pool)
+            blocks.adopt(recovery.read_table(fd, arena._front, blocks.table, blocks.pool, read))
+        except ArenaCorrupt as error:
+            files.close(lock_fd, fd)
+            raise ArenaCorrupt(f"{path / files.ARENA_NAME}: {error}") from None
+        except BaseException:
+            files.close(lock_fd, fd)
+            raise
+        return arena
+
+    def _allocate(self) -> None:
+        """The first extents: a page per block and a few to update into, faulted in now rather than in the first steps."""
+        pool = self._blocks.pool
+        for kind in pool.kinds:
+            blocks = sum(layout.size == kind.size for layout in self._front.layouts)
+            count = blocks + min(SPARE_PAGES_KEPT, 2 + blocks // 16)
+            pool.back_all(pool.add_extent(kind, count, publish=True))
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of the directory. Views that are still held stay readable.
+
+        Args:
+            remove: delete the arena, and the directory if `create` had made it and nothing else is in it.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if remove:
+            is_ours = bool(self._front.flags & _DIRECTORY_MADE)
+            files.remove(self._directory, [files.ARENA_NAME, files.LOCK_NAME], is_ours)
+        files.close(self._fd, self._lock_fd)
+
+    # Pages.
+
+    def current(self, block: int) -> Page | None:
+        """The published page, not pinned: for the thread that updates the block. None: never published."""
+        return self._blocks.current(block)
+
+    def pin(self, block: int) -> Page:
+        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none."""
+        return self._blocks.pin(block)
+
+    def unpin(self, page: Page) -> None:
+        """Give a pinned page back."""
+        self._blocks.unpin(page)
+
+    def spare(self, block: int) -> Page:
+        """A page to write the block's next version into: all of it, since its contents are undefined.
+
+        Raises:
+            ArenaFull: no space, or no room in the arena's own tables. Nothing has changed.
+        """
+        return self._blocks.spare(block)
+
+    def publish(self, block: int, page: Page, version: int) -> None:
+        """Make a spare the block's current page, in one step. The old page is free when its last pin goes."""
+        self._blocks.publish(block, page, version)
+
+    def discard(self, page: Page) -> None:
+        """Give back a spare that will not be published."""
+        self._blocks.discard(page)
+
+    def lend_accumulator(self, block: int) -> NDArray[Any]:
+        """An (n,) array of ordinary memory with undefined contents, to sum a round's gradients in."""
+        return self._accumulators.lend(self.shapes[block])
+
+    def return_accumulator(self, array: NDArray[Any]) -> None:
+        """Give a lent accumulator back."""
+        self._accumulators.give_back(array)
+
+    # Durable facts; each call's change is whole or absent after a crash.
+
+    def word(self, name: str) -> int:
+        """One of WORDS; 0 in a new arena."""
+        return self._records.word(name)
+
+    def set_word(self, name: str, value: int) -> None:
+        """Set one of WORDS, to less than 2**64."""
+        self._records.set_word(name, value)
+
+    def member(self, rank: int) -> tuple[int, int, int]:
+        """Session, clock and state of a rank; zeros in a new arena."""
+        return self._records.member(rank)
+
+    def set_member(self, rank: int, session: int, clock: int, state: int) -> None:
+        """Set all three at once: a new session is never seen with the clock or the state of the one before, nor the reverse.
+
+        With the session unchanged one word is stored. A new session is written beside the old one, then selected by one store.
+
+        Args:
+            session: less than 2**64. clock: less than 2**56. state: less than 256.
+        """
+        self._records.set_member(rank, session, clock, state)
+
+    def record_decision(self, round: int, mask: int) -> None:  # noqa: A002
+        """Remember the workers (bit per rank) of a round; the last 8 rounds are kept. Repeating it changes nothing."""
+        self._records.record_decision(round, mask)
+
+    def decision(self, round: int) -> int | None:  # noqa: A002
+        """The mask recorded for a round, or None: not recorded, or no longer kept."""
+        return self._records.decision(round)
+
+    # Memory.
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file, holes included."""
+        return self._blocks.pool.file_end
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory or disk space that the file takes: front, current and pinned pages, spares."""
+        return self._blocks.pool.backed_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """The part of `used_bytes` that no version lives in: spares that nobody has in hand."""
+        return self._blocks.pool.spare_bytes()
+
+    def trim(self) -> None:
+        """Give the memory of surplus spares back now. Unpinning and publishing do so too, little by little."""
+        self._blocks.pool.trim()
+
+
+def _check_vacant(path: Path, replace: bool) -> None:
+    if (path / files.ARENA_NAME).exists() and not replace:
+        raise ArenaError(f"{path} holds an arena already")
