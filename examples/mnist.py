@@ -85,7 +85,12 @@ def train(args: argparse.Namespace) -> None:
     optimizer.pull()
     if rank == 0:
         share = accuracy(model, data.test_images, data.test_labels)
-        result = {"data": data.name, "steps": args.steps, "accuracy": round(share, 4), "steps_per_s": round(args.steps / seconds, 1)}
+        result = {
+            "data": data.name,
+            "steps": args.steps,
+            "accuracy": round(share, 4),
+            "steps_per_s": round(args.steps / seconds, 1),
+        }
         print(f"result {json.dumps(result)}", flush=True)
     optimizer.close()
 
