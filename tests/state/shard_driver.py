@@ -1,0 +1,239 @@
+"""Drives one Shard object with injected time and without gRPC: what the unit tests of psd.state share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.config import ServerConfig
+from psd.contract.consistency import Consistency
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd.state.exchange import Push
+from psd.state.shard import Shard
+from psd.state.tickets import Ticket
+from psd.v1 import control_pb2, data_pb2, job_pb2
+
+SGD = (1.0, 0.0, 0.0, 0.0)  # lr, momentum, dampening, weight_decay
+INCARNATION = 7
+
+
+class FakeTime:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.value = 1000.0
+
+    def __call__(self) -> float:
+        return self.value
+
+
+@dataclass
+class Seat:
+    """A worker that has joined."""
+
+    rank: int
+    session: int
+    clock: int
+    caller: job_pb2.Caller
+
+
+def job_spec(
+    world_size: int = 2,
+    *,
+    blocks: int = 1,
+    size: int = 3,
+    mode: str = "sync",
+    flags: tuple[str, ...] = (),
+    reduction: str = "mean",
+    quorum: int = 0,
+    dtype: str = "float64",
+) -> JobSpec:
+    """A job of so many blocks: every group is a space of its own, and a small space is one block."""
+    return JobSpec(
+        world_size,
+        tuple(TensorSpec(f"t{i}", (size,), dtype, i) for i in range(blocks)),
+        tuple(GroupSpec("sgd", flags) for _ in range(blocks)),
+        Consistency.parse(mode),
+        reduction,
+        quorum,
+    )
+
+
+class Driver:
+    """One shard and the calls on it, as plain values."""
+
+    def __init__(
+        self, spec: JobSpec | None = None, *, shard: int = 0, shards: int = 1, lease_s: float = 10.0, **config: Any
+    ) -> None:
+        self.time = FakeTime()
+        self.spec = spec if spec is not None else job_spec()
+        self.layout = Layout(self.spec, shards)
+        self.config = ServerConfig(shard, shards, lease_s=lease_s, **config)
+        self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=INCARNATION)
+        self.core = self.shard.core
+
+    # -- coming and going --
+
+    def join(self, rank: int = 0, *, session: int = 0, run_id: str = "", world_size: int = 0) -> Seat:
+        request = control_pb2.JoinRequest(
+            run_id=run_id,
+            shard_index=self.config.shard_index,
+            shard_count=self.config.shard_count,
+            rank=rank,
+            world_size=world_size or self.spec.world_size,
+            session=session,
+            host=f"host{rank}",
+            pid=100 + rank,
+        )
+        reply = self.shard.admission.join(request)
+        caller = job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)
+        return Seat(rank, reply.session, reply.clock, caller)
+
+    def declare(self, seat: Seat, spec: JobSpec | None = None) -> tuple[control_pb2.DeclareReply, Ticket | None]:
+        return self.shard.admission.declare(
+            control_pb2.DeclareRequest(caller=seat.caller, spec=(spec or self.spec).to_message())
+        )
+
+    def begin_initialize(self, seat: Seat) -> Any:
+        return self.shard.admission.begin_initialize(seat.caller, self.layout.digest)
+
+    def initialize(self, seat: Seat, value: float = 0.0) -> bool:
+        init = self.begin_initialize(seat)
+        self.offer(init, value)
+        return self.shard.admission.end_initialize(init)
+
+    def offer(self, init: Any, value: float) -> None:
+        for block in self.layout.blocks_of(self.config.shard_index):
+            self.shard.admission.initialize_block(init, block.index, memoryview(np.full(block.length, value, block.dtype)))
+
+    def start(self, *ranks: int, value: float = 0.0) -> list[Seat]:
+        """Join and declare these ranks (all by default); the first one initializes."""
+        seats = [self.join(rank) for rank in ranks or range(self.spec.world_size)]
+        for seat in seats:
+            self.declare(seat)
+        assert self.initialize(seats[0], value)
+        return seats
+
+    def heartbeat(self, seat: Seat, clock: int = 0) -> list[Ticket]:
+        return self.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=seat.caller, clock=clock))
+
+    def leave(self, seat: Seat, *, failed: bool = False) -> None:
+        self.shard.admission.leave(seat.caller, failed=failed)
+
+    def advance(self, seconds: float) -> list[int]:
+        """Let time pass in steps of a quarter of a lease; returns the ranks that expired."""
+        expired: list[int] = []
+        step = self.config.lease_s / 4
+        while seconds > 0:
+            self.time.value += min(step, seconds)
+            seconds -= step
+            expired += [worker.rank for worker in self.shard.tick()]
+        return expired
+
+    def expire(self, *gone: Seat, keep: Sequence[Seat] = ()) -> None:
+        """Let the leases of `gone` run out while `keep` send heartbeats."""
+        expired: list[int] = []
+        for _ in range(6):
+            for seat in keep:
+                self.heartbeat(seat)
+            expired += self.advance(self.config.lease_s / 4)
+        assert set(expired) >= {seat.rank for seat in gone}
+
+    def arrive(self, seat: Seat, name: str = "b", seq: int = 1) -> Ticket:
+        return self.shard.arrive(control_pb2.BarrierRequest(caller=seat.caller, name=name, seq=seq))
+
+    # -- numbers --
+
+    def header(self, seat: Seat, clock: int, *, weight: float = 1.0, scalars: Sequence[float] = SGD) -> data_pb2.PushHeader:
+        return data_pb2.PushHeader(
+            caller=seat.caller,
+            clock=clock,
+            weight=weight,
+            layout_digest=self.layout.digest,
+            scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
+        )
+
+    def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
+        return self.shard.exchange.begin_push(self.header(seat, clock, **header))
+
+    def push_block(self, push: Push, block: int, value: Any, present: bytes = b"") -> Ticket | None:
+        plan = self.layout.blocks[block]
+        payload = b"" if value is None else np.broadcast_to(np.asarray(value, plan.dtype), plan.length).tobytes()
+        return self.shard.exchange.push_block(push, block, present, memoryview(payload))
+
+    def push(self, seat: Seat, clock: int, value: Any, *, present: bytes = b"", **header: Any) -> data_pb2.PushReply:
+        """A whole push that need not wait."""
+        push = self.begin_push(seat, clock, **header)
+        assert self.shard.exchange.gate(push, clock) is None
+        for plan in self.layout.blocks_of(self.config.shard_index):
+            assert self.push_block(push, plan.index, value, present) is None
+        return self.shard.exchange.end_push(push)
+
+    def pull(self, seat: Seat, clock: int) -> dict[int, NDArray[Any] | Ticket]:
+        """What a pull finds now: per block its numbers, or what it waits for."""
+        pull, blocks = self.shard.exchange.begin_pull(seat.caller, clock, self.layout.digest, ())
+        gate = self.shard.exchange.gate(pull, clock)
+        if gate is not None:
+            return {block.plan.index: gate for block in blocks}
+        found: dict[int, NDArray[Any] | Ticket] = {}
+        for block in blocks:
+            answer = self.shard.exchange.read(block, pull)
+            if isinstance(answer, Ticket):
+                found[block.plan.index] = answer
+            else:
+                found[block.plan.index] = answer[1].parameter.copy()
+                self.shard.exchange.release(answer[1])
+        return found
+
+    def values(self, block: int = 0) -> list[float]:
+        """The parameters of a block, whatever its round."""
+        state = self.core.declared().blocks[block]
+        found = state.read(0)
+        assert found is not None
+        numbers = found[1].parameter.tolist()
+        self.core.store.unpin(found[1])
+        return numbers
+
+    def version(self, block: int = 0) -> int:
+        return self.core.declared().blocks[block].version
+
+    def worker(self, rank: int) -> Any:
+        return self.core.members.workers[rank]
+
+    def fingerprint(self, *, but: int = -1) -> Any:
+        """All that a refused request must leave as it is: pages, rounds, dedup windows, and the other workers' clocks."""
+        job = self.core.job
+        blocks = []
+        for state in job.blocks.values() if job is not None else ():
+            page, round_ = state._page, state._round
+            blocks.append(
+                (
+                    state.version,
+                    None
+                    if page is None
+                    else (page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()),
+                    None
+                    if round_ is None
+                    else (
+                        round_.contributors,
+                        round_.weight,
+                        round_.touched.tobytes(),
+                        round_.scalars,
+                        None if round_.accumulator is None else round_.accumulator.tobytes(),
+                    ),
+                    state._counted_session.tobytes(),
+                    state._counted_clock.tobytes(),
+                )
+            )
+        workers = [
+            (w.rank, w.state, w.session, w.clock, w.floor, w.has_pushed)
+            for w in (self.core.membership.workers if self.core.membership is not None else [])
+            if w.rank != but
+        ]
+        scalars = {} if job is None else {r: (e.scalars, e.rank, e.is_counted) for r, e in job._round_scalars.items()}
+        return blocks, workers, scalars, self.core.initial.is_set, self.core.run_id

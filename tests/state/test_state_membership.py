@@ -1,0 +1,317 @@
+"""Joining, sessions, fencing, leases and leaving, with injected time."""
+
+from __future__ import annotations
+
+import pytest
+from shard_driver import Driver, job_spec
+
+from psd.contract.errors import (
+    ForeignRun,
+    InvalidRequest,
+    NotDeclared,
+    PsdError,
+    SessionFenced,
+    ShardRestarted,
+    SpecMismatch,
+    WrongShard,
+)
+from psd.state.membership import WorkerState
+from psd.v1 import control_pb2, job_pb2
+
+
+def joined(driver, **fields):
+    """A join request as a shard of that driver wants it, with some fields changed."""
+    request = control_pb2.JoinRequest(shard_index=0, shard_count=1, world_size=2)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return driver.shard.admission.join(request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "names"),
+    [
+        ({"shard_count": 2}, WrongShard, "0/1"),
+        ({"shard_index": 1, "shard_count": 2}, WrongShard, "1/2"),
+        ({"rank": 2}, InvalidRequest, "rank"),
+        ({"world_size": 0}, InvalidRequest, "world_size"),
+        ({"world_size": 5000}, InvalidRequest, "world_size"),
+        ({"host": "x" * 257}, InvalidRequest, "host"),
+        ({"run_id": "x" * 129}, InvalidRequest, "run_id"),
+        ({"session": 5}, InvalidRequest, "session"),
+    ],
+)
+def test_join_with_a_wrong_field_is_refused_and_enters_nobody(fields, error, names):
+    """A join that is wrong in one field is refused by that field's name and leaves the shard as it was."""
+    driver = Driver()
+
+    with pytest.raises(error, match=names):
+        joined(driver, **fields)
+
+    assert driver.core.membership is None
+    assert driver.core.run_id == ""
+
+
+def test_shards_above_zero_take_the_session_that_shard_zero_issued():
+    """A shard other than 0 issues no session, and keeps the one that it is told."""
+    driver = Driver(shard=1, shards=2)
+
+    with pytest.raises(InvalidRequest, match="session"):
+        driver.join(0, session=0)
+
+    assert driver.join(0, session=42).session == 42
+
+
+def test_sessions_grow_even_if_the_wall_clock_does_not():
+    """Each join gets a larger session, also when wall time stands still or goes back."""
+    driver = Driver()
+
+    first = driver.join(0).session
+    driver.time.value -= 500
+    second = driver.join(0).session
+
+    assert second > first
+
+
+def test_a_foreign_run_is_refused_at_join_and_in_every_call():
+    """The run's name is fixed by the first worker; another name is refused."""
+    driver = Driver()
+    seat = driver.join(0, run_id="mine")
+    stranger = job_pb2.Caller(run_id="other", incarnation=seat.caller.incarnation, rank=0, session=seat.session)
+
+    with pytest.raises(ForeignRun, match="run_id"):
+        driver.join(1, run_id="other")
+    with pytest.raises(ForeignRun, match="run_id"):
+        driver.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=stranger))
+
+
+def test_a_caller_that_knew_an_earlier_incarnation_is_told_so():
+    """A request that names another life of the shard is refused, so that a blank shard is not taken for the old one."""
+    driver = Driver()
+    seat = driver.join(0)
+    seat.caller.incarnation += 1
+
+    with pytest.raises(ShardRestarted) as caught:
+        driver.heartbeat(seat)
+
+    assert caught.value.detail == {"shard": 0}
+
+
+def test_a_second_join_of_a_rank_fences_the_first_as_superseded():
+    """Whoever joins last has the rank; the earlier session is refused with the cause, and told where the rank is now."""
+    driver = Driver()
+    old = driver.join(0)
+    new = driver.join(0)
+
+    with pytest.raises(SessionFenced, match="host0") as caught:
+        driver.heartbeat(old)
+
+    assert caught.value.detail["cause"] == "superseded"
+    assert driver.heartbeat(new) == []
+
+
+def test_an_older_session_cannot_join_a_shard_again():
+    """At the shards above 0, a session older than the rank's last is fenced, the same one is idempotent."""
+    driver = Driver(shard=1, shards=2)
+    driver.join(0, session=5)
+    driver.join(1, session=6)
+
+    assert driver.join(0, session=5).session == 5
+    driver.join(0, session=9)
+    with pytest.raises(SessionFenced):
+        driver.join(0, session=5)
+
+
+def test_a_session_that_never_joined_is_refused_as_expired():
+    """A session that this shard never saw may simply join."""
+    driver = Driver()
+    seat = driver.join(0)
+    seat.caller.session += 1
+
+    with pytest.raises(SessionFenced) as caught:
+        driver.heartbeat(seat)
+
+    assert caught.value.detail["cause"] == "expired"
+
+
+def test_silence_expires_a_worker_and_heartbeats_keep_it():
+    """A lease runs out after lease_s of silence, not before; a heartbeat renews it; afterwards the session is fenced."""
+    driver = Driver(lease_s=10)
+    silent, lively = driver.join(0), driver.join(1)
+
+    assert driver.advance(9.9) == []
+    driver.heartbeat(lively)
+    assert driver.advance(2.5) == [0]
+
+    with pytest.raises(SessionFenced, match="lease of 10 s") as caught:
+        driver.heartbeat(silent)
+    assert caught.value.detail["cause"] == "expired"
+    driver.heartbeat(lively)
+
+
+def test_a_zombie_comes_back_as_a_new_session():
+    """An expired worker joins again under its rank, and is live."""
+    driver = Driver()
+    old, _other = driver.join(0), driver.join(1)
+    driver.expire(old)
+
+    new = driver.join(0)
+
+    assert new.session > old.session
+    assert driver.worker(0).state is WorkerState.LIVE
+
+
+def test_a_shard_that_was_suspended_extends_leases_by_the_gap():
+    """Time in which the shard itself did not run is not the workers' silence, and is counted for them only up to now."""
+    driver = Driver(lease_s=10)
+    driver.join(0)
+    driver.join(1)
+    driver.shard.tick()
+
+    driver.time.value += 3600
+    driver.join(1)
+    assert driver.shard.tick() == []
+
+    assert driver.worker(1).last_seen == driver.time.value, "last seen in the future"
+    assert driver.advance(9) == []
+    assert sorted(driver.advance(3)) == [0, 1]
+
+
+def test_world_size_is_fixed_by_the_first_worker_until_nobody_is_left():
+    """Another world size is refused by name; once all that said the first one are gone without a job, a new one holds."""
+    driver = Driver(job_spec(2))
+    first = driver.join(0)
+
+    with pytest.raises(SpecMismatch, match="world_size.*2.*3"):
+        driver.join(1, world_size=3)
+    driver.expire(first)
+
+    assert driver.join(1, world_size=3).rank == 1
+
+
+def test_leave_finishes_and_a_failed_leave_expires():
+    """Leaving ends the session; only a worker that has not failed counts as finished; leaving twice is harmless."""
+    driver = Driver()
+    a, b = driver.start()
+
+    driver.leave(a)
+    driver.leave(a)
+    driver.leave(b, failed=True)
+
+    assert driver.worker(0).state is WorkerState.FINISHED
+    assert driver.worker(1).state is WorkerState.EXPIRED
+    with pytest.raises(SessionFenced, match="left"):
+        driver.heartbeat(a)
+
+
+def test_leave_of_a_fenced_session_does_not_end_the_new_one():
+    """A superseded program that says goodbye does not take its successor with it."""
+    driver = Driver()
+    old = driver.join(0)
+    driver.join(0)
+
+    driver.leave(old)
+
+    assert driver.worker(0).state is WorkerState.LIVE
+
+
+def test_is_done_when_all_have_left_and_the_dead_are_given_up():
+    """Done means: everybody left, or was silent for many leases; a worker that failed may still come back."""
+    driver = Driver(lease_s=10)
+    a, b = driver.start()
+
+    driver.leave(a)
+    assert not driver.shard.is_done
+    driver.leave(b, failed=True)
+    assert not driver.shard.is_done
+    driver.advance(70)
+
+    assert driver.shard.is_done
+
+
+def test_calls_before_anything_is_there_say_what_is_missing():
+    """Before a job or its values exist, calls are refused as NotDeclared."""
+    driver = Driver()
+    seat = driver.join(0)
+
+    with pytest.raises(NotDeclared, match="no job"):
+        driver.begin_push(seat, 0)
+    driver.declare(seat)
+    with pytest.raises(NotDeclared, match="initial values"):
+        driver.pull(seat, 0)
+
+
+def test_a_clock_far_ahead_is_refused_and_changes_nothing():
+    """A clock that no drift between shards explains is refused, by heartbeat, push and pull alike."""
+    driver = Driver()
+    seat, _ = driver.start()
+    before = driver.fingerprint()
+
+    for call in (driver.heartbeat, driver.begin_push, driver.pull):
+        with pytest.raises(InvalidRequest, match="clock"):
+            call(seat, 2000)
+
+    assert driver.fingerprint() == before
+
+
+def test_a_shard_without_blocks_believes_any_clock():
+    """Where nobody pushes, the clock moves by heartbeats alone, however far apart, also after a rejoin."""
+    driver = Driver(job_spec(1, blocks=1), shard=1, shards=2)
+    seat = driver.join(0, session=1)
+    driver.declare(seat)
+    driver.initialize(seat)
+
+    driver.heartbeat(seat, 5000)
+    again = driver.join(0, session=2)
+    driver.declare(again)
+    driver.heartbeat(again, 50_000)
+
+    assert again.clock == 5000
+    assert driver.worker(0).clock == 50_000
+
+
+def test_waits_of_an_ended_session_end_with_it():
+    """Leaving, expiry and a new session fail what the session waits for; a superseded one learns that it is."""
+    causes = []
+    for end in ("leave", "expire", "supersede"):
+        driver = Driver(job_spec(2))
+        a, b = driver.start()
+        ticket = driver.pull(a, 1)[0]
+        {"leave": driver.leave, "expire": lambda s: driver.expire(s, keep=[b]), "supersede": lambda s: driver.join(s.rank)}[
+            end
+        ](a)
+        error = ticket.future.exception(0)
+        assert isinstance(error, SessionFenced)
+        causes.append(error.detail["cause"])
+        assert driver.core.waiting.open() == []
+
+    assert causes == ["expired", "expired", "superseded"]
+
+
+def test_a_wait_that_begins_after_its_session_ended_is_refused_at_once():
+    """Between two blocks of a pull the session may end; the next wait is then refused, because nothing would end it."""
+    driver = Driver(job_spec(2))
+    a, _b = driver.start()
+    pull, blocks = driver.shard.exchange.begin_pull(a.caller, 1, driver.layout.digest, ())
+    driver.join(0)
+
+    with pytest.raises(SessionFenced):
+        driver.shard.exchange.read(blocks[0], pull)
+
+    assert driver.core.waiting.open() == []
+
+
+def test_draining_fails_waits_now_and_later():
+    """A shard that shuts down keeps nobody waiting, neither those that wait nor those that come."""
+    driver = Driver(job_spec(2))
+    a, b = driver.start()
+    early = driver.pull(a, 1)[0]
+
+    driver.shard.drain()
+    late = driver.arrive(b)
+
+    for ticket in (early, late):
+        assert isinstance(ticket.future.exception(0), PsdError)
+        assert ticket.future.exception(0).reason == "Draining"
+    with pytest.raises(PsdError, match="shutting down"):
+        driver.shard.check_draining()
+    assert driver.core.waiting.open() == []
