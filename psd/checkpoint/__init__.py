@@ -1,0 +1,39 @@
+"""Checkpoints as files: one consistent cut of a job, independent of the number of shards.
+
+    <url>/timeline-00000-step-000000001200-7f3a/
+        shard-00000-of-00002.safetensors     one shard's numbers: a record per block (records.py)
+        shard-00000-of-00002.json            its own manifest: each block's place, version and CRC-32; clocks, client states
+        shard-00001-of-00002.safetensors
+        shard-00001-of-00002.json
+        manifest.json                        written last, and only then is the checkpoint valid: the job spec, the cut, sizes
+                                             and SHA-256 of the parts, clocks, client states
+
+What is stored are runs of the job's flat spaces, which depend on the job spec alone, so a checkpoint of two shards is read by
+five. The `.safetensors` files can be opened with the safetensors library; the `.json` files are for people, too, one block or
+tensor to a line, and end with a checksum of themselves (sealing.py).
+
+    cut.py          what a cut is, and the names of files
+    records.py      how a block lies in a file
+    safetensors.py  the file format
+    sealing.py, manifest.py    the JSON documents
+    storage.py      local directories and object stores: whole files or none
+    writing.py, loading.py, reading.py, export.py    the verbs
+    directory.py    CheckpointDirectory, the one class that others use
+
+A layer between contract and state: knows neither the blocks in a shard's memory nor when a checkpoint is due.
+"""
+
+from psd.checkpoint.cut import CheckpointInfo, CheckpointState, Cut
+from psd.checkpoint.directory import CheckpointDirectory
+from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.records import BlockPart, RestoredBlock
+
+__all__ = [
+    "CheckpointDirectory",
+    "Cut",
+    "BlockPart",
+    "Manifest",
+    "RestoredBlock",
+    "CheckpointInfo",
+    "CheckpointState",
+]

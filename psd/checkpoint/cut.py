@@ -1,0 +1,110 @@
+"""The names of things: one consistent cut of a job, the files that hold it, and what a directory says of each checkpoint.
+
+A cut is decided in one place and made known to all shards, so everything here is the same on all of them. Must not know how
+files are written.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
+
+MANIFEST = "manifest.json"
+
+_NAME = re.compile(r"timeline-(\d{5,})-step-(\d{12,})-([0-9A-Za-z]{1,64})")
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A point at which a job is stored.
+
+    Attributes:
+        cut_id: a name that no other cut has: 1 to 64 ASCII letters and digits.
+        step: under sync the version of all trained blocks; else some measure of progress, such as min_clock.
+        timeline: grows whenever the job goes back to an older state, so that what came after counts as newer.
+        run_id: the run's name. created_at: seconds since 1970, UTC.
+        layout: of the job, for its number of shards.
+    """
+
+    cut_id: str
+    step: int
+    timeline: int
+    run_id: str
+    created_at: float
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9A-Za-z]{1,64}", self.cut_id):
+            raise ValueError(f"cut_id: expected 1 to 64 ASCII letters and digits, got {self.cut_id!r}")
+        if self.step < 0 or self.timeline < 0:
+            raise ValueError(f"step and timeline: must not be negative, got {self.step} and {self.timeline}")
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job."""
+        return self.layout.spec
+
+    @property
+    def shard_count(self) -> int:
+        """How many parts there will be."""
+        return self.layout.shard_count
+
+    @property
+    def name(self) -> str:
+        """Of its directory; sorts by timeline, then by step."""
+        return f"timeline-{self.timeline:05}-step-{self.step:012}-{self.cut_id}"
+
+
+class Progress(tuple[int, int, str]):
+    """What a checkpoint's name says: timeline, step and cut id. Later ones compare as greater."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, name: str) -> Progress | None:
+        """None if it is not a checkpoint's name."""
+        match = _NAME.fullmatch(name)
+        return cls((int(match[1]), int(match[2]), match[3])) if match else None
+
+
+class CheckpointState(str, enum.Enum):
+    """What has become of a checkpoint."""
+
+    VALID = "valid"
+    INCOMPLETE = "incomplete"
+    """Has no manifest: it is being written, or whoever wrote it has died, or somebody began to delete it."""
+    DAMAGED = "damaged"
+    """Has a manifest that its files do not match."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One line of a listing.
+
+    Attributes:
+        created_at, shard_count: None unless it is valid.
+        nbytes: of all its files. reason: why it is not valid.
+    """
+
+    name: str
+    timeline: int
+    step: int
+    state: CheckpointState
+    nbytes: int
+    created_at: float | None = None
+    shard_count: int | None = None
+    reason: str = ""
+
+
+def data_file(shard_index: int, shard_count: int) -> str:
+    """A part's numbers."""
+    return f"shard-{shard_index:05}-of-{shard_count:05}.safetensors"
+
+
+def part_file(shard_index: int, shard_count: int) -> str:
+    """A part's own manifest, written after its numbers."""
+    return f"shard-{shard_index:05}-of-{shard_count:05}.json"

@@ -1,0 +1,237 @@
+"""A directory of checkpoints: writes parts, makes them a checkpoint, finds the newest that can be relied on, deletes old ones.
+
+The order of writing makes a checkpoint valid at one instant, by one rename or put:
+
+    every shard    its numbers, then its part's document        write_part
+    any shard      the manifest, once all parts are there       complete
+
+and the order of deleting makes it invalid at one instant: the manifest goes first. Nothing here waits, knows the time or keeps
+state: what is true is what the files say. Several shards may call anything at once. Errors of the file system surface as
+CheckpointFailed and leave what was valid valid. Must not know shards, blocks in memory, or when to store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from psd.checkpoint import writing
+from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, Progress
+from psd.checkpoint.export import ExportProgress, export_tensors
+from psd.checkpoint.loading import Incomplete, load
+from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.reading import restored_blocks, verify_part
+from psd.checkpoint.records import BlockPart, RestoredBlock
+from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
+from psd.contract.errors import CheckpointCorrupt
+from psd.contract.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+class CheckpointDirectory:
+    """The checkpoints at one URL.
+
+    Attributes:
+        location: the URL without credentials, for messages.
+    """
+
+    def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            url: a local path, or whatever fsspec takes.
+            keep: how many valid checkpoints `collect_garbage` leaves.
+            crash_point: for tests, see storage.py.
+
+        Raises:
+            ConfigError: fsspec does not know such URLs, or lacks the package for them.
+        """
+        if keep < 1:
+            raise ValueError(f"keep: must be at least 1, got {keep}")
+        self._keep = keep
+        self._storage = open_storage(url, crash_point)
+        self.location = self._storage.location
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def write_part(
+        self,
+        cut: Cut,
+        shard_index: int,
+        blocks: Iterable[BlockPart],
+        *,
+        worker_clocks: Mapping[int, int] | None = None,
+        client_states: Mapping[int, bytes] | None = None,
+    ) -> int:
+        """Store one shard's part of a cut, durably. A part that is there already is left as it is.
+
+        Args:
+            blocks: exactly the shard's blocks, in the order of the layout; taken one at a time, and done with when the next is
+                asked for, so that a generator can give a page back as soon as it is written.
+            worker_clocks: by rank. client_states: opaque bytes by rank, if this shard has any.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part does not exist.
+        """
+        return writing.write_part(self._storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {})
+
+    def complete(self, cut: Cut) -> bool:
+        """Write the manifest if all parts are there. Any shard may, at any time, also several at once.
+
+        Returns:
+            True if the checkpoint is valid now, False if parts are missing.
+
+        Raises:
+            CheckpointCorrupt: a part that is there is damaged.
+            CheckpointFailed: the file system refused something.
+        """
+        return writing.complete(self._storage, cut)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All checkpoints, newest first, with their states. Reads documents and sizes, not the numbers."""
+        return [self._inspect(name) for name in self._names()]
+
+    def newest(self, *, before: str | None = None) -> Manifest | None:
+        """The newest valid checkpoint, or the newest before the one of that name; None if there is none.
+
+        Newer ones that are not valid are logged as errors, with the file and the reason. Reads documents and sizes; the numbers
+        are checked when they are read: if that raises CheckpointCorrupt, go on with `before=` its name.
+        """
+        limit = None if before is None else _progress(before)
+        for name in self._names():
+            if limit is not None and _progress(name) >= limit:
+                continue
+            try:
+                return load(self._storage, name, self._storage.files(name))
+            except (CheckpointCorrupt, Incomplete) as error:
+                logger.error(  # noqa: TRY400 - the reason says it all
+                    "checkpoint %s in %s cannot be used, going back to the one before: %s", name, self.location, error
+                )
+        return None
+
+    def load(self, name: str) -> Manifest:
+        """One checkpoint by its name; CheckpointCorrupt if it is damaged, incomplete or not there."""
+        files = self._storage.files(name) if Progress.of(name) else {}
+        if not files:
+            raise CheckpointCorrupt(f"there is no checkpoint {name!r} in {self.location}")
+        try:
+            return load(self._storage, name, files)
+        except Incomplete as error:
+            raise CheckpointCorrupt(str(error)) from None
+
+    def _names(self) -> list[str]:
+        """Newest first; whatever else lies in the directory is not ours."""
+        return sorted(filter(Progress.of, self._storage.directories()), key=_progress, reverse=True)
+
+    def _inspect(self, name: str) -> CheckpointInfo:
+        timeline, step, _ = _progress(name)
+        files = self._storage.files(name)
+        nbytes = sum(files.values())
+        try:
+            manifest = load(self._storage, name, files)
+        except Incomplete as error:
+            return CheckpointInfo(name, timeline, step, CheckpointState.INCOMPLETE, nbytes, reason=str(error))
+        except CheckpointCorrupt as error:
+            return CheckpointInfo(name, timeline, step, CheckpointState.DAMAGED, nbytes, reason=str(error))
+        return CheckpointInfo(name, timeline, step, CheckpointState.VALID, nbytes, manifest.created_at, manifest.shard_count)
+
+    # -- deleting ------------------------------------------------------------------------------------------------------
+
+    def collect_garbage(self) -> list[str]:
+        """Remove what is no longer needed, once what replaces it is durable; returns the names.
+
+        Left are the newest `keep` valid checkpoints and all that is newer. Unfinished ones go when a newer one is valid,
+        damaged ones when there are `keep` newer valid ones. If nothing is valid, nothing is removed.
+        """
+        found = self.checkpoints()
+        kept = [info for info in found if info.state is CheckpointState.VALID][: self._keep]
+        if not kept:
+            return []
+        doomed = []
+        for info in found:
+            successor = kept[0] if info.state is CheckpointState.INCOMPLETE else kept[-1]
+            has_successors = info.state is CheckpointState.INCOMPLETE or len(kept) == self._keep
+            if has_successors and _progress(info.name) < _progress(successor.name):
+                doomed.append(info.name)
+        if doomed:
+            for info in kept:
+                self._storage.sync(info.name)
+        for name in reversed(doomed):
+            self._remove(name)
+        return doomed
+
+    def discard(self, cut: Cut) -> bool:
+        """Remove what there is of a cut that will not be completed, so that a full disk has room again.
+
+        Returns:
+            False if the checkpoint is valid; then it stays.
+        """
+        if self._inspect(cut.name).state is CheckpointState.VALID:
+            return False
+        self._remove(cut.name)
+        return True
+
+    def _remove(self, name: str) -> None:
+        files = self._storage.files(name)
+        if MANIFEST in files:
+            self._storage.remove(name, MANIFEST)
+            self._storage.sync(name)  # from here on it is not valid, also after a power failure
+        for file in sorted(files):
+            self._storage.remove(name, file)
+        self._storage.remove_directory(name)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read_blocks(self, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
+        """The blocks of one shard of `layout`, which may have any number of shards, in their order.
+
+        Only a few blocks are in memory at a time, and every byte is checked before it is used.
+
+        Raises:
+            CheckpointCorrupt: a byte has changed.
+            CheckpointFailed: a file cannot be read.
+            SpecMismatch: the tensors or the groups of the layout's job are not those that were stored.
+        """
+        return restored_blocks(self._storage, manifest, layout, shard_index)
+
+    def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
+        """Read every byte of a checkpoint; what is wrong, in words; empty if nothing is. `progress`: bytes read, of all."""
+        try:
+            manifest = self.load(name)
+        except CheckpointCorrupt as error:
+            return [str(error)]
+        done = 0
+        total = sum(part.data_bytes for part in manifest.parts)
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(done, total)
+
+        return [problem for part in manifest.parts for problem in verify_part(self._storage, manifest, part, advance)]
+
+    def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore) -> None:
+        """Write the parameters as named tensors to a safetensors file at a path or URL; see export.py.
+
+        Raises:
+            CheckpointCorrupt: a byte of the checkpoint has changed; the file is not written.
+            CheckpointFailed: a file cannot be read or written.
+        """
+        export_tensors(self._storage, manifest, path, progress)
+
+
+def _progress(name: str) -> Progress:
+    progress = Progress.of(name)
+    if progress is None:
+        raise ValueError(f"{name!r} is not the name of a checkpoint")
+    return progress

@@ -1,0 +1,93 @@
+"""Writes the parameters of a checkpoint as a plain safetensors file: named tensors in the declared shapes and dtypes.
+
+`safetensors.torch.load_file` and `model.load_state_dict` take it. All else stays behind. Tensors held in float32 for
+a worker's float16 or bfloat16 are rounded to nearest even, as the worker's own copy is. The file is streamed, and appears
+under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.checkpoint import safetensors
+from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.reading import Records, overlapping
+from psd.checkpoint.storage import Chunk, Storage, open_storage
+from psd.contract.jobspec import TensorSpec
+
+ExportProgress = Callable[[int, int], None]
+"""Is told the bytes written so far, and how many there will be."""
+
+ELEMENT_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class _Place(NamedTuple):
+    tensor: TensorSpec
+    space: int
+    start: int
+
+
+def export_tensors(storage: Storage, manifest: Manifest, path: str, progress: ExportProgress) -> None:
+    """See CheckpointDirectory.export."""
+    places = _places(manifest)
+    entries = safetensors.lay_out((p.tensor.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
+    # "pt" says that the layouts of weights are torch's; the transformers library asks for it.
+    header = safetensors.header(entries, {"format": "pt", "psd_checkpoint": manifest.name})
+    parent, _, file = path.rpartition("/")
+    target = open_storage(parent or ("/" if path.startswith("/") else "."))
+    target.write("", file, _counted(_chunks(storage, manifest, places, header), header, entries, progress))
+
+
+def _places(manifest: Manifest) -> list[_Place]:
+    """All tensors, wide elements first, so that each starts on a multiple of its item size."""
+    where = {
+        int(tensor): (index, int(start))
+        for index, stored in enumerate(manifest.spaces)
+        for tensor, start in zip(stored.space.tensors, stored.space.starts, strict=True)
+    }
+    places = [_Place(tensor, *where.get(index, (0, 0))) for index, tensor in enumerate(manifest.spec.tensors)]
+    return sorted(places, key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
+
+
+def _chunks(storage: Storage, manifest: Manifest, places: list[_Place], header: bytes) -> Iterator[Chunk]:
+    yield header
+    full = [place for place in places if place.tensor.size]
+    sources = [overlapping(manifest, place.space, place.start, place.tensor.size) for place in full]
+    with closing(Records(storage, manifest, sources)) as records:
+        for place, source in zip(full, sources, strict=True):
+            for record in source:
+                start = max(place.start, record.offset) - record.offset
+                stop = min(place.start + place.tensor.size, record.offset + record.length) - record.offset
+                values = converted(records.get(record).parameter[start:stop], place.tensor.dtype)
+                yield values.data.cast("B")
+
+
+def _counted(
+    chunks: Iterator[Chunk], header: bytes, entries: list[safetensors.Entry], progress: ExportProgress
+) -> Iterator[Chunk]:
+    total = len(header) + (entries[-1].stop if entries else 0)
+    done = 0
+    for chunk in chunks:
+        yield chunk
+        done += len(chunk)
+        progress(done, total)
+
+
+def converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Master values as a worker holds them; bfloat16 as its bit patterns."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):  # what is too large becomes infinity, as on the worker
+            return values.astype("<f2")
+    if dtype != "bfloat16":
+        return values
+    bits = values.view(np.uint32)
+    half = bits >> np.uint32(16)
+    rounded = (bits + np.uint32(0x7FFF) + (half & np.uint32(1))) >> np.uint32(16)
+    # A NaN could round to infinity or wrap around; it keeps its upper half, made quiet.
+    patterns: NDArray[np.uint32] = np.where(np.isnan(values), half | np.uint32(0x40), rounded)
+    return patterns.astype("<u2")

@@ -1,0 +1,296 @@
+"""The JSON documents of a checkpoint: each part's own, and the manifest that makes the checkpoint valid.
+
+The manifest has the size and SHA-256 of each part's document; that has the size of its data file and a CRC-32 of the header
+and of each record; both are sealed (sealing.py). So every byte is accounted for. The manifest is a pure function of the cut and
+the parts, so that any shard may write it, or all.
+
+Strict in what it reads: wrong content is CheckpointCorrupt, with the file's name and what is wrong. Must not know file systems.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+import psd
+from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
+from psd.checkpoint.records import Record, StoredSpace, stored_spaces
+from psd.checkpoint.safetensors import ITEM_BYTES
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
+from psd.contract.errors import CheckpointCorrupt, PsdError
+from psd.contract.jobspec import JobSpec
+from psd.v1 import job_pb2
+
+_IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
+"""What the manifest and all its parts must agree on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one shard wrote: its document, read.
+
+    Attributes:
+        header_bytes: of the data file, its first 8 bytes included. records: in the order of their bytes.
+        worker_clocks: by rank, as this shard knew them. client_states: opaque bytes by rank; only some shards have any.
+    """
+
+    shard_index: int
+    data_bytes: int
+    header_bytes: int
+    header_crc32: int
+    records: tuple[Record, ...]
+    worker_clocks: Mapping[int, int]
+    client_states: Mapping[int, bytes]
+    psd_version: str = psd.__version__
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """A checkpoint, read, with its parts.
+
+    Attributes:
+        created_at: seconds since 1970. spaces: the job's. records: of each space, by offset; they tile it.
+        worker_clocks: by rank, the smallest that any shard knew. client_states: opaque bytes by rank.
+        nbytes: of all files.
+    """
+
+    name: str
+    run_id: str
+    timeline: int
+    step: int
+    created_at: float
+    shard_count: int
+    psd_version: str
+    spec: JobSpec
+    worker_clocks: Mapping[int, int]
+    client_states: Mapping[int, bytes]
+    parts: tuple[Part, ...]
+    spaces: tuple[StoredSpace, ...]
+    records: tuple[tuple[Record, ...], ...]
+    nbytes: int
+
+
+# -- writing --
+
+
+def _head(cut: Cut, psd_version: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "psd_version": psd_version,
+        "name": cut.name,
+        "run_id": cut.run_id,
+        "timeline": cut.timeline,
+        "step": cut.step,
+        "created_at": cut.created_at,
+        "shard_count": cut.shard_count,
+        "layout_digest": cut.layout.digest.hex(),
+    }
+
+
+def _by_rank(values: Mapping[int, Any]) -> dict[str, Any]:
+    return {
+        str(rank): base64.b64encode(value).decode() if isinstance(value, bytes) else value
+        for rank, value in sorted(values.items())
+    }
+
+
+def part_document(cut: Cut, part: Part) -> bytes:
+    """The text of a part's own manifest."""
+    return seal(
+        {
+            **_head(cut, part.psd_version),
+            "shard_index": part.shard_index,
+            "data": {
+                "file": data_file(part.shard_index, cut.shard_count),
+                "nbytes": part.data_bytes,
+                "header_bytes": part.header_bytes,
+                "header_crc32": part.header_crc32,
+            },
+            "worker_clocks": _by_rank(part.worker_clocks),
+            "client_states": _by_rank(part.client_states),
+            "blocks": [dict(zip(Record._fields[1:], record[1:], strict=True)) for record in part.records],
+        }
+    )
+
+
+def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes]) -> bytes:
+    """The text of the manifest, from the parts and their documents as stored, in the order of the shards."""
+    spec = cut.spec
+    clocks: dict[int, int] = {}
+    states: dict[int, bytes] = {}
+    for part in parts:
+        for rank, clock in part.worker_clocks.items():
+            clocks[rank] = min(clock, clocks.get(rank, clock))
+        for rank, state in part.client_states.items():
+            states.setdefault(rank, state)
+    return seal(
+        {
+            **_head(cut, parts[0].psd_version),
+            "parts": [
+                PartEntry(
+                    file=part_file(part.shard_index, cut.shard_count),
+                    nbytes=len(document),
+                    sha256=hashlib.sha256(document).hexdigest(),
+                    data_file=data_file(part.shard_index, cut.shard_count),
+                    data_bytes=part.data_bytes,
+                )._asdict()
+                for part, document in zip(parts, documents, strict=True)
+            ],
+            "worker_clocks": _by_rank(clocks),
+            "client_states": _by_rank(states),
+            # The job in words, for people; what holds is job_spec, a psd.v1.JobSpec.
+            "job": {
+                "world_size": spec.world_size,
+                "consistency": str(spec.consistency),
+                "quorum": spec.quorum,
+                "reduction": spec.reduction,
+            },
+            "groups": [dataclasses.asdict(group) for group in spec.groups],
+            "spaces": _spaces_document(stored_spaces(spec)),
+            "tensors": [dataclasses.asdict(tensor) for tensor in spec.tensors],
+            "job_spec": base64.b64encode(spec.to_message().SerializeToString(deterministic=True)).decode(),
+        }
+    )
+
+
+def _spaces_document(spaces: Iterable[StoredSpace]) -> list[dict[str, Any]]:
+    return [{"group": s.space.group, "dtype": s.space.dtype.name, "size": s.space.size, "slots": list(s.slots)} for s in spaces]
+
+
+# -- reading --
+
+
+def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index: int) -> Part:
+    """Read a part's document, which must belong to the checkpoint with that identity."""
+    document = unseal(data, file)
+    try:
+        _check_identity(document, file, {**identity, "shard_index": shard_index})
+        return Part(
+            shard_index=shard_index,
+            data_bytes=document["data"]["nbytes"],
+            header_bytes=document["data"]["header_bytes"],
+            header_crc32=document["data"]["header_crc32"],
+            records=tuple(Record(part=shard_index, **block) for block in document["blocks"]),
+            worker_clocks=_clocks(document),
+            client_states=_states(document),
+            psd_version=document["psd_version"],
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"{file}: has unexpected content: {error!r}") from error
+
+
+def identity_of(cut: Cut) -> dict[str, Any]:
+    """What each part of a cut must say."""
+    head = _head(cut, "")
+    return {key: head[key] for key in _IDENTITY}
+
+
+class PartEntry(NamedTuple):
+    """What the manifest says of a part: its document's name, size and SHA-256, its data file's name and size."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    data_file: str
+    data_bytes: int
+
+
+class ManifestDocument:
+    """A manifest before its parts have been read.
+
+    Attributes:
+        identity: what each part must say. parts: where they are, in the order of the shards.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self.file = f"{name}/{MANIFEST}"
+        self.nbytes = len(data)
+        self._document = unseal(data, self.file)
+        try:
+            _check_identity(self._document, self.file, {"name": name})
+            self.identity = {key: self._document[key] for key in _IDENTITY}
+            self.parts = [PartEntry(**entry) for entry in self._document["parts"]]
+            if len(self.parts) != self._document["shard_count"]:
+                raise CheckpointCorrupt(f"{self.file}: has {len(self.parts)} parts of {self._document['shard_count']}")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
+
+    def with_parts(self, parts: Sequence[Part]) -> Manifest:
+        """The manifest; CheckpointCorrupt unless the parts hold all of the job, each element once."""
+        document = self._document
+        try:
+            message = job_pb2.JobSpec.FromString(base64.b64decode(document["job_spec"], validate=True))
+            spec = JobSpec.from_message(message)
+            spaces = tuple(stored_spaces(spec))
+            clocks, states = _clocks(document), _states(document)
+            is_known = document["spaces"] == _spaces_document(spaces)
+            records = _tiled(self.file, spaces, parts) if is_known else ()
+        except CheckpointCorrupt:
+            raise
+        except (LookupError, TypeError, ValueError, DecodeError, PsdError) as error:
+            raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
+        if not is_known:
+            raise CheckpointCorrupt(f"{self.file}: psd {psd.__version__} lays such a job out differently")
+        return Manifest(
+            **{key: document[key] for key in _IDENTITY if key != "layout_digest"},
+            psd_version=document["psd_version"],
+            spec=spec,
+            worker_clocks=clocks,
+            client_states=states,
+            parts=tuple(parts),
+            spaces=spaces,
+            records=records,
+            nbytes=self.nbytes + sum(entry.nbytes + entry.data_bytes for entry in self.parts),
+        )
+
+
+def _check_identity(document: Mapping[str, Any], file: str, identity: Mapping[str, Any]) -> None:
+    for key, expected in identity.items():
+        if document[key] != expected:
+            raise CheckpointCorrupt(f"{file}: belongs to another checkpoint: {key} is {document[key]!r}, not {expected!r}")
+
+
+def _clocks(document: Mapping[str, Any]) -> dict[int, int]:
+    return {int(rank): int(clock) for rank, clock in document["worker_clocks"].items()}
+
+
+def _states(document: Mapping[str, Any]) -> dict[int, bytes]:
+    return {int(rank): base64.b64decode(state, validate=True) for rank, state in document["client_states"].items()}
+
+
+def _tiled(file: str, spaces: Sequence[StoredSpace], parts: Sequence[Part]) -> tuple[tuple[Record, ...], ...]:
+    """The records of each space by offset, checked: they tile the spaces, and the data files behind their headers."""
+    of_space: list[list[Record]] = [[] for _ in spaces]
+    for part in parts:
+        end = part.header_bytes
+        for record in part.records:
+            stored = spaces[record.space]
+            fields = stored.fields(record.length, record.segments)
+            nbytes = sum(field.length * ITEM_BYTES[field.dtype] for field in fields)
+            if (record.start, record.nbytes, record.segments) != (
+                end,
+                nbytes,
+                stored.segments_in(record.offset, record.length),
+            ):
+                raise CheckpointCorrupt(f"{file}: part {part.shard_index} describes a block wrongly: {record}")
+            end += nbytes
+            of_space[record.space].append(record)
+        if end != part.data_bytes:
+            raise CheckpointCorrupt(f"{file}: the blocks of part {part.shard_index} end at {end}, not at {part.data_bytes}")
+    for index, (stored, records) in enumerate(zip(spaces, of_space, strict=True)):
+        records.sort(key=lambda record: record.offset)
+        end = 0
+        for record in records:
+            if record.offset != end:
+                break
+            end += record.length
+        if end != stored.space.size or sum(record.length for record in records) != end:
+            raise CheckpointCorrupt(f"{file}: the parts do not hold space {index} from element {end} on exactly once")
+    return tuple(map(tuple, of_space))

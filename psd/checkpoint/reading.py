@@ -1,0 +1,199 @@
+"""Reads the numbers of a checkpoint: for the shards of any layout of the job, and to check every byte.
+
+Records are read whole, a few ahead in threads of their own, and their CRC-32 is compared before a number is used. A block of
+the new layout that was stored as it is comes as views of what was read; others are assembled from the records that they
+overlap, so at most a few blocks are in memory. Must not know where the numbers go.
+"""
+
+from __future__ import annotations
+
+import bisect
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+
+from psd.checkpoint import safetensors
+from psd.checkpoint.cut import data_file
+from psd.checkpoint.manifest import Manifest, Part
+from psd.checkpoint.records import BlockPart, Record, RestoredBlock, decode
+from psd.checkpoint.storage import Storage
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
+from psd.contract.layout import Block, Layout
+
+READERS = 4
+RECORDS_AHEAD_MAX = 8
+"""Of about 1 MiB times one plus the slots each: enough to hide a store's latency, little beside a shard's memory."""
+
+Progress = Callable[[int], None]
+"""Is told how many bytes more have been read."""
+
+
+def overlapping(manifest: Manifest, space: int, offset: int, length: int) -> Sequence[Record]:
+    """The records that hold a run of a space, by offset."""
+    records = manifest.records[space]
+    first = bisect.bisect_right(records, offset, key=_offset) - 1
+    return records[first : bisect.bisect_left(records, offset + length, key=_offset)]
+
+
+def _offset(record: Record) -> int:
+    return record.offset
+
+
+class Records:
+    """Reads records in an order that is known before, ahead of their use. Close it."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, wanted: Iterable[Sequence[Record]]) -> None:
+        """`wanted`: the records of each use; a record that stands twice in a row is read once."""
+        self._storage = storage
+        self._manifest = manifest
+        self._coming = _without_repeats(wanted)
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="psd-checkpoint")
+        self._ahead: deque[Future[BlockPart]] = deque()
+        self._current: tuple[Record, BlockPart] | None = None
+
+    def get(self, record: Record) -> BlockPart:
+        """The next record of the order, or again the one before; CheckpointCorrupt if a byte of it has changed."""
+        if self._current is None or self._current[0] is not record:
+            self._current = None
+            while len(self._ahead) < RECORDS_AHEAD_MAX and (coming := next(self._coming, None)) is not None:
+                self._ahead.append(self._pool.submit(self._read, coming))
+            self._current = (record, self._ahead.popleft().result())
+            assert self._current[1].offset == record.offset
+        return self._current[1]
+
+    def _read(self, record: Record) -> BlockPart:
+        data = read_record(self._storage, self._manifest, record)
+        return decode(record, data, self._manifest.spaces[record.space].fields(record.length, record.segments))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _without_repeats(wanted: Iterable[Sequence[Record]]) -> Iterator[Record]:
+    last = None
+    for records in wanted:
+        for record in records:
+            if record is not last:
+                yield record
+            last = record
+
+
+def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
+    """The bytes of a record; CheckpointCorrupt unless they are those that were written."""
+    file = data_file(record.part, manifest.shard_count)
+    try:
+        data = storage.read(manifest.name, file, record.start, record.start + record.nbytes)
+    except FileNotFoundError:
+        raise CheckpointCorrupt(f"{manifest.name}/{file}: is missing") from None
+    if len(data) != record.nbytes or zlib.crc32(data) != record.crc32:
+        raise CheckpointCorrupt(
+            f"{manifest.name}/{file}: the bytes {record.start} to {record.start + record.nbytes} were changed: "
+            f"the checksum of block {record.offset} of space {record.space} does not match"
+        )
+    return data
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
+    """See CheckpointDirectory.read_blocks."""
+    theirs = layout.spec
+    comparable = replace(
+        manifest.spec,
+        world_size=theirs.world_size,
+        quorum=theirs.quorum,
+        consistency=theirs.consistency,
+        reduction=theirs.reduction,
+    )
+    if difference := comparable.difference(theirs):
+        raise SpecMismatch(f"checkpoint {manifest.name}: {difference}")
+    blocks = layout.blocks_of(shard_index)
+    sources = [overlapping(manifest, block.space, block.offset, block.length) for block in blocks]
+    with closing(Records(storage, manifest, sources)) as records:
+        for block, source in zip(blocks, sources, strict=True):
+            if len(source) == 1 and (source[0].offset, source[0].length) == (block.offset, block.length):
+                part = records.get(source[0])
+                has_window = manifest.spec.world_size == theirs.world_size
+                yield RestoredBlock(
+                    block,
+                    part.version,
+                    part.parameter,
+                    part.slots,
+                    part.steps,
+                    part.sessions if has_window else None,
+                    part.clocks if has_window else None,
+                )
+            else:
+                yield _assembled(manifest, block, source, records)
+
+
+def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], records: Records) -> RestoredBlock:
+    """A block that was cut differently.
+
+    A tensor's pieces may have seen different numbers of updates where gradients arrive one by one; the largest holds, because
+    with it no rule takes a larger step than it would have.
+    """
+    stored = manifest.spaces[block.space]
+    parameter = np.empty(block.length, block.dtype)
+    slots = {name: np.empty(block.length, block.dtype) for name in stored.slots}
+    steps = np.zeros(len(block.segment_ends), np.uint64)
+    first = stored.first_tensor(block.offset)
+    for record in source:
+        part = records.get(record)
+        start = max(record.offset, block.offset)
+        stop = min(record.offset + record.length, block.offset + block.length)
+        to = slice(start - block.offset, stop - block.offset)
+        here = slice(start - record.offset, stop - record.offset)
+        parameter[to] = part.parameter[here]
+        for name, slot in slots.items():
+            slot[to] = part.slots[name][here]
+        low, high = stored.first_tensor(start), stored.first_tensor(stop - 1) + 1
+        its_first = stored.first_tensor(record.offset)
+        into = steps[low - first : high - first]
+        np.maximum(into, part.steps[low - its_first : high - its_first], out=into)
+    version = max(record.version for record in source)
+    return RestoredBlock(block, version, parameter, slots, steps, None, None)
+
+
+# -- checking ----------------------------------------------------------------------------------------------------------
+
+
+def verify_part(storage: Storage, manifest: Manifest, part: Part, progress: Progress) -> Iterator[str]:
+    """Read every byte of a part's data file; what is wrong, in words."""
+    file = data_file(part.shard_index, manifest.shard_count)
+    try:
+        header = storage.read(manifest.name, file, 0, part.header_bytes)
+        if zlib.crc32(header) != part.header_crc32 or len(header) != part.header_bytes:
+            yield f"{manifest.name}/{file}: the header, bytes 0 to {part.header_bytes}, was changed"
+        else:
+            yield from _header_problems(manifest, part, header)
+    except (FileNotFoundError, CheckpointFailed) as error:
+        yield f"{manifest.name}/{file}: {error}"
+        return
+    progress(part.header_bytes)
+    for record in part.records:
+        try:
+            read_record(storage, manifest, record)
+        except (CheckpointCorrupt, CheckpointFailed) as error:
+            yield str(error)
+        progress(record.nbytes)
+
+
+def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[str]:
+    """Whether other readers of the file see what the documents say; only a defect of psd could make a difference."""
+    expected = safetensors.lay_out(
+        (field.tensor_name(record.space, record.offset), field.dtype, (field.length,))
+        for record in part.records
+        for field in manifest.spaces[record.space].fields(record.length, record.segments)
+    )
+    entries, _ = safetensors.parse_header(header[safetensors.PREFIX_BYTES :])
+    # Empty tensors have no place of their own, so the order of the bytes is not quite the order of the header.
+    if sorted(entries) != sorted(expected):
+        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header is not the documents'"

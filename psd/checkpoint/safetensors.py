@@ -1,0 +1,112 @@
+"""The safetensors file format, written and read by hand, because a shard streams its numbers and never holds them twice.
+
+    8 bytes    length of the header, little-endian
+    header     JSON: name -> {"dtype", "shape", "data_offsets": [start, stop]}, optionally "__metadata__": {str: str};
+               padded with blanks, so that the data begin on a multiple of 8 bytes
+    data       the tensors' bytes, little-endian, row-major, without gaps; offsets count from here
+
+Sizes are known before any number is, so the header is written first. Tensors are refused here that the library would refuse:
+overlaps, gaps, sizes that do not fit the shape. Whoever lays them out sees to it that each starts on a multiple of its item
+size, as torch requires. Must not know checkpoints, blocks or file systems.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U64": 8, "F64": 8}
+"""The element types that psd writes, by their names in the format."""
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype("u1"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "U64": np.dtype("<u8"),
+}
+"""Those that checkpoints are made of."""
+
+PREFIX_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000  # the library's own limit
+ALIGNMENT_BYTES = 8
+
+
+class Entry(NamedTuple):
+    """One tensor: name, element type, shape, and where its bytes are, counted from the first byte after the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[Entry]:
+    """Place tensors (name, element type, shape) one after the other."""
+    entries = []
+    start = 0
+    for name, dtype, shape in tensors:
+        stop = start + math.prod(shape) * ITEM_BYTES[dtype]
+        entries.append(Entry(name, dtype, shape, start, stop))
+        start = stop
+    return entries
+
+
+def header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The file up to the first tensor's bytes.
+
+    Raises:
+        ValueError: there are so many tensors that the header would be larger than readers accept.
+    """
+    document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for entry in entries:
+        document[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.stop],
+        }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    if len(text) > HEADER_BYTES_MAX:
+        raise ValueError(f"the header would have {len(text)} bytes; readers accept {HEADER_BYTES_MAX}")
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def header_length(prefix: bytes) -> int:
+    """Bytes of the header behind a file's first 8 bytes; ValueError if those cannot begin a safetensors file."""
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) != PREFIX_BYTES or length > HEADER_BYTES_MAX:
+        raise ValueError("the first 8 bytes are not the length of a safetensors header")
+    return length
+
+
+def parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
+    """The tensors in the order of their bytes, and the metadata, from a header without its first 8 bytes.
+
+    Raises:
+        ValueError: it is not such a header, or its tensors overlap, leave gaps or do not fit their shapes.
+    """
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("the header is not a JSON object")  # noqa: TRY004 - wrong input, not a wrong argument
+    metadata = document.pop("__metadata__", {})
+    try:
+        entries = [
+            Entry(name, value["dtype"], tuple(value["shape"]), *map(int, value["data_offsets"]))
+            for name, value in document.items()
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the header has an entry that is not a tensor: {error!r}") from None
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    end = 0
+    for entry in entries:
+        if entry.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {entry.name!r}: element type {entry.dtype!r} is not one of {sorted(ITEM_BYTES)}")
+        if entry.start != end or entry.stop - entry.start != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
+            raise ValueError(f"tensor {entry.name!r}: its bytes {entry.start} to {entry.stop} are not in their place")
+        end = entry.stop
+    return entries, metadata

@@ -1,0 +1,289 @@
+"""Where checkpoints lie: whole files in one directory per checkpoint, on a local file system or in any store that fsspec knows.
+
+`write` either leaves the whole file, to stay, or no file of that name, whatever happens meanwhile:
+
+    LocalStorage    writes a temporary name, fsync, rename, fsync of the directory; readers ignore temporary names
+    ObjectStorage   puts one object, which such stores show when it is complete. Where a store (memory, SFTP) shows what is
+                    there so far, the sizes and checksums in the manifest, which is written last, tell
+
+`crash_point` is called with a few words before each operation that changes a file; a test makes it kill the process or raise
+OSError there. What the system refuses is raised as CheckpointFailed with its words; a file that is not there is a
+FileNotFoundError. Must not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from psd.contract.config import ConfigError
+from psd.contract.errors import CheckpointFailed, PsdError
+
+CrashPoint = Callable[[str], None]
+Chunk = bytes | memoryview
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def no_crash(step: str) -> None:
+    """The crash point of every run that is no test."""
+
+
+class Storage(Protocol):
+    """Files in directories, one level deep. `directory` is a plain name, or "" for the top itself.
+
+    Attributes:
+        location: the URL without credentials, for messages.
+    """
+
+    location: str
+
+    def directories(self) -> list[str]:
+        """Names of the directories, sorted."""
+        ...
+
+    def files(self, directory: str) -> dict[str, int]:
+        """Sizes by name; empty if the directory does not exist."""
+        ...
+
+    def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes start to stop; fewer if the file ends before."""
+        ...
+
+    def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
+        """Write a whole file, durably; makes the directory if need be, replaces a file of that name."""
+        ...
+
+    def remove(self, directory: str, file: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+    def remove_directory(self, directory: str) -> None:
+        """Remove a directory, if it is there and empty."""
+        ...
+
+    def sync(self, directory: str) -> None:
+        """Make the directory's entries durable, whoever wrote them."""
+        ...
+
+
+def open_storage(url: str, crash_point: CrashPoint = no_crash) -> Storage:
+    """The storage at a URL or local path.
+
+    Raises:
+        ConfigError: fsspec does not know such URLs, or lacks the package for them.
+    """
+    shown = re.sub(r"//[^/@]*@", "//", url)
+    if not url:
+        raise ConfigError("checkpoint directory: expected a path or a URL, got an empty string")
+    try:
+        file_system, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise ConfigError(f"checkpoint directory {shown}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"checkpoint directory {shown}: expected a path or a URL that fsspec knows: {error}") from error
+    if isinstance(file_system, LocalFileSystem):
+        return LocalStorage(Path(path), crash_point)
+    return ObjectStorage(file_system, path.rstrip("/"), shown, crash_point)
+
+
+@contextlib.contextmanager
+def _surfacing(what: str, kind: type[Exception] = OSError, *, missing_is_failure: bool = False) -> Iterator[None]:
+    """Turn errors of a kind into CheckpointFailed, FileNotFoundError only if asked to."""
+    try:
+        yield
+    except (PsdError, AssertionError):
+        raise
+    except kind as error:
+        if isinstance(error, FileNotFoundError) and not missing_is_failure:
+            raise
+        words = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        raise CheckpointFailed(f"{what}: {words}") from error
+
+
+class LocalStorage:
+    """A directory of a local file system."""
+
+    def __init__(self, root: Path, crash_point: CrashPoint = no_crash) -> None:
+        self.location = str(root)
+        self._root = root
+        self._crash_point = crash_point
+
+    def directories(self) -> list[str]:
+        """See Storage."""
+        with _surfacing(f"cannot list {self._root}"):
+            try:
+                return sorted(entry.name for entry in self._root.iterdir() if entry.is_dir())
+            except FileNotFoundError:
+                return []
+
+    def files(self, directory: str) -> dict[str, int]:
+        """See Storage."""
+        sizes = {}
+        with _surfacing(f"cannot list {self._root / directory}"), contextlib.suppress(FileNotFoundError):
+            for entry in (self._root / directory).iterdir():
+                with contextlib.suppress(FileNotFoundError):  # a temporary name that has just been renamed
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
+
+    def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See Storage."""
+        path = self._root / directory / file
+        with _surfacing(f"cannot read {path}"), path.open("rb") as stream:
+            stream.seek(start)
+            return stream.read(-1 if stop is None else stop - start)
+
+    def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
+        """See Storage."""
+        path = self._root / directory / file
+        temporary = path.with_name(f".{file}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+        with _surfacing(f"cannot write {path}", missing_is_failure=True):
+            self._make_directory(path.parent)
+            try:
+                self._crash_point(f"create {file}")
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                try:
+                    for chunk in chunks:
+                        self._crash_point(f"write {file}")
+                        _write_all(descriptor, chunk)
+                    self._crash_point(f"fsync {file}")
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                self._crash_point(f"rename {file}")
+                temporary.replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
+            self._fsync(path.parent)
+
+    def remove(self, directory: str, file: str) -> None:
+        """See Storage."""
+        path = self._root / directory / file
+        with _surfacing(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
+            self._crash_point(f"remove {file}")
+            path.unlink()
+
+    def remove_directory(self, directory: str) -> None:
+        """See Storage."""
+        with _surfacing(f"cannot remove {self._root / directory}"), contextlib.suppress(FileNotFoundError):
+            self._crash_point(f"remove directory {directory}")
+            try:
+                (self._root / directory).rmdir()
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+
+    def sync(self, directory: str) -> None:
+        """See Storage."""
+        with _surfacing(f"cannot sync {self._root / directory}", missing_is_failure=True):
+            self._fsync(self._root / directory)
+            if directory:
+                self._fsync(self._root)
+
+    def _make_directory(self, path: Path) -> None:
+        """With its parents, each of them durable."""
+        if path.is_dir():
+            return
+        self._make_directory(path.parent)
+        self._crash_point(f"make directory {path.name}")
+        path.mkdir(exist_ok=True)
+        self._fsync(path.parent)
+
+    def _fsync(self, path: Path) -> None:
+        self._crash_point(f"fsync directory {path.name}")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_all(descriptor: int, chunk: Chunk) -> None:
+    view = memoryview(chunk)
+    if view.nbytes:
+        view = view.cast("B")
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]
+
+
+class ObjectStorage:
+    """A prefix in a store that fsspec knows."""
+
+    def __init__(self, file_system: Any, path: str, location: str, crash_point: CrashPoint = no_crash) -> None:
+        self.location = location
+        self._file_system = file_system
+        self._path = path
+        self._crash_point = crash_point
+
+    def _join(self, *names: str) -> str:
+        return "/".join(name for name in (self._path, *names) if name)
+
+    def _list(self, directory: str) -> list[dict[str, Any]]:
+        path = self._join(directory)
+        with _surfacing(f"cannot list {path}", Exception):
+            try:
+                self._file_system.invalidate_cache()
+                return list(self._file_system.ls(path, detail=True))
+            except FileNotFoundError:
+                return []
+
+    def directories(self) -> list[str]:
+        """See Storage."""
+        return sorted(_name(entry) for entry in self._list("") if entry["type"] == "directory")
+
+    def files(self, directory: str) -> dict[str, int]:
+        """See Storage."""
+        return {_name(entry): int(entry["size"]) for entry in self._list(directory) if entry["type"] == "file"}
+
+    def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See Storage."""
+        path = self._join(directory, file)
+        with _surfacing(f"cannot read {path}", Exception):
+            return bytes(self._file_system.cat_file(path, start=start, end=stop))
+
+    def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
+        """See Storage."""
+        path = self._join(directory, file)
+        with _surfacing(f"cannot write {path}", Exception, missing_is_failure=True):
+            self._crash_point(f"create {file}")
+            try:
+                stream = self._file_system.open(path, "wb")
+            except FileNotFoundError:  # a store with real directories, such as SFTP
+                self._file_system.makedirs(self._join(directory), exist_ok=True)
+                stream = self._file_system.open(path, "wb")
+            with stream:
+                for chunk in chunks:
+                    self._crash_point(f"write {file}")
+                    stream.write(chunk)
+                self._crash_point(f"put {file}")
+
+    def remove(self, directory: str, file: str) -> None:
+        """See Storage."""
+        path = self._join(directory, file)
+        with _surfacing(f"cannot remove {path}", Exception), contextlib.suppress(FileNotFoundError):
+            self._crash_point(f"remove {file}")
+            self._file_system.rm_file(path)
+
+    def remove_directory(self, directory: str) -> None:
+        """See Storage. In most stores a directory is gone with its last file, and there is nothing to remove."""
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._file_system.rmdir(self._join(directory))
+
+    def sync(self, directory: str) -> None:
+        """See Storage. What such a store shows is durable."""
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
