@@ -92,6 +92,8 @@ class ServerConfig:
         lease_s: silence after which a worker is no longer waited for.
         grace_s: time for requests in progress after SIGTERM.
         exit_when_done: end with status 0 when all workers have left.
+        state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
+            memory, which ends with the process.
     """
 
     shard_index: int
@@ -102,6 +104,7 @@ class ServerConfig:
     lease_s: float = 10.0
     grace_s: float = 10.0
     exit_when_done: bool = False
+    state_dir: str = ""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

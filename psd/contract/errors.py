@@ -8,6 +8,7 @@
     ├── WrongShard                the address belongs to another shard
     ├── ForeignRun                the shard serves another run
     ├── ShardRestarted            the shard is not the one that the worker joined
+    ├── StateLost                 the shard has come back without what it held
     ├── LayoutMismatch            the two sides cut the parameters differently
     ├── SpecMismatch              another job spec was declared first
     ├── ScalarsDisagree           workers of one round use different learning rates or the like
@@ -17,6 +18,7 @@
     │   └── BarrierTimeout
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
     ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
+    ├── OutOfSpace                a shard has no room for the job's parameters
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
     ├── ShardUnavailable          raised by clients: a shard could not be reached until the deadline
@@ -105,6 +107,12 @@ class ShardRestarted(PsdError):
     code = "FAILED_PRECONDITION"
 
 
+class StateLost(PsdError):
+    """The shard has come back without what it held, so this job cannot go on with it. Detail: shard."""
+
+    code = "DATA_LOSS"
+
+
 class LayoutMismatch(PsdError):
     """Worker and shard cut the parameters into different blocks."""
 
@@ -155,6 +163,12 @@ class CheckpointCorrupt(PsdError):
     """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it."""
 
     code = "DATA_LOSS"
+
+
+class OutOfSpace(PsdError):
+    """A shard has no room, in memory or on disk, for the job's parameters and slots; nothing was changed."""
+
+    code = "RESOURCE_EXHAUSTED"
 
 
 class Overloaded(PsdError):

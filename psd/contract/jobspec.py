@@ -30,6 +30,9 @@ _DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 REDUCTIONS = {"mean": job_pb2.REDUCTION_MEAN, "sum": job_pb2.REDUCTION_SUM}
 _REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
 
+AGGREGATIONS = {"fast": job_pb2.AGGREGATION_FAST, "exact": job_pb2.AGGREGATION_EXACT}
+_AGGREGATION_NAMES = {number: name for name, number in AGGREGATIONS.items()} | {job_pb2.AGGREGATION_UNSPECIFIED: "fast"}
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -71,6 +74,7 @@ class JobSpec:
     Attributes:
         quorum: workers whose gradients close a synchronous round; world_size unless there are backup workers.
         reduction: "mean" (weighted by samples) or "sum".
+        aggregation: "fast" (as gradients arrive) or "exact" (by rank, the same bits whatever the timing; sync only).
     """
 
     world_size: int
@@ -79,6 +83,7 @@ class JobSpec:
     consistency: Consistency = SYNC
     reduction: str = "mean"
     quorum: int = 0
+    aggregation: str = "fast"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -91,6 +96,10 @@ class JobSpec:
             object.__setattr__(self, "quorum", self.world_size)
         if self.reduction not in REDUCTIONS:
             raise InvalidRequest(f"reduction: must be one of {sorted(REDUCTIONS)}, got {self.reduction!r}")
+        if self.aggregation not in AGGREGATIONS:
+            raise InvalidRequest(f"aggregation: must be one of {sorted(AGGREGATIONS)}, got {self.aggregation!r}")
+        if self.aggregation == "exact" and self.consistency.mode != "sync":
+            raise InvalidRequest(f"aggregation: exact needs rounds, and only sync has them; the mode is {self.consistency}")
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
         for group in self.groups:
@@ -133,6 +142,7 @@ class JobSpec:
             world_size=self.world_size,
             quorum=self.quorum,
             reduction=REDUCTIONS[self.reduction],
+            aggregation=AGGREGATIONS[self.aggregation],
         )
         self.consistency.fill(message)
         for group in self.groups:
@@ -151,6 +161,8 @@ class JobSpec:
             tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group))
         if message.reduction not in _REDUCTION_NAMES:
             raise InvalidRequest(f"reduction: must be mean or sum, got {message.reduction}")
+        if message.aggregation not in _AGGREGATION_NAMES:
+            raise InvalidRequest(f"aggregation: must be fast or exact, got {message.aggregation}")
         return cls(
             world_size=message.world_size,
             tensors=tuple(tensors),
@@ -158,11 +170,12 @@ class JobSpec:
             consistency=Consistency.from_message(message),
             reduction=_REDUCTION_NAMES[message.reduction],
             quorum=message.quorum,
+            aggregation=_AGGREGATION_NAMES[message.aggregation],
         )
 
     def difference(self, other: JobSpec) -> str | None:
         """Words for the first difference between this spec (declared first) and `other`, or None if they are equal."""
-        for field in ("world_size", "consistency", "quorum", "reduction"):
+        for field in ("world_size", "consistency", "quorum", "reduction", "aggregation"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{field}: declared first as {mine}, now {theirs}"

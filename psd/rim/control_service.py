@@ -40,6 +40,7 @@ class ControlService:
             "Heartbeat": self.heartbeat,
             "Leave": self.leave,
             "Barrier": self.barrier,
+            "Commit": self.commit,
             "Status": self.status,
         }
         return grpc.method_handlers_generic_handler(
@@ -79,6 +80,13 @@ class ControlService:
         self._shard.admission.leave(request.caller, failed=request.failed)
         self._on_leave()
         return control_pb2.LeaveReply()
+
+    def commit(self, request: control_pb2.CommitRequest, context: grpc.ServicerContext) -> control_pb2.CommitReply:
+        """See ControlService.Commit."""
+        ticket = self._shard.exchange.commit(request)
+        if ticket is not None:
+            Waiter(self._shard, context).wait(ticket)
+        return self._shard.exchange.commit_reply(request.clock)
 
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
         """See ControlService.Barrier."""

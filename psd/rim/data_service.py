@@ -18,8 +18,8 @@ from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_p
 from psd.state.block import BlockState
 from psd.state.exchange import Pull, Push
 from psd.state.shard import Shard
-from psd.state.store import Page
 from psd.v1 import data_pb2
+from psd_core.arena import Page
 
 SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
@@ -61,10 +61,10 @@ class DataService:
     def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Pull."""
         waiter = Waiter(self._shard, context)
-        pull, blocks = self._exchange.begin_pull(request.caller, request.clock, request.layout_digest, request.blocks)
+        pull, blocks = self._exchange.begin_pull(request)
         self._pass_gate(pull, pull.clock, waiter)
         for block in blocks:
-            yield self._read(block, pull, waiter)
+            yield self._read(block, pull, waiter, with_payload=not request.versions_only)
 
     def push_pull(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.PushPull."""
@@ -151,17 +151,17 @@ class DataService:
         while (ticket := self._exchange.gate(call, clock)) is not None:
             waiter.wait(ticket)
 
-    def _read(self, block: BlockState, pull: Pull, waiter: Waiter) -> bytes:
+    def _read(self, block: BlockState, pull: Pull, waiter: Waiter, *, with_payload: bool = True) -> bytes:
         while True:
             found = self._exchange.read(block, pull)
             if isinstance(found, tuple):
-                return self._frame(block, *found)
+                return self._frame(block, *found, with_payload=with_payload)
             waiter.wait(found)
 
-    def _frame(self, block: BlockState, version: int, page: Page) -> bytes:
+    def _frame(self, block: BlockState, version: int, page: Page, *, with_payload: bool = True) -> bytes:
         try:
             head = data_pb2.PullFrame(block=block.plan.index, version=version)
-            return frames.join(head.SerializeToString(), page.parameter)
+            return frames.join(head.SerializeToString(), page.parameter if with_payload else None)
         finally:
             self._exchange.release(page)
-            self._exchange.count_bytes(sent=block.plan.nbytes)
+            self._exchange.count_bytes(sent=block.plan.nbytes if with_payload else 0)

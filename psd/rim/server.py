@@ -122,3 +122,5 @@ class ShardServer:
             self._ticker.join()
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=True)
+        # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
+        self.shard.close(keep=not self.done.is_set())

@@ -76,4 +76,7 @@ def shard_status(shard: Shard, address: str) -> control_pb2.StatusReply:
         reply.consistency = str(job.spec.consistency)
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum
+        reply.aggregation = job.spec.aggregation
+        reply.arena_bytes = job.arena.used_bytes
+        reply.state_dir = str(core.storage.directory)
     return reply

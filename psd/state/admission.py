@@ -13,10 +13,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from psd.contract import frames
-from psd.contract.errors import ForeignRun, InvalidRequest, SpecMismatch, WrongShard
+from psd.contract.errors import ForeignRun, InvalidRequest, SpecMismatch, StateLost, WrongShard
 from psd.contract.jobspec import JobSpec
 from psd.state.core import ShardCore
-from psd.state.job import Job
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
@@ -55,10 +54,10 @@ class Admission:
             )
         if request.rank >= request.world_size:
             raise InvalidRequest(f"rank: {request.rank} is not below world_size {request.world_size}")
-        if (request.session == 0) != (config.shard_index == 0):
+        if (request.session == 0) != (config.shard_index == 0 and not request.resume):
             raise InvalidRequest(
                 f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
-                "that session at the others"
+                "that session at the others, and in a worker that resumes"
             )
         for name, text, limit in (("host", request.host, 256), ("run_id", request.run_id, 128)):
             if len(text.encode()) > limit:
@@ -66,10 +65,19 @@ class Admission:
         with self._core.lock:
             if request.run_id and self._core.run_id and request.run_id != self._core.run_id:
                 raise ForeignRun(f"run_id: this shard serves run {self._core.run_id!r}, not {request.run_id!r}")
+            if request.resume and not self._core.initial.is_set:
+                raise StateLost(
+                    f"shard {config.shard_index} has come back without the parameters that it held; the job cannot go on",
+                    shard=config.shard_index,
+                )
             members = self._membership_for(request.world_size)
             earlier = members.worker(request.rank).session
             session = request.session or self._next_session()
-            worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
+            if request.resume and session == earlier:
+                worker = members.check_session(request.rank, session)
+                members.on_return(worker, host=request.host, pid=request.pid, now=self._core.now())
+            else:
+                worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
             self._core.membership = members
             self._core.run_id = self._core.run_id or request.run_id or f"run-{secrets.token_hex(4)}"
             if session != earlier:
@@ -81,6 +89,7 @@ class Admission:
                 session=session,
                 clock=worker.clock,
                 lease_s=config.lease_s,
+                decisions=self._latest_decisions(),
             )
         self._core.settle()
         return reply
@@ -94,14 +103,21 @@ class Admission:
         return members
 
     def _next_session(self) -> int:
-        self._last_session = max(self._last_session + 1, int(self._wall() * 1e6))
+        known = max((w.session for w in self._core.membership.workers), default=0) if self._core.membership else 0
+        self._last_session = max(self._last_session + 1, known + 1, int(self._wall() * 1e6))
         return self._last_session
+
+    def _latest_decisions(self) -> list[job_pb2.Decision]:
+        job = self._core.job
+        return job.decisions.latest() if job is not None and job.decisions is not None else []
 
     def _entry_clock(self, worker: Worker) -> int:
         """Where a worker that joins takes part: the open round, or beside the slowest of the others."""
         job = self._core.job
         if job is None:
             return 0
+        if job.decisions is not None:
+            return job.decisions.entry_clock(worker.rank)
         if job.policy.has_rounds:
             # Without blocks a shard has no rounds, and knows the clock from its workers alone.
             return job.version_max if job.trained_count else max(w.clock for w in self._core.members.workers)
@@ -117,15 +133,10 @@ class Admission:
             if spec.world_size != len(self._core.members.workers):
                 raise SpecMismatch(f"world_size: joined with {len(self._core.members.workers)}, declared {spec.world_size}")
             if self._core.job is None:
-                self._core.job = Job(
-                    spec,
-                    shard_index=self._core.config.shard_index,
-                    shard_count=self._core.config.shard_count,
-                    store=self._core.store,
-                    membership=self._core.members,
-                )
-            elif self._core.job.spec != spec:
-                raise SpecMismatch(f"the job differs from the one declared first: {self._core.job.spec.difference(spec)}")
+                self._core.declare(spec)
+            job = self._core.declared()
+            if job.spec != spec:
+                raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
             is_initializer = self._core.initial.on_declare(worker)
             ticket = None
             if self._core.config.shard_index == 0 and not self._core.initial.is_set and not is_initializer:
@@ -134,7 +145,7 @@ class Admission:
             if self._core.initial.is_set and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker)))
             reply = control_pb2.DeclareReply(
-                layout_digest=self._core.job.layout.digest,
+                layout_digest=job.layout.digest,
                 initializer=is_initializer,
                 initialized=self._core.initial.is_set,
                 clock=worker.clock,
@@ -174,6 +185,7 @@ class Admission:
                 return False
             for index, values in init.values.items():
                 job.blocks[index].initialize(values)
+            job.arena.set_word("initialized", 1)
             self._core.initial.on_set(init.worker, init.begun)
         self._core.settle()  # of what happened before there were blocks
         return True

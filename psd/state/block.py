@@ -1,8 +1,9 @@
 """One block: its current page, its version, the open round, and who has been counted. The life of a gradient ends here.
 
 Every method runs under the block's own lock, which is held while the kernel works (the GIL is not), so blocks proceed in
-parallel and a block is updated by one thread at a time. The dedup window lies beside the version: per rank, the session and
-clock of the last push counted. With it a push may be sent any number of times.
+parallel and a block is updated by one thread at a time. The dedup window is part of the page: per rank, the session and clock
+of the last push counted. It changes with the parameters, in one step, so a push may be sent any number of times, also to a
+shard that was killed and came back.
 
 Nothing under that lock takes the shard's (see core.py). Must not know sessions' validity, leases or messages.
 """
@@ -11,40 +12,18 @@ from __future__ import annotations
 
 import enum
 import threading
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import psd_core
 from psd.contract import layout
 from psd.state.consistency import Policy
+from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule
-from psd.state.store import Page, Store
 from psd.state.tickets import Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """One worker's part of a push for one block.
-
-    Attributes:
-        weight: samples behind it; 0 takes part and adds nothing.
-        values: (n,) gradient, zero where not present; None: no gradient in this block at all.
-        present: (k,) uint8, the segments with a gradient; None: all.
-        scalars: of the block's group.
-    """
-
-    rank: int
-    session: int
-    clock: int
-    weight: float
-    values: NDArray[Any] | None
-    present: NDArray[np.uint8] | None
-    scalars: Sequence[float]
+from psd_core.arena import Arena, Page
 
 
 class Outcome(enum.Enum):
@@ -56,53 +35,46 @@ class Outcome(enum.Enum):
     EARLY = "early"  # its round is not open yet; nothing changed
 
 
-@dataclass(slots=True)
-class Round:
-    """The open round of a block: the sum so far, and whose it is."""
-
-    scalars: Sequence[float]
-    touched: NDArray[np.uint8]
-    contributors: int = 0
-    weight: float = 0.0
-    accumulator: NDArray[Any] | None = None
-
-
 class BlockState:
     """A block of this shard.
 
-    Attributes:
-        version: updates applied; under SYNC also the number of the open round.
+    Args:
+        slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
+
+    Attributes:
+        version: updates applied; under SYNC also the number of the open round.
     """
 
     def __init__(
         self,
         plan: layout.Block,
         *,
-        store: Store,
+        arena: Arena,
+        slot: int,
         rule: Rule,
         policy: Policy,
         is_mean: bool,
-        world_size: int,
+        is_exact: bool,
         waited_in: Callable[[int], int],
         may_void: Callable[[int], bool],
     ) -> None:
         self.plan = plan
-        self.version = 0
         self.lock = threading.Lock()
-        self._store = store
+        self._arena = arena
+        self._slot = slot
         self._rule = rule
         self._policy = policy
         self._is_mean = is_mean
+        self._is_exact = is_exact
         self._waited_in = waited_in
         self._may_void = may_void
-        self._page: Page | None = None
-        self._round: Round | None = None
-        self._counted_session = array("Q", bytes(8 * world_size))
-        self._counted_clock = array("Q", bytes(8 * world_size))
+        self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
+        page = arena.current(slot)
+        self.version = page.version if page is not None else 0
 
     @property
     def slot_bytes(self) -> int:
@@ -110,26 +82,40 @@ class BlockState:
         return self._rule.slot_count * self.plan.nbytes
 
     def initialize(self, values: NDArray[Any]) -> None:
-        """Set the initial parameters; slots and steps become zero."""
-        page = self._store.allocate(self.plan, self._rule.slot_count)
+        """Set the initial parameters; slots, steps and the dedup window become zero.
+
+        Raises:
+            ArenaFull: no space; the block is as it was.
+        """
+        page = self._arena.spare(self._slot)
         np.copyto(page.parameter, values)
+        for slot in page.slots:
+            slot.fill(0)
+        page.steps.fill(0)
+        page.sessions.fill(0)
+        page.clocks.fill(0)
         with self.lock:
-            self._store.publish(self._page, page)
-            self._page = page
+            self._arena.publish(self._slot, page, 0)
 
     def contribute(self, part: Contribution) -> Outcome:
-        """Count one worker's gradient, and apply the update if that completes one."""
+        """Count one worker's gradient, and apply the update if that completes one.
+
+        If it raises (no memory, no space), nothing was counted, and the push may be sent again.
+        """
         with self.lock:
-            if self._counted_session[part.rank] == part.session and self._counted_clock[part.rank] > part.clock:
+            page = self._page
+            session = int(page.sessions[part.rank])
+            if session == part.session and int(page.clocks[part.rank]) > part.clock:
                 return Outcome.DUPLICATE
-            if self._counted_session[part.rank] > part.session:
+            if session > part.session:
                 # Fenced between the check of its session and now. Counting it would turn back the dedup window of the rank's
                 # new session.
                 return Outcome.LATE
             if not self._policy.has_rounds:
-                self._apply(self._gradient_of(part), part.scalars)
-                self._mark(part)
-                self._advance()
+                touched = self._all if part.present is None else part.present
+                values = part.values if part.weight else None
+                # A push that is an update of its own: the mean, or the sum, of one gradient is that gradient.
+                self._apply(Gradient(None, values, 1.0, 1.0, touched), part.scalars, {part.rank: part.session}, part.clock)
                 return Outcome.COUNTED
             if part.clock > self.version:
                 return Outcome.EARLY
@@ -138,33 +124,46 @@ class BlockState:
             return self._contribute_to_round(part)
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
-        bit = 1 << part.rank
-        round_ = self._round if self._round is not None else Round(part.scalars, np.zeros_like(self._all))
-        if round_.contributors & bit:
-            # An earlier session of this rank has counted before it died. A round takes one gradient from each worker.
+        round_ = self._round if self._round is not None else self._new_round(part.scalars)
+        if round_.has(part):
             return Outcome.DUPLICATE
-        values = part.values if part.weight else None
-        weight = part.weight if self._is_mean else 1.0
-        contributors, total = round_.contributors | bit, round_.weight + part.weight
-        grown = Round(round_.scalars, round_.touched, contributors, total, round_.accumulator)
-        if values is not None:
-            grown.touched = np.maximum(round_.touched, self._all if part.present is None else part.present)
-        # What may fail for want of memory comes first: a push that ended in an error is as if it had never been, and may be
-        # sent again.
-        if self._policy.closes(grown.contributors, self._waited_in(self.version)):
-            self._close(grown, values, weight)
-            self._mark(part)
+        if round_.is_complete_with(part):
+            self._close(round_, part)
             self._settle()
-            return Outcome.COUNTED
-        if values is not None:
-            if grown.accumulator is None:
-                grown.accumulator = self._store.lend_accumulator(self.plan)
-                psd_core.scaled_copy(grown.accumulator, values, weight)
-            else:
-                psd_core.accumulate(grown.accumulator, values, weight)
-        self._round = grown
-        self._mark(part)
+        else:
+            round_.add(part)
+            self._round = round_
         return Outcome.COUNTED
+
+    def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
+        segments, version = len(self.plan.segment_ends), self.version
+        if self._is_exact:
+            return ExactRound(
+                scalars,
+                segments,
+                is_mean=self._is_mean,
+                accumulators=self,
+                waited=lambda: self._waited_in(version),
+            )
+        return FastRound(
+            scalars,
+            segments,
+            is_mean=self._is_mean,
+            accumulators=self,
+            policy=self._policy,
+            waited=lambda: self._waited_in(version),
+        )
+
+    def decide(self, round_: int, members: int) -> None:
+        """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
+        with self.lock:
+            if round_ != self.version:
+                return
+            current = self._round if self._round is not None else self._new_round(())
+            assert isinstance(current, ExactRound)
+            current.members = members
+            self._round = current
+            self._settle()
 
     def settle(self) -> None:
         """Close the rounds that are complete now: somebody left, expired or skipped rounds."""
@@ -175,61 +174,60 @@ class BlockState:
         while True:
             round_ = self._round
             if round_ is None:
-                if not self._may_void(self.version):
+                if self._is_exact or not self._may_void(self.version):
                     return
-                self._advance()
-            elif self._policy.closes(round_.contributors, self._waited_in(self.version)):
-                self._close(round_, None, 0.0)
+                self._advance_void()
+            elif round_.is_complete():
+                self._close(round_, None)
             else:
                 return
 
-    def _close(self, round_: Round, last: NDArray[Any] | None, weight: float) -> None:
+    def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
-        scale = 1.0
-        if self._is_mean and round_.weight > 0:
-            if round_.accumulator is None and weight == round_.weight:
-                weight = 1.0  # a single gradient is its own mean, to the bit
-            else:
-                scale = 1.0 / round_.weight
-        self._apply(Gradient(round_.accumulator, last, weight, scale, round_.touched), round_.scalars)
+        gradient = round_.gradient(last)
+        counted = dict(round_.sessions)
+        if last is not None and (not self._is_exact or last.rank in counted):
+            counted[last.rank] = last.session
+        self._apply(gradient, round_.scalars, counted, self.version)
         self._round = None
-        if round_.accumulator is not None:
-            self._store.return_accumulator(round_.accumulator)
-        self._advance()
+        round_.end()
 
-    def _gradient_of(self, part: Contribution) -> Gradient:
-        """A push that is an update of its own: the mean, or the sum, of one gradient is that gradient."""
-        touched = self._all if part.present is None else part.present
-        values = part.values if part.weight else None
-        return Gradient(None, values, 1.0, 1.0, touched)
+    def _advance_void(self) -> None:
+        nothing = Gradient(None, None, 1.0, 1.0, np.zeros_like(self._all))
+        self._apply(nothing, (), {}, self.version)
 
-    def _apply(self, gradient: Gradient, scalars: Sequence[float]) -> None:
-        """Write the next page and make it current; the version is the caller's to advance."""
-        has_values = gradient.last is not None or gradient.accumulator is not None
-        if has_values and gradient.touched.any():
-            before = self._page
-            assert before is not None
-            after = self._store.spare(before)
-            self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
-            self._page = after
-            self._store.publish(before, after)
-
-    def _advance(self) -> None:
+    def _apply(self, gradient: Gradient, scalars: Sequence[float], counted: Mapping[int, int], clock: int) -> None:
+        """Write the next page, with the sessions whose push of `clock` it counts, and make it current in one step."""
+        before = self._page
+        after = self._arena.spare(self._slot)
+        try:
+            has_values = gradient.last is not None or gradient.accumulator is not None
+            if has_values and gradient.touched.any():
+                self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
+            else:
+                np.copyto(after.parameter, before.parameter)
+                for old, new in zip(before.slots, after.slots, strict=True):
+                    np.copyto(new, old)
+                np.copyto(after.steps, before.steps)
+            np.copyto(after.sessions, before.sessions)
+            np.copyto(after.clocks, before.clocks)
+            for rank, session in counted.items():
+                after.sessions[rank] = session
+                after.clocks[rank] = clock + 1
+        except BaseException:
+            self._arena.discard(after)
+            raise
+        self._arena.publish(self._slot, after, self.version + 1)
         self.version += 1
         for ticket in self._tickets.pop(self.version, ()):
             ticket.resolve()
 
-    def _mark(self, part: Contribution) -> None:
-        self._counted_session[part.rank] = part.session
-        self._counted_clock[part.rank] = part.clock + 1
-
     def read(self, version_min: int) -> tuple[int, Page] | None:
-        """The version and its page, pinned (give it back to the store), or None while the version is below `version_min`."""
+        """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`."""
         with self.lock:
             if self.version < version_min:
                 return None
-            assert self._page is not None
-            return self.version, self._store.pin(self._page)
+            return self.version, self._arena.pin(self._slot)
 
     def when(self, version: int, ticket: Ticket) -> None:
         """Resolve the ticket when the block reaches the version."""
@@ -246,5 +244,23 @@ class BlockState:
         if round_ < self.version:
             return 0
         current = self._round
-        contributors = 0 if current is None else current.contributors
-        return self._waited_in(self.version) & ~contributors
+        return self._waited_in(self.version) if current is None else current.missing()
+
+    def counted_clock(self, rank: int, session: int) -> int:
+        """The clock up to which pushes of this session have been counted here: the window's, 0 for another session."""
+        page = self._page
+        return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
+
+    def lend(self) -> NDArray[Any]:
+        """Memory for a round; see rounds.Accumulators."""
+        return self._arena.lend_accumulator(self._slot)
+
+    def give_back(self, array: NDArray[Any]) -> None:
+        """See rounds.Accumulators."""
+        self._arena.return_accumulator(array)
+
+    @property
+    def _page(self) -> Page:
+        page = self._arena.current(self._slot)
+        assert page is not None, "the block has no values yet"
+        return page

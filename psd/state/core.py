@@ -16,16 +16,19 @@ from typing import Any
 from numpy.typing import NDArray
 
 import psd_core
-from psd.contract.config import ServerConfig
+from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
 from psd.state.block import BlockState
 from psd.state.initial import InitialValues
 from psd.state.job import Job
 from psd.state.membership import Membership, Worker, WorkerState
-from psd.state.store import Store
+from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
-from psd.v1 import job_pb2
+from psd.v1 import job_pb2, storage_pb2
+from psd_core.arena import Arena, BlockShape
 
 
 @dataclass(slots=True)
@@ -50,9 +53,9 @@ class ShardCore:
         now: monotonic seconds.
     """
 
-    def __init__(self, config: ServerConfig, store: Store, now: Callable[[], float], incarnation: int | None) -> None:
+    def __init__(self, config: ServerConfig, storage: Storage, now: Callable[[], float], incarnation: int | None) -> None:
         self.config = config
-        self.store = store
+        self.storage = storage
         self.now = now
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
@@ -86,6 +89,73 @@ class ShardCore:
             raise NotDeclared("the job has no initial values on this shard yet")
         return job
 
+    def declare(self, spec: JobSpec) -> Job:
+        """Make the job, with an arena that holds no values yet.
+
+        Raises:
+            OutOfSpace: there is no room for it; nothing was made.
+        """
+        stored = storage_pb2.StoredJob(
+            run_id=self.run_id,
+            shard_index=self.config.shard_index,
+            shard_count=self.config.shard_count,
+            spec=spec.to_message(),
+        )
+
+        def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
+            stored.layout_digest = layout.digest
+            return self.storage.create(stored, shapes, spec.world_size)
+
+        self.job = self._job(spec, self.members, arena_of)
+        self.members.keep(self._save_worker)
+        return self.job
+
+    def recover(self) -> bool:
+        """Go on with the job that an earlier process of this shard held; False if there is none."""
+        found = self.storage.recover()
+        if found is None:
+            return False
+        stored, arena = found
+        spec = JobSpec.from_message(stored.spec)
+        members = Membership(spec.world_size, self.config.lease_s)
+        for rank in range(spec.world_size):
+            session, clock, state = arena.member(rank)
+            if state:
+                # See _save_worker: two bits say how far the floor lies below the clock. A floor that lies further below matters
+                # no more: rounds before the worker's last push had closed when that was counted.
+                members.restore(
+                    rank,
+                    state=WorkerState(state & 0xF),
+                    session=session,
+                    clock=clock,
+                    floor=max(0, clock - min(1, state >> 4)),
+                    now=self.now(),
+                )
+        job = self._job(spec, members, lambda *_: arena)
+        if job.layout.digest != stored.layout_digest:
+            raise ConfigError(
+                f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
+            )
+        self.run_id, self.membership, self.job = stored.run_id, members, job
+        members.keep(self._save_worker)
+        self.initial.on_recovered()
+        return True
+
+    def _job(self, spec: JobSpec, members: Membership, arena_of: Callable[[Layout, list[BlockShape]], Arena]) -> Job:
+        return Job(
+            spec,
+            shard_index=self.config.shard_index,
+            shard_count=self.config.shard_count,
+            membership=members,
+            arena_of=arena_of,
+        )
+
+    def _save_worker(self, worker: Worker) -> None:
+        arena = self.storage.arena
+        if arena is not None:
+            below = min(2, worker.clock - worker.floor)
+            arena.set_member(worker.rank, worker.session, worker.clock, worker.state.value | below << 4)
+
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
         if caller.run_id != self.run_id:
@@ -93,7 +163,7 @@ class ShardCore:
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "
-                f"not {caller.incarnation}: it has restarted and does not hold what the worker knows",
+                f"not {caller.incarnation}: it has restarted since the worker joined",
                 shard=self.config.shard_index,
             )
 
@@ -175,5 +245,10 @@ class ShardCore:
             self.barriers.on_members_changed()
             self.open_gates()
             job = self.job if self.initial.is_set else None
+            news: list[tuple[int, int]] = []
+            if job is not None and job.decisions is not None:
+                job.decisions.settle()
+                news, job.decisions.news = job.decisions.news, []
         if job is not None:
+            job.decide(news)
             job.settle()

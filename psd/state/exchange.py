@@ -5,7 +5,6 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, WrongShard
 from psd.contract.rules import check_weight
-from psd.state.block import BlockState, Contribution, Outcome
+from psd.state.block import BlockState, Outcome
 from psd.state.core import ShardCore
+from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job, Scalars
 from psd.state.membership import Worker, WorkerState
-from psd.state.store import Page
+from psd.state.rounds import Contribution
 from psd.state.tickets import Ticket, WaitKind
-from psd.v1 import data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2
+from psd_core.arena import ArenaFull, Page
 
 
 @dataclass(slots=True)
@@ -69,10 +70,12 @@ class Exchange:
             check_weight(header.weight)
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
+            decisions = check_decisions(header.decisions, job.spec.world_size)
             job.check_agreement(header.clock, scalars, worker.rank)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
+        job.decide(decisions)
         if skipped:
             self._core.settle()
         return Push(worker, header.caller.session, header.clock, header.weight, scalars)
@@ -131,9 +134,11 @@ class Exchange:
         elif push.worker.session != push.session or push.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(push.worker.rank, push.session)
         push.worker.last_seen = self._core.now()
-        outcome = block.contribute(
-            Contribution(push.worker.rank, push.session, push.clock, push.weight, values, mask, push.scalars[plan.group])
-        )
+        part = Contribution(push.worker.rank, push.session, push.clock, push.weight, values, mask, push.scalars[plan.group])
+        try:
+            outcome = block.contribute(part)
+        except ArenaFull as error:
+            raise OutOfSpace(f"block {index}: no room for its next version: {error}") from error
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
         if index not in push.covered:
@@ -174,27 +179,60 @@ class Exchange:
 
     # -- pull ----------------------------------------------------------------------------------------------------------
 
-    def begin_pull(
-        self, caller: job_pb2.Caller, clock: int, layout_digest: bytes, indices: Sequence[int]
-    ) -> tuple[Pull, list[BlockState]]:
+    def begin_pull(self, request: data_pb2.PullRequest) -> tuple[Pull, list[BlockState]]:
         """Check a pull; returns it with the blocks to read, in the order asked for."""
         with self._core.lock:
-            worker = self._core.check_caller(caller)
+            worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
-            job.check_digest(layout_digest)
-            if len(indices) > len(job.blocks):
-                raise InvalidRequest(f"blocks: {len(indices)} are asked for, the shard has {len(job.blocks)}")
-            blocks = [job.block(i) for i in indices] if indices else list(job.blocks.values())
-            self._core.check_clock(worker, clock)
-            skipped = self._core.members.on_clock(worker, clock)
+            job.check_digest(request.layout_digest)
+            if len(request.blocks) > len(job.blocks):
+                raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {len(job.blocks)}")
+            blocks = [job.block(i) for i in request.blocks] if request.blocks else list(job.blocks.values())
+            decisions = check_decisions(request.decisions, job.spec.world_size)
+            self._core.check_clock(worker, request.clock)
+            skipped = self._core.members.on_clock(worker, request.clock)
             self._core.initial.is_read = True
             self._core.counters.pulls += 1
+        job.decide(decisions)
         if skipped:
             self._core.settle()
-        return Pull(worker, caller.session, clock), blocks
+        return Pull(worker, request.caller.session, request.clock), blocks
+
+    def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
+        """EXACT: note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            decisions = self._decisions()
+            if decisions.on_commit(worker, request.clock):
+                ticket = None
+            else:
+                ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, decisions.missing)
+                decisions.wait(ticket)
+        self._core.settle()
+        return ticket
+
+    def commit_reply(self, clock: int) -> control_pb2.CommitReply:
+        """What was decided, for a worker that had committed `clock`."""
+        with self._core.lock:
+            decisions = self._decisions()
+            return control_pb2.CommitReply(decisions=decisions.latest(), clock=max(clock + 1, decisions.next_round))
+
+    def _decisions(self) -> Decisions:
+        job = self._core.initialized()
+        if not job.is_exact:
+            raise InvalidRequest("clock: only a job with exact aggregation has commits")
+        if job.decisions is None:
+            raise WrongShard(f"rounds are decided by shard 0, this is shard {self._core.config.shard_index}")
+        return job.decisions
 
     def begin_answer(self, push: Push) -> Pull:
-        """The pull of the clock after a push; it reads the blocks that the push has covered."""
+        """The pull of the clock after a push; it reads the blocks that the push has covered.
+
+        Raises:
+            InvalidRequest: aggregation is exact; a round then closes by a decision, which comes after the push.
+        """
+        if self._core.initialized().is_exact:
+            raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
         with self._core.lock:
             self._core.counters.pulls += 1
         return Pull(push.worker, push.session, push.clock + 1)
@@ -229,4 +267,4 @@ class Exchange:
 
     def release(self, page: Page) -> None:
         """Give back a page that was read."""
-        self._core.store.unpin(page)
+        self._core.declared().arena.unpin(page)

@@ -42,6 +42,10 @@ class InitialValues:
             self.chosen = worker
         return self.chosen is worker
 
+    def on_recovered(self) -> None:
+        """The shard has come back with the job's values; they are final."""
+        self.is_set = self.is_read = True
+
     def wait(self, ticket: Ticket) -> None:
         """Resolve the ticket with False when the values are there, or with True when its worker is chosen."""
         self._waiting = [t for t in self._waiting if not t.future.done()]

@@ -5,6 +5,7 @@ Must not know sessions, leases or tickets.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree
@@ -13,9 +14,10 @@ from psd.contract.layout import Layout
 from psd.contract.rules import rule_info
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
+from psd.state.decisions import Decisions
 from psd.state.membership import Membership
 from psd.state.rules import rule_of
-from psd.state.store import Store
+from psd_core.arena import Arena, BlockShape
 
 Scalars = tuple[tuple[float, ...], ...]
 """One tuple per group, in the order of the rule's list."""
@@ -31,29 +33,50 @@ class _RoundScalars:
 class Job:
     """A declared job on one shard.
 
+    Args:
+        arena_of: makes, or finds again, the arena for blocks of these shapes.
+
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
+        decisions: EXACT, on shard 0 only: which workers make up the rounds.
     """
 
-    def __init__(self, spec: JobSpec, *, shard_index: int, shard_count: int, store: Store, membership: Membership) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        shard_index: int,
+        shard_count: int,
+        membership: Membership,
+        arena_of: Callable[[Layout, list[BlockShape]], Arena],
+    ) -> None:
         self.spec = spec
         self.layout = Layout(spec, shard_count)
         self.policy = policy_of(spec)
+        self.is_exact = spec.aggregation == "exact"
         rules = [rule_of(group) for group in spec.groups]
         self._infos = [rule_info(group.rule) for group in spec.groups]
+        plans = self.layout.blocks_of(shard_index)
+        self.arena = arena_of(
+            self.layout,
+            [BlockShape(plan.dtype.name, plan.length, rules[plan.group].slot_count, len(plan.segment_ends)) for plan in plans],
+        )
         self.blocks = {
             plan.index: BlockState(
                 plan,
-                store=store,
+                arena=self.arena,
+                slot=slot,
                 rule=rules[plan.group],
                 policy=self.policy,
                 is_mean=spec.reduction == "mean",
-                world_size=spec.world_size,
+                is_exact=self.is_exact,
                 waited_in=membership.waited_in,
                 may_void=membership.is_void,
             )
-            for plan in self.layout.blocks_of(shard_index)
+            for slot, plan in enumerate(plans)
         }
+        self.decisions = Decisions(self.arena, self.policy, membership) if self.is_exact and shard_index == 0 else None
+        self._decided_round = -1
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
         self._round_scalars: dict[int, _RoundScalars] = {}
@@ -102,6 +125,16 @@ class Job:
         if self.policy.has_rounds:
             for block in self._trained:
                 block.settle()
+
+    def decide(self, decisions: Iterable[tuple[int, int]]) -> None:
+        """EXACT: tell the blocks what rounds are made of, by (round, mask of workers). Repeating it changes nothing."""
+        for round_, members in decisions:
+            # A block that had not closed the round when it was first told has kept the decision, unless the process has died
+            # since; therefore the last one is told again.
+            if round_ >= self._decided_round:
+                self._decided_round = round_
+                for block in self._trained:
+                    block.decide(round_, members)
 
     def check_agreement(self, round_: int, scalars: Scalars, rank: int) -> None:
         """Raise ScalarsDisagree, naming the two workers and both values, if the open round has other scalars."""

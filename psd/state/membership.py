@@ -14,6 +14,7 @@ messages.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest, SessionFenced
@@ -61,7 +62,18 @@ class Membership:
         self._last_tick: float | None = None
         self._min_clock: int | None = None
         self._is_min_clock_known = False
+        self._save: Callable[[Worker], None] | None = None
         self._refresh()
+
+    def keep(self, save: Callable[[Worker], None]) -> None:
+        """Tell `save` every worker now, and each one again whenever it has changed."""
+        self._save = save
+        for worker in self.workers:
+            save(worker)
+
+    def _changed(self, worker: Worker) -> None:
+        if self._save is not None:
+            self._save(worker)
 
     def _refresh(self) -> None:
         waited = [w for w in self.workers if w.is_waited_for]
@@ -139,12 +151,26 @@ class Membership:
             worker.state, worker.has_pushed = WorkerState.LIVE, False
         worker.last_seen = now
         self._refresh()
+        self._changed(worker)
         return worker
+
+    def on_return(self, worker: Worker, *, host: str, pid: int, now: float) -> None:
+        """Note that a live session has met this shard again after the shard's process was replaced."""
+        worker.host, worker.pid, worker.last_seen = host, pid, now
+
+    def restore(self, rank: int, *, state: WorkerState, session: int, clock: int, floor: int, now: float) -> None:
+        """Set what an earlier process of this shard knew of a worker; its lease begins anew."""
+        worker = self.workers[rank]
+        worker.state, worker.session, worker.clock, worker.floor = state, session, clock, floor
+        worker.has_pushed = floor < clock
+        worker.last_seen = now if session else -1.0
+        self._refresh()
 
     def on_enter(self, worker: Worker, clock: int) -> None:
         """Let a worker that joined take part from `clock` on."""
         worker.clock = worker.floor = clock
         self._refresh()
+        self._changed(worker)
 
     def on_seen(self, worker: Worker, now: float) -> None:
         """Renew the lease."""
@@ -164,6 +190,7 @@ class Membership:
             return False
         worker.clock = worker.floor = clock
         self._refresh()
+        self._changed(worker)
         return True
 
     def on_step(self, worker: Worker, clock: int) -> None:
@@ -171,6 +198,7 @@ class Membership:
         if worker.clock == self._min_clock:
             self._is_min_clock_known = False
         worker.clock = max(worker.clock, clock)
+        self._changed(worker)
 
     def on_leave(self, worker: Worker, *, failed: bool) -> bool:
         """End the session."""
@@ -178,6 +206,7 @@ class Membership:
             return False
         worker.state = WorkerState.EXPIRED if failed else WorkerState.FINISHED
         self._refresh()
+        self._changed(worker)
         return True
 
     def on_tick(self, now: float) -> list[Worker]:
@@ -196,6 +225,7 @@ class Membership:
         expired = [w for w in self.workers if w.state is WorkerState.LIVE and now - w.last_seen > self.lease_s]
         for worker in expired:
             worker.state = WorkerState.EXPIRED
+            self._changed(worker)
         if expired:
             self._refresh()
         return expired

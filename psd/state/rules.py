@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import psd_core
 from psd.contract.jobspec import GroupSpec
 from psd.contract.rules import SGD
-from psd.state.store import Page
+from psd_core.arena import Page
 
 
 @dataclass(slots=True)

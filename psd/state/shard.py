@@ -19,7 +19,7 @@ from psd.state.admission import Admission
 from psd.state.core import ShardCore
 from psd.state.exchange import Exchange
 from psd.state.membership import Worker
-from psd.state.store import HeapStore, Store
+from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2
 
@@ -33,8 +33,13 @@ class Shard:
     Args:
         config: which shard, limits, lease.
         now: monotonic seconds. wall: seconds since the epoch.
+        crash_point: called at each named step at which a process may die, for tests.
+
+    Raises:
+        ConfigError: --state-dir is another shard's or run's, in use, or damaged.
 
     Attributes:
+        is_recovered: the shard goes on with what an earlier process of it held.
         core: for status; everything else goes through the methods.
     """
 
@@ -42,12 +47,13 @@ class Shard:
         self,
         config: ServerConfig,
         *,
-        store: Store | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         incarnation: int | None = None,
+        crash_point: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.core = ShardCore(config, store if store is not None else HeapStore(), now, incarnation)
+        self.core = ShardCore(config, Storage(config, crash_point), now, incarnation)
+        self.is_recovered = self.core.recover()
         self.admission = Admission(self.core, wall)
         self.exchange = Exchange(self.core)
         self.is_draining = False
@@ -90,6 +96,10 @@ class Shard:
         """Fail every wait, now and later, with Draining."""
         self.is_draining = True
         self.core.waiting.refuse(self._draining())
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of the arena, after the last request. Without `keep` it is removed."""
+        self.core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
         """Raise Draining if no new work is taken any more."""

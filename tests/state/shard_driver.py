@@ -196,7 +196,7 @@ class Driver:
         found = state.read(0)
         assert found is not None
         numbers = found[1].parameter.tolist()
-        self.core.store.unpin(found[1])
+        self.core.declared().arena.unpin(found[1])
         return numbers
 
     def version(self, block: int = 0) -> int:

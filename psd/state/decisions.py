@@ -1,0 +1,116 @@
+"""EXACT aggregation: which workers make up a round, decided once, by shard 0, for all shards.
+
+A worker *commits* a round when all shards have its whole push. The round is decided when the policy says so of those that have
+committed: so each member's gradient is complete everywhere, and a half push leaves no trace. The decision is recorded in the
+arena before anybody learns of it, and stands whatever dies; workers carry it to the other shards with their next pull.
+
+Rounds are decided one after the other. Guarded by the shard's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from psd.contract.errors import InvalidRequest
+from psd.state.consistency import Policy
+from psd.state.membership import Membership, Worker
+from psd.state.tickets import Ticket
+from psd.v1 import job_pb2
+from psd_core.arena import Arena
+
+KEPT = 8
+"""Decisions that the arena keeps. Shards are at most one round apart; two would do."""
+
+_WORD = "decided"
+
+
+def members_mask(members: bytes) -> int:
+    """A Decision's workers as a bit mask."""
+    return int.from_bytes(members, "little")
+
+
+class Decisions:
+    """The rounds that shard 0 has decided, and who has committed the next one.
+
+    Attributes:
+        news: rounds and masks that this shard's own blocks have not been told yet; whoever drops the shard's lock tells them.
+    """
+
+    def __init__(self, arena: Arena, policy: Policy, members: Membership) -> None:
+        self._arena = arena
+        self._policy = policy
+        self._members = members
+        self.news: list[tuple[int, int]] = []
+        self._committed = 0
+        self._waiting: list[Ticket] = []
+
+    @property
+    def next_round(self) -> int:
+        """The first round that is not decided."""
+        return self._arena.word(_WORD)
+
+    def entry_clock(self, rank: int) -> int:
+        """Where a new session of a rank takes part. If its last one had committed the open round, that stands."""
+        return self.next_round + (self._committed >> rank & 1)
+
+    def latest(self) -> list[job_pb2.Decision]:
+        """The decisions that are kept, oldest first."""
+        size = (len(self._members.workers) + 7) // 8
+        found = []
+        for round_ in range(max(0, self.next_round - KEPT), self.next_round):
+            mask = self._arena.decision(round_)
+            if mask is not None:
+                found.append(job_pb2.Decision(round=round_, members=mask.to_bytes(size, "little")))
+        return found
+
+    def on_commit(self, worker: Worker, clock: int) -> bool:
+        """Note that all shards have the worker's push of `clock`; True if that round is decided already.
+
+        Raises:
+            InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one.
+        """
+        if clock > self.next_round:
+            raise InvalidRequest(f"clock: {clock} cannot be committed before round {self.next_round} is decided")
+        if clock < self.next_round:
+            return True
+        self._committed |= 1 << worker.rank
+        self.settle()
+        return clock < self.next_round
+
+    def wait(self, ticket: Ticket) -> None:
+        """Resolve the ticket when its round is decided."""
+        if ticket.clock < self.next_round:
+            ticket.resolve()
+            return
+        self._waiting = [t for t in self._waiting if not t.future.done()]
+        self._waiting.append(ticket)
+
+    def missing(self) -> int:
+        """Mask of the workers that the next decision waits for."""
+        return self._members.waited_in(self.next_round) & ~self._committed
+
+    def settle(self) -> None:
+        """Decide the next round if it is complete now."""
+        round_ = self.next_round
+        if not self._committed or not self._policy.closes(self._committed, self._members.waited_in(round_)):
+            return
+        mask, self._committed = self._committed, 0
+        self._arena.record_decision(round_, mask)
+        self._arena.set_word(_WORD, round_ + 1)
+        self.news.append((round_, mask))
+        waiting, self._waiting = self._waiting, []
+        for ticket in waiting:
+            ticket.resolve()
+
+
+def check_decisions(decisions: Iterable[job_pb2.Decision], world_size: int) -> list[tuple[int, int]]:
+    """Decisions as (round, mask); InvalidRequest if one names a worker that there is not."""
+    found = []
+    for decision in decisions:
+        mask = members_mask(decision.members)
+        if mask >> world_size:
+            raise InvalidRequest(f"decisions.members: names worker {mask.bit_length() - 1}, world_size is {world_size}")
+        found.append((decision.round, mask))
+    if len(found) > KEPT:
+        raise InvalidRequest(f"decisions: {len(found)} are more than the {KEPT} that shards keep")
+    return found

@@ -1,0 +1,289 @@
+"""The open round of a block: whose gradients it has, and how they are added up.
+
+`FastRound` adds them as they arrive. `ExactRound` keeps them apart, takes them only from the workers that shard 0 has decided
+on, and adds them in the order of the ranks, so that the result depends on nothing else. Under the block's lock; must not know
+versions, workers' leases or pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd.state.consistency import Policy
+from psd.state.rules import Gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One worker's part of a push for one block.
+
+    Attributes:
+        weight: samples behind it; 0 takes part and adds nothing.
+        values: (n,) gradient, zero where not present; None: no gradient in this block at all.
+        present: (k,) uint8, the segments with a gradient; None: all.
+        scalars: of the block's group.
+    """
+
+    rank: int
+    session: int
+    clock: int
+    weight: float
+    values: NDArray[Any] | None
+    present: NDArray[np.uint8] | None
+    scalars: Sequence[float]
+
+
+class Accumulators(Protocol):
+    """Lends arrays to sum gradients in, of the block's shape."""
+
+    def lend(self) -> NDArray[Any]:
+        """An array with undefined contents."""
+        ...
+
+    def give_back(self, array: NDArray[Any]) -> None:
+        """Give it back."""
+        ...
+
+
+class Round(Protocol):
+    """An open round.
+
+    Attributes:
+        scalars: of the update. sessions: by rank, of the workers that the update will count.
+    """
+
+    scalars: Sequence[float]
+    sessions: dict[int, int]
+
+    def has(self, part: Contribution) -> bool:
+        """True if the round has this worker's gradient."""
+        ...
+
+    def is_complete_with(self, part: Contribution) -> bool:
+        """True if this contribution is the last one that the round needs."""
+        ...
+
+    def is_complete(self) -> bool:
+        """True if the round needs no further contribution."""
+        ...
+
+    def add(self, part: Contribution) -> None:
+        """Take a contribution that does not complete the round. If it fails, nothing has changed."""
+        ...
+
+    def gradient(self, last: Contribution | None) -> Gradient:
+        """The round's gradient, with the contribution that completes it. If it fails, nothing has changed."""
+        ...
+
+    def missing(self) -> int:
+        """Mask of the workers that the round waits for."""
+        ...
+
+    def end(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class _Sum:
+    """Weighted sums and what belongs to them, for both kinds of round."""
+
+    def __init__(self, scalars: Sequence[float], segment_count: int, *, is_mean: bool) -> None:
+        self.scalars = scalars
+        self.sessions: dict[int, int] = {}
+        self._touched = np.zeros(segment_count, np.uint8)
+        self._is_mean = is_mean
+
+    def _weight(self, part: Contribution) -> float:
+        return part.weight if self._is_mean else 1.0
+
+    def _values(self, part: Contribution) -> NDArray[Any] | None:
+        return part.values if part.weight else None
+
+    def _grown(self, touched: NDArray[np.uint8], part: Contribution) -> NDArray[np.uint8]:
+        if self._values(part) is None:
+            return touched
+        return np.ones_like(touched) if part.present is None else np.maximum(touched, part.present)
+
+    def _reduced(
+        self,
+        accumulator: NDArray[Any] | None,
+        last: Contribution | None,
+        total_weight: float,
+        touched: NDArray[np.uint8],
+    ) -> Gradient:
+        """The mean, or the sum, of the accumulator and the last contribution."""
+        values = None if last is None else self._values(last)
+        weight = 0.0 if last is None else self._weight(last)
+        scale = 1.0
+        if self._is_mean and total_weight > 0:
+            if accumulator is None and weight == total_weight:
+                weight = 1.0  # a single gradient is its own mean, to the bit
+            else:
+                scale = 1.0 / total_weight
+        return Gradient(accumulator, values, weight, scale, touched)
+
+
+class FastRound(_Sum):
+    """Adds contributions as they arrive. Closes when the policy says so of those that are waited for."""
+
+    def __init__(
+        self,
+        scalars: Sequence[float],
+        segment_count: int,
+        *,
+        is_mean: bool,
+        accumulators: Accumulators,
+        policy: Policy,
+        waited: Callable[[], int],
+    ) -> None:
+        super().__init__(scalars, segment_count, is_mean=is_mean)
+        self._accumulators = accumulators
+        self._policy = policy
+        self._waited = waited
+        self._contributors = 0
+        self._total_weight = 0.0
+        self._accumulator: NDArray[Any] | None = None
+
+    def has(self, part: Contribution) -> bool:
+        """See Round. Also of an earlier session of the rank, which has counted before it died."""
+        return bool(self._contributors >> part.rank & 1)
+
+    def is_complete_with(self, part: Contribution) -> bool:
+        """See Round."""
+        return self._policy.closes(self._contributors | 1 << part.rank, self._waited())
+
+    def is_complete(self) -> bool:
+        """See Round."""
+        return self._contributors != 0 and self._policy.closes(self._contributors, self._waited())
+
+    def add(self, part: Contribution) -> None:
+        """See Round."""
+        values = self._values(part)
+        if values is not None:
+            if self._accumulator is None:
+                accumulator = self._accumulators.lend()
+                psd_core.scaled_copy(accumulator, values, self._weight(part))
+                self._accumulator = accumulator
+            else:
+                psd_core.accumulate(self._accumulator, values, self._weight(part))
+        self._touched = self._grown(self._touched, part)
+        self._contributors |= 1 << part.rank
+        self._total_weight += part.weight
+        self.sessions[part.rank] = part.session
+
+    def gradient(self, last: Contribution | None) -> Gradient:
+        """See Round."""
+        if last is None:
+            return self._reduced(self._accumulator, None, self._total_weight, self._touched)
+        touched = self._grown(self._touched, last)
+        return self._reduced(self._accumulator, last, self._total_weight + last.weight, touched)
+
+    def missing(self) -> int:
+        """See Round."""
+        return self._waited() & ~self._contributors
+
+    def end(self) -> None:
+        """See Round."""
+        if self._accumulator is not None:
+            self._accumulators.give_back(self._accumulator)
+            self._accumulator = None
+
+
+class ExactRound(_Sum):
+    """Keeps contributions apart until shard 0 has decided which of them count.
+
+    Attributes:
+        members: mask of the workers that were decided on; None: not known here yet.
+    """
+
+    def __init__(
+        self,
+        scalars: Sequence[float],
+        segment_count: int,
+        *,
+        is_mean: bool,
+        accumulators: Accumulators,
+        waited: Callable[[], int],
+    ) -> None:
+        super().__init__(scalars, segment_count, is_mean=is_mean)
+        self.members: int | None = None
+        self._accumulators = accumulators
+        self._waited = waited
+        self._parts: dict[int, Contribution] = {}
+        self._sum: NDArray[Any] | None = None
+
+    def has(self, part: Contribution) -> bool:
+        """See Round. A half push of an earlier session does not count: its successor's replaces it."""
+        staged = self._parts.get(part.rank)
+        return staged is not None and staged.session >= part.session
+
+    def is_complete_with(self, part: Contribution) -> bool:
+        """See Round."""
+        return self.members is not None and not self.members & ~(self._staged() | 1 << part.rank)
+
+    def is_complete(self) -> bool:
+        """See Round."""
+        return self.members is not None and not self.members & ~self._staged()
+
+    def add(self, part: Contribution) -> None:
+        """See Round."""
+        values = self._values(part)
+        kept = None
+        if values is not None:
+            kept = self._accumulators.lend()
+            np.copyto(kept, values)
+        self._drop(part.rank)
+        self._parts[part.rank] = Contribution(
+            part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars
+        )
+
+    def gradient(self, last: Contribution | None) -> Gradient:
+        """See Round. The sum runs in the order of the ranks, in double precision for the weights."""
+        assert self.members is not None
+        parts = dict(self._parts)
+        if last is not None:
+            parts[last.rank] = last
+        counted = [parts[rank] for rank in sorted(parts) if self.members >> rank & 1]
+        self.sessions = {part.rank: part.session for part in counted}
+        if counted:
+            self.scalars = counted[0].scalars
+        touched = self._touched
+        for part in counted:
+            touched = self._grown(touched, part)
+        total_weight = sum(part.weight for part in counted)
+        summands = [(part, values) for part in counted if (values := self._values(part)) is not None]
+        if len(summands) < 2:
+            return self._reduced(None, summands[0][0] if summands else None, total_weight, touched)
+        if self._sum is None:
+            self._sum = self._accumulators.lend()
+        (first, first_values), *middle, (final, _) = summands
+        psd_core.scaled_copy(self._sum, first_values, self._weight(first))
+        for part, values in middle:
+            psd_core.accumulate(self._sum, values, self._weight(part))
+        return self._reduced(self._sum, final, total_weight, touched)
+
+    def missing(self) -> int:
+        """See Round."""
+        return (self._waited() if self.members is None else self.members) & ~self._staged()
+
+    def end(self) -> None:
+        """See Round."""
+        for rank in list(self._parts):
+            self._drop(rank)
+        if self._sum is not None:
+            self._accumulators.give_back(self._sum)
+            self._sum = None
+
+    def _staged(self) -> int:
+        return sum(1 << rank for rank in self._parts)
+
+    def _drop(self, rank: int) -> None:
+        part = self._parts.pop(rank, None)
+        if part is not None and part.values is not None:
+            self._accumulators.give_back(part.values)

@@ -1,0 +1,120 @@
+"""Where a shard's arena lives, and whose it is: makes it when a job is declared, finds it again after the process has died.
+
+With --state-dir the directory is the operator's, and a shard that is started there again goes on where it was killed. Without,
+it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
+
+Must not know workers or blocks' contents.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.errors import OutOfSpace
+from psd.v1 import storage_pb2
+from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
+
+logger = logging.getLogger(__name__)
+
+_PRIVATE_PREFIX = f"psd-{os.getuid()}-"
+
+
+def _memory_directory() -> Path:
+    shm = Path("/dev/shm")  # noqa: S108 - memory-backed, and our directory in it is private
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class Storage:
+    """The place of one shard's arena."""
+
+    def __init__(self, config: ServerConfig, crash_point: Callable[[str], None]) -> None:
+        self._config = config
+        self._crash_point = crash_point
+        self._is_private = not config.state_dir
+        self.directory = (
+            _memory_directory() / f"{_PRIVATE_PREFIX}{secrets.token_hex(6)}" if self._is_private else Path(config.state_dir)
+        )
+        self.arena: Arena | None = None
+
+    def recover(self) -> tuple[storage_pb2.StoredJob, Arena] | None:
+        """The job that an earlier process of this shard held, or None.
+
+        Raises:
+            ConfigError: the directory is another shard's, another run's, in use, or damaged.
+        """
+        if self._is_private:
+            self._clear_abandoned()
+            return None
+        try:
+            arena = Arena.open(self.directory, crash_point=self._crash_point)
+        except ArenaBusy as error:
+            raise ConfigError(f"--state-dir: {error}") from error
+        except ArenaCorrupt as error:
+            raise ConfigError(
+                f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
+            ) from error
+        if arena is None:
+            return None
+        try:
+            stored = storage_pb2.StoredJob.FromString(arena.meta)
+            self._check_owner(stored)
+        except (ConfigError, DecodeError) as error:
+            arena.close(remove=False)
+            raise ConfigError(f"--state-dir: {self.directory}: {error}") from error
+        if not arena.word("initialized"):
+            # The process died before the job had its values; nobody can have built on it.
+            arena.close(remove=True)
+            return None
+        self.arena = arena
+        return stored, arena
+
+    def _check_owner(self, stored: storage_pb2.StoredJob) -> None:
+        mine = (self._config.shard_index, self._config.shard_count)
+        theirs = (stored.shard_index, stored.shard_count)
+        if mine != theirs:
+            raise ConfigError(f"holds shard {theirs[0]}/{theirs[1]}, this is {mine[0]}/{mine[1]}")
+        if self._config.run_id and self._config.run_id != stored.run_id:
+            raise ConfigError(f"holds run {stored.run_id!r}, not {self._config.run_id!r}")
+
+    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
+        """A new arena for a job.
+
+        Raises:
+            OutOfSpace: the directory has no room for it.
+        """
+        try:
+            self.arena = Arena.create(
+                self.directory,
+                meta=stored.SerializeToString(),
+                shapes=shapes,
+                workers=workers,
+                crash_point=self._crash_point,
+            )
+        except ArenaFull as error:
+            raise OutOfSpace(f"--state-dir {self.directory}: no room for this job's parameters and slots: {error}") from error
+        return self.arena
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of the arena. It stays if the operator named its directory and `keep`."""
+        if self.arena is not None:
+            self.arena.close(remove=self._is_private or not keep)
+            self.arena = None
+
+    @staticmethod
+    def _clear_abandoned() -> None:
+        for path in _memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
+            try:
+                arena = Arena.open(path)
+            except (ArenaBusy, ArenaCorrupt, OSError):
+                continue
+            if arena is not None:
+                arena.close(remove=True)
+                logger.info("cleared %s, which a killed shard had left", path)
