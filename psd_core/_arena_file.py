@@ -10,8 +10,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from psd_core import _arena
 from psd_core._arena_format import ArenaBusy, ArenaFull
@@ -20,35 +20,64 @@ ARENA_NAME = "arena"
 UNFINISHED_NAME = "arena.new"
 LOCK_NAME = "lock"
 
+_PID_BYTES = 16
+_MADE, _FOUND = b" made \n", b" found\n"
+_LOCK_LINE_BYTES = _PID_BYTES + len(_MADE)
 _ZEROS = bytes(1 << 20)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
-def take_lock(directory: Path) -> int:
-    """Lock an existing directory for this process's life and return the descriptor that holds it.
+class Directory(NamedTuple):
+    """A directory that this process has locked. `is_made`: it was made for an arena, and goes with it."""
 
-    The kernel releases the lock when the process dies, however it dies. (A child made by fork alone holds it too.)
+    path: Path
+    lock_fd: int
+    is_made: bool
+
+    def remove(self, *names: str) -> None:
+        """Delete files; if no arena is left then, the lock too, and the directory if it was made for one and is empty.
+
+        The lock file goes last and while it is locked: whoever waits for it then finds that it is gone, and makes another.
+        """
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+        if (self.path / ARENA_NAME).exists():
+            return
+        (self.path / LOCK_NAME).unlink(missing_ok=True)
+        if self.is_made:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+
+def take_lock(path: Path, *, is_made: bool) -> Directory:
+    """Lock an existing directory for this process's life.
+
+    The kernel releases the lock when the process dies, however it dies. (A child made by fork alone holds it too.) The lock
+    file holds one line: the process id, and whether the directory was made for an arena, by whichever process that was.
+
+    Args:
+        is_made: this process has just made it.
 
     Raises:
         ArenaBusy: another descriptor holds it.
     """
-    path = directory / LOCK_NAME
+    lock = path / LOCK_NAME
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            written = os.pread(fd, 32, 0).strip()
+            written = os.pread(fd, _LOCK_LINE_BYTES, 0)[:_PID_BYTES].strip()
             os.close(fd)
             pid = int(written) if written.isdigit() else None
             holder = f"process {pid}" if pid is not None else "another process"
-            raise ArenaBusy(f"{directory} is in use by {holder}", pid) from None
+            raise ArenaBusy(f"{path} is in use by {holder}", pid) from None
         # The file may have been removed by its last holder between open and flock: then it locks nothing.
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), path.stat()):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-                return fd
+            if os.path.samestat(os.fstat(fd), lock.stat()):
+                is_made = is_made or os.pread(fd, _LOCK_LINE_BYTES, 0)[_PID_BYTES:] == _MADE
+                os.pwrite(fd, b"%-*d%s" % (_PID_BYTES, os.getpid(), _MADE if is_made else _FOUND), 0)
+                return Directory(path, fd, is_made)
         os.close(fd)
 
 
@@ -59,19 +88,6 @@ def make_directory(directory: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def remove(directory: Path, names: Sequence[str], and_directory: bool) -> None:
-    """Delete files, and the directory if nothing else is in it.
-
-    The lock file goes last and while it is locked: whoever waits for it then finds that it is gone, and makes another.
-    """
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            (directory / name).unlink()
-    if and_directory:
-        with contextlib.suppress(OSError):
-            directory.rmdir()
 
 
 def close(*descriptors: int) -> None:

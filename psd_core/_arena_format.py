@@ -34,7 +34,8 @@ MEMBER_WORDS = 8
 DECISIONS_KEPT = 8
 DECISION_SLOTS = 16  # more than are promised, so that writing one never removes one of the last eight
 
-SUPERBLOCK = struct.Struct("<8sIIIIIIQQ16x")  # see Front.pack
+SUPERBLOCK = struct.Struct("<8sIIIII4xQQ16x")  # see Front.pack
+_CHECK_AT = 40  # of the checksum in it
 SHAPE = struct.Struct("<16sQII")
 
 TABLE_CHECK_BITS = 24
@@ -144,12 +145,11 @@ def page_layout(shape: BlockShape, workers: int) -> PageLayout:
 
 @dataclass(frozen=True)
 class Front:
-    """The part of the file before the first extent. Everything but `flags` decides where things lie."""
+    """The part of the file before the first extent, and what decides where everything lies."""
 
     workers: int
     shapes: tuple[BlockShape, ...]
     meta: bytes
-    flags: int
 
     @cached_property
     def layouts(self) -> tuple[PageLayout, ...]:
@@ -208,7 +208,7 @@ class Front:
 
     def pack(self) -> bytes:
         """The fixed part; its last superblock word is the checksum of all of it, taken with that word zero."""
-        counts = (FORMAT_VERSION, BYTE_ORDER_MARK, self.workers, len(self.shapes), self.flags, WORD_SLOTS)
+        counts = (FORMAT_VERSION, BYTE_ORDER_MARK, self.workers, len(self.shapes), WORD_SLOTS)
         fixed = bytearray(self.fixed_bytes)
         SUPERBLOCK.pack_into(fixed, 0, MAGIC, *counts, len(self.meta), 0)
         for i, shape in enumerate(self.shapes):
@@ -222,7 +222,7 @@ class Front:
 
 def fixed_bytes(superblock: bytes) -> int:
     """How long the fixed part is that begins with this superblock. Raises ArenaCorrupt if it is none."""
-    magic, version, order, _workers, block_count, _flags, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
+    magic, version, order, _workers, block_count, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
     if magic != MAGIC:
         raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not an arena")
     if version != FORMAT_VERSION or words != WORD_SLOTS:
@@ -234,10 +234,9 @@ def fixed_bytes(superblock: bytes) -> int:
 
 def unpack(fixed: bytes) -> Front:
     """The inverse of Front.pack. Raises ArenaCorrupt."""
-    *counts, meta_bytes, check = SUPERBLOCK.unpack_from(fixed)
-    _magic, _version, _order, workers, block_count, flags, _words = counts
+    _magic, _version, _order, workers, block_count, _words, meta_bytes, check = SUPERBLOCK.unpack_from(fixed)
     unsigned = bytearray(fixed)
-    SUPERBLOCK.pack_into(unsigned, 0, *counts, meta_bytes, 0)
+    unsigned[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
     if _arena.checksum(unsigned) != check:
         raise ArenaCorrupt(f"superblock, shapes and meta: bytes 0 to {len(fixed)} do not have the checksum {check:#x}")
     shapes = []
@@ -245,7 +244,7 @@ def unpack(fixed: bytes) -> Front:
         name, *numbers = SHAPE.unpack_from(fixed, SUPERBLOCK.size + SHAPE.size * i)
         shapes.append(BlockShape(name.rstrip(b"\0").decode(), *numbers))
     start = SUPERBLOCK.size + SHAPE.size * block_count
-    return Front(workers, tuple(shapes), fixed[start : start + meta_bytes], flags)
+    return Front(workers, tuple(shapes), fixed[start : start + meta_bytes])
 
 
 def pack_extent(index: int, kind: int, count: int) -> int:

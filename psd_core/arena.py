@@ -9,8 +9,8 @@ Must not import psd, read the environment, or know what words, sessions, clocks 
 
 The file `arena` beside `lock`, all numbers little-endian, format 1:
 
-    superblock   64 B: magic "PSDARENA", u32 format, byte order mark, workers W, blocks B, flags (1: the directory was made by
-                 create), named words; u64 bytes of meta, checksum of superblock (with this word 0), shapes and meta
+    superblock   64 B: magic "PSDARENA", u32 format, byte order mark, workers W, blocks B, named words, 0; u64 bytes of meta,
+                 checksum of superblock (with this word 0), shapes and meta; 16 B of 0
     shapes       B x 32 B: dtype name[16], u64 length, u32 slots, u32 segments
     meta         the caller's bytes, padded to 8
     words        16 x u64, from the next multiple of 64                                            (each one atomic)
@@ -48,8 +48,6 @@ from psd_core._arena_records import WORDS, Records
 
 __all__ = ["CRASH_POINTS", "WORDS", "Arena", "ArenaBusy", "ArenaCorrupt", "ArenaError", "ArenaFull", "BlockShape", "Page"]
 
-_DIRECTORY_MADE = 1
-
 
 def _no_crash(_name: str) -> None:
     pass
@@ -65,13 +63,12 @@ class Arena:
         meta: the caller's bytes, as given to `create`. shapes: of the blocks. workers: W.
     """
 
-    def __init__(self, directory: Path, lock_fd: int, fd: int, front: form.Front, crash_point: Callable[[str], None]) -> None:
+    def __init__(self, directory: files.Directory, fd: int, front: form.Front, crash_point: Callable[[str], None]) -> None:
         """Not for callers. Takes both descriptors over."""
         self.meta = front.meta
         self.shapes = front.shapes
         self.workers = front.workers
         self._directory = directory
-        self._lock_fd = lock_fd
         self._fd = fd
         self._front = front
         self._crash_point = crash_point
@@ -110,24 +107,25 @@ class Arena:
         """
         form.check_shapes(shapes, workers)
         path = Path(directory)
-        is_made = files.make_directory(path)
-        lock_fd = files.take_lock(path)
+        held = files.take_lock(path, is_made=files.make_directory(path))
+        if (path / files.ARENA_NAME).exists() and not replace:
+            files.close(held.lock_fd)
+            raise ArenaError(f"{path} holds an arena already")
         fd = -1
         try:
-            _check_vacant(path, replace)
-            front = form.Front(workers, tuple(shapes), bytes(meta), _DIRECTORY_MADE if is_made else 0)
+            front = form.Front(workers, tuple(shapes), bytes(meta))
             fd = os.open(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             files.extend(fd, front.size)
             files.reserve(fd, 0, front.size)
             os.pwrite(fd, front.pack(), 0)
-            arena = cls(path, lock_fd, fd, front, crash_point)
+            arena = cls(held, fd, front, crash_point)
             arena._allocate()
             crash_point("arena.create.before_rename")
             (path / files.UNFINISHED_NAME).rename(path / files.ARENA_NAME)
             crash_point("arena.create.after_rename")
         except BaseException:
-            files.remove(path, [files.UNFINISHED_NAME, *([files.LOCK_NAME] if is_made else [])], is_made)
-            files.close(lock_fd, fd)
+            held.remove(files.UNFINISHED_NAME)
+            files.close(held.lock_fd, fd)
             raise
         return arena
 
@@ -156,25 +154,25 @@ class Arena:
         path = Path(directory)
         if not path.is_dir():
             return None
-        lock_fd = files.take_lock(path)
+        held = files.take_lock(path, is_made=False)
         fd = -1
         try:
-            files.remove(path, [files.UNFINISHED_NAME], and_directory=False)
+            (path / files.UNFINISHED_NAME).unlink(missing_ok=True)
             try:
                 fd = os.open(path / files.ARENA_NAME, os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
-                os.close(lock_fd)
+                files.close(held.lock_fd)
                 return None
-            arena = cls(path, lock_fd, fd, recovery.read_front(fd, read), crash_point)
+            arena = cls(held, fd, recovery.read_front(fd, read), crash_point)
             blocks = arena._blocks
             arena._records.verify()
             recovery.add_extents(fd, arena._front, blocks.extents, blocks.pool)
             blocks.adopt(recovery.read_table(fd, arena._front, blocks.table, blocks.pool, read))
         except ArenaCorrupt as error:
-            files.close(lock_fd, fd)
+            files.close(held.lock_fd, fd)
             raise ArenaCorrupt(f"{path / files.ARENA_NAME}: {error}") from None
         except BaseException:
-            files.close(lock_fd, fd)
+            files.close(held.lock_fd, fd)
             raise
         return arena
 
@@ -196,9 +194,8 @@ class Arena:
             return
         self._is_closed = True
         if remove:
-            is_ours = bool(self._front.flags & _DIRECTORY_MADE)
-            files.remove(self._directory, [files.ARENA_NAME, files.LOCK_NAME], is_ours)
-        files.close(self._fd, self._lock_fd)
+            self._directory.remove(files.ARENA_NAME)
+        files.close(self._fd, self._directory.lock_fd)
 
     # Pages.
 
@@ -290,8 +287,3 @@ class Arena:
     def trim(self) -> None:
         """Give the memory of surplus spares back now. Unpinning and publishing do so too, little by little."""
         self._blocks.pool.trim()
-
-
-def _check_vacant(path: Path, replace: bool) -> None:
-    if (path / files.ARENA_NAME).exists() and not replace:
-        raise ArenaError(f"{path} holds an arena already")

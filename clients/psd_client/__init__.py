@@ -12,6 +12,8 @@ from psd.contract.config import ConfigError
 from psd.contract.errors import (
     BarrierTimeout,
     BlockOutOfRange,
+    CheckpointCorrupt,
+    CheckpointFailed,
     Draining,
     ForeignRun,
     InternalError,
@@ -41,6 +43,8 @@ __all__ = [
     "PsdError",
     "BarrierTimeout",
     "BlockOutOfRange",
+    "CheckpointCorrupt",
+    "CheckpointFailed",
     "Draining",
     "ForeignRun",
     "InternalError",

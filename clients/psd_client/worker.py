@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from multiprocessing import util as multiprocessing_util
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class Worker:
         self._session = Session(config, self._shards)
         heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
         # Runs once: at close(), when the object is forgotten, or when the interpreter exits, for whatever reason.
-        self._shut_down = weakref.finalize(self, _shut_down, self._pid, heartbeats, self._session, self._shards)
+        self._shut_down = weakref.finalize(self, _forgotten, self._pid, heartbeats, self._session, self._shards)
         self._shut_down.atexit = False  # _close_all does it, which knows how the program ends
         _open_workers.add(self)
         if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
@@ -122,8 +122,7 @@ class Worker:
         if ending is not None:
             is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
             self._session.has_failed = not is_success
-            _, shut_down, arguments, _ = ending
-            shut_down(*arguments)
+            _shut_down(*ending[2])
 
     def __enter__(self: WorkerT) -> WorkerT:
         return self
@@ -246,6 +245,11 @@ def _shut_down(pid: int, heartbeats: Heartbeats, session: Session, shards: Shard
     session.leave()
     shards.close()
     heartbeats.join()
+
+
+def _forgotten(*arguments: Any) -> None:
+    """Leave in a thread of its own: the garbage collector strikes anywhere, also in a thread that holds one of gRPC's locks."""
+    threading.Thread(target=_shut_down, args=arguments, name="psd-leave").start()
 
 
 _open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -6,12 +6,15 @@ The numbers themselves are checked where they are read (reading.py). Must not kn
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 
 from psd.checkpoint.cut import MANIFEST
 from psd.checkpoint.manifest import Manifest, ManifestDocument, Part, parse_part
 from psd.checkpoint.storage import Storage
 from psd.contract.errors import CheckpointCorrupt
+
+_PART = re.compile(r"shard-\d+-of-(\d+)\.json")
 
 
 class Incomplete(Exception):
@@ -29,8 +32,9 @@ def load(storage: Storage, name: str, files: Mapping[str, int]) -> Manifest:
         CheckpointCorrupt: there is one, and something does not match it.
     """
     if MANIFEST not in files:
-        parts = sum(file.startswith("shard-") and file.endswith(".json") for file in files)
-        raise Incomplete(f"{name}/{MANIFEST}: is missing; {parts} parts are complete")
+        parts = [match[1] for file in files if (match := _PART.fullmatch(file))]
+        there = f"{len(parts)} of {int(parts[0])} parts are there" if parts else "no part is there"
+        raise Incomplete(f"{name}/{MANIFEST}: is missing; {there}")
     document = ManifestDocument(read_document(storage, name, MANIFEST), name)
     return document.with_parts([_load_part(storage, name, files, document, index) for index in range(len(document.parts))])
 

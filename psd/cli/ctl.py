@@ -1,4 +1,4 @@
-"""psdctl: looks at a running job from outside. Subcommands; so far `status`.
+"""psdctl: looks at a job from outside. Here is `status`; the commands for checkpoints are in psd/cli/checkpoints.py.
 
 A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status; so later
 ones slot in beside. This file asks the shards; what their answers mean together, and how they look, is psd/cli/report.py's.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from psd.cli import checkpoints
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, seconds
 from psd.cli.report import Answer, as_json, as_text, problems
 from psd.contract.config import ConfigError, parse_servers
@@ -25,12 +26,15 @@ TIMEOUT_MAX_S = 3_600.0
 _USAGE = "psdctl COMMAND [options]"
 
 _DESCRIPTION = """\
-Look at a running job of psd from outside. Takes part in nothing: it can be run at any time, from any
-machine that reaches the shards."""
+Look at a job of psd from outside. Takes part in nothing: it can be run at any time, from any machine that
+reaches the shards, or the checkpoints."""
 
 _EPILOG = """\
 commands:
-  status     the shards, the workers, who waits for whom, counters
+  status        the shards, the workers, who waits for whom, counters
+  checkpoints   list the checkpoints in a directory
+  verify        read every byte of checkpoints and compare it with the checksums
+  export        write the parameters of a checkpoint as a plain safetensors file
 
 psdctl COMMAND --help explains each."""
 
@@ -88,6 +92,7 @@ def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply]) -> Answ
 
 
 def _run_status(args: argparse.Namespace) -> int:
+    _check(args)
     if args.watch is None:
         return _show_status(args)
     status = EXIT_OK
@@ -130,8 +135,8 @@ def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_run_status, parser=parser)
 
 
-def _checked(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags that all commands share, as values."""
+def _check(args: argparse.Namespace) -> None:
+    """Turn the flags of `status` into values that are in range."""
     parser: Parser = args.parser
     if args.servers is None:
         parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them at its start")
@@ -143,7 +148,6 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not 0 < value <= TIMEOUT_MAX_S:
             parser.error(f"--{name}: expected more than 0 and at most {TIMEOUT_MAX_S:g} seconds, got {value:g}")
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,8 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS, title=argparse.SUPPRESS)
     _add_status(commands)
+    checkpoints.add_commands(commands)
     parser.add_information()
-    args = _checked(parser.parse_args(argv))
+    args = parser.parse_args(argv)
     try:
         status = args.run(args)
     except KeyboardInterrupt:

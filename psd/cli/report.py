@@ -220,7 +220,7 @@ def _shard_table(answers: Sequence[Answer]) -> str:
                 f"{reply.min_clock}" if has_live else "-",
             )
         )
-    return _table(rows, left={0, 1, 2})
+    return table(rows, left={0, 1, 2})
 
 
 def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
@@ -230,7 +230,7 @@ def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
         process = f"{worker.host}:{worker.pid}" if worker.pid else "-"
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
         rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process))
-    return _table(rows, left={0, 1, 4})
+    return table(rows, left={0, 1, 4})
 
 
 def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
@@ -249,10 +249,11 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
         )
         for reply in replies
     ]
-    return _table(rows, left={0})
+    return table(rows, left={0})
 
 
-def _table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
+def table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
+    """Rows in aligned columns, the first one being the headings; `left` are the columns of words."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -225,13 +225,19 @@ class ShardCore:
         if self.job is not None:
             self.job.on_gone(worker.rank)
 
+    def add_gate(self, ticket: Ticket) -> None:
+        """Keep the ticket of a worker that the staleness bound holds back."""
+        self.gates = [t for t in self.gates if not t.future.done()]
+        self.gates.append(ticket)
+        self._gates_min_clock = None
+
     def open_gates(self) -> None:
         """Resolve the tickets of workers that the staleness bound no longer holds back."""
         if not self.gates or self.job is None:
             return
         min_clock = self.members.min_clock()
         if min_clock is not None and min_clock == self._gates_min_clock:
-            return  # a thousand workers finish steps, and only the slowest one's open gates
+            return  # of a thousand workers that finish steps, only the slowest one opens gates
         self._gates_min_clock = min_clock
         policy = self.job.policy
         for ticket in self.gates:

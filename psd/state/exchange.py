@@ -104,9 +104,13 @@ class Exchange:
             ticket = self._core.ticket(
                 call.worker, call.session, WaitKind.STALENESS, clock, lambda: self._core.members.slower_than(needed)
             )
-            self._core.gates = [t for t in self._core.gates if not t.future.done()]
-            self._core.gates.append(ticket)
+            self._core.add_gate(ticket)
             return ticket
+
+    def _check_session(self, call: Push | Pull) -> None:
+        """Raise SessionFenced if the session has ended since the call began. Takes no lock: it is asked for every block."""
+        if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
+            self._core.members.check_session(call.worker.rank, call.session)
 
     def push_block(self, push: Push, index: int, present: bytes, payload: memoryview) -> Ticket | None:
         """Count one block of a push; a ticket if its round is not open yet (call again when it resolves)."""
@@ -131,8 +135,8 @@ class Exchange:
                     raise InvalidTensor(f"block {index}: payload must be zero where present is 0")
         if not push.is_entered:
             self._enter(push, job)
-        elif push.worker.session != push.session or push.worker.state is not WorkerState.LIVE:
-            self._core.members.check_session(push.worker.rank, push.session)
+        else:
+            self._check_session(push)
         push.worker.last_seen = self._core.now()
         part = Contribution(push.worker.rank, push.session, push.clock, push.weight, values, mask, push.scalars[plan.group])
         try:
@@ -242,6 +246,7 @@ class Exchange:
 
         The caller gives the page back with `release`.
         """
+        self._check_session(pull)
         version_min = pull.clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
         found = block.read(version_min)
         if found is not None:

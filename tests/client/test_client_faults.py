@@ -112,6 +112,25 @@ def test_push_when_a_shard_stays_away_then_may_be_called_again(cluster: Start) -
         assert set(ps.pull()["w"].tolist()) == {-1.0}
 
 
+def test_declare_when_the_initializer_dies_then_the_next_one_provides_the_values(cluster: Start) -> None:
+    """The worker that waits is chosen in its place; half of the dead one's values are not left behind."""
+    c = cluster(2)
+    dying, faults = connect_faulty(c.servers, 0, 2)
+    chosen: list[Thread] = []
+
+    def die() -> None:
+        chosen.append(Thread(lambda: peer.declare({"w": np.full(SIZE, 2, np.float32)}, SGD(lr=1.0))))
+        until(lambda: bool(c.shards[0].shard.core.waiting.open()))
+        raise ZeroDivisionError
+
+    faults.run_before("initialize", shard=0, action=die)  # shard 1 has its values already
+    with connect(c.servers, 1, 2) as peer:
+        with pytest.raises(ZeroDivisionError), dying:
+            dying.declare({"w": np.full(SIZE, 1, np.float32)}, SGD(lr=1.0))
+
+        assert set(chosen[0].result()["w"].tolist()) == {2.0}
+
+
 @pytest.mark.parametrize("method", ["push", "push_pull"])
 @pytest.mark.parametrize("expired", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("consistency", ["sync", "async", "ssp:2"])

@@ -138,7 +138,7 @@ def test_a_worker_that_was_not_chosen_is_refused():
     driver.declare(a)
     driver.declare(b)
 
-    with pytest.raises(InvalidRequest, match="worker 1 was not chosen.*worker 0 was"):
+    with pytest.raises(InvalidRequest, match=r"worker 1 was not chosen.*worker 0 was"):
         driver.begin_initialize(b)
 
 

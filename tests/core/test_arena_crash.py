@@ -1,0 +1,96 @@
+"""The arena after kill -9 at every numbered step, and at random instants."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+
+import pytest
+from arena_workload import SHAPES, CrashAt, Journal, check, main_until_crash, main_until_killed, open_or_create, run, versions
+
+from psd_core.arena import CRASH_POINTS, Arena
+
+ROUNDS = 20
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="holes and forkserver as on Linux"),
+]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Start processes as forks of a clean server: fast, and free of this process's threads and descriptors."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "psd_core.arena"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def occurrences(tmp_path_factory):
+    """How often the undisturbed sequence comes by each point."""
+    path = tmp_path_factory.mktemp("count")
+    counter = CrashAt()
+    arena = open_or_create(path / "state", counter)
+    run(arena, Journal(path / "journal"), ROUNDS)
+    arena.close(remove=True)
+    return counter.counts
+
+
+def test_the_sequence_comes_by_every_point(occurrences):
+    assert set(occurrences) == set(CRASH_POINTS)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("name", CRASH_POINTS)
+def test_death_at_a_point_leaves_old_or_new_and_the_next_process_goes_on(name, share, occurrences, processes, memory_path):
+    occurrence = 1 + round(share * (occurrences[name] - 1))
+    process = processes.Process(target=main_until_crash, args=(memory_path, name, occurrence, ROUNDS))
+
+    process.start()
+    process.join()
+
+    assert process.exitcode == -signal.SIGKILL
+    journal = Journal(memory_path / "journal")
+    arena = Arena.open(memory_path / "state")
+    if arena is None:
+        assert journal.begun == 0
+        arena = open_or_create(memory_path / "state", CrashAt())
+    check(arena, journal)
+    run(arena, journal, ROUNDS)
+    assert versions(arena) == [ROUNDS] * len(SHAPES)
+    check(arena, journal)
+    arena.close(remove=True)
+    assert not (memory_path / "state").exists()
+
+
+def test_death_at_random_instants_thirty_times_over(processes, memory_path):
+    """One arena; each process goes on with what the one before it left."""
+    random_ = random.Random(20240229)
+    journal = Journal(memory_path / "journal")
+    for _ in range(30):
+        ours, theirs = processes.Pipe(duplex=False)
+        process = processes.Process(target=main_until_killed, args=(memory_path, theirs))
+        process.start()
+        theirs.close()
+        for _ in range(random_.randrange(1, 12)):
+            ours.recv()
+        for _ in range(random_.randrange(20_000)):  # up to about a millisecond, so that no step is favoured
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        ours.close()
+        assert process.exitcode == -signal.SIGKILL
+
+        arena = Arena.open(memory_path / "state")
+        assert arena is not None
+        check(arena, journal)
+        arena.close(remove=False)
+
+    arena = Arena.open(memory_path / "state")
+    target = max(versions(arena)) + 3
+    run(arena, journal, target)
+    assert versions(arena) == [target] * len(SHAPES)
+    check(arena, journal)
+    arena.close(remove=True)

@@ -1,0 +1,39 @@
+"""What the tests of the rim share: channels that are closed when the test ends, and waiting for a condition."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[..., grpc.Channel]]:
+    """Opens channels: dial(address, **options) -> Channel. Two calls do not share a connection."""
+    channels: list[grpc.Channel] = []
+
+    def open_channel(address: str, **options: int) -> grpc.Channel:
+        settings = [(f"grpc.{name}", value) for name, value in options.items()]
+        channels.append(grpc.insecure_channel(address, [*settings, ("grpc.use_local_subchannel_pool", 1)]))
+        return channels[-1]
+
+    yield open_channel
+    for channel in channels:
+        channel.close()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Waits for a condition, a few milliseconds at a time, and fails when it has not come true in time."""
+    pause = threading.Event()
+
+    def wait(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not in {timeout_s:g} s: {what}"
+            pause.wait(0.005)
+
+    return wait
