@@ -91,6 +91,7 @@ class ParameterServer(Worker):
         consistency: str | None = None,
         reduce: str | None = None,
         quorum: int | None = None,
+        aggregation: str | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
@@ -103,6 +104,8 @@ class ParameterServer(Worker):
             consistency: "sync", "async" or "ssp:S".
             reduce: "mean", weighted by the pushes' weights, or "sum".
             quorum: workers whose gradients close a synchronous round; all of them by default.
+            aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on
+                all shards or on none: the same bits whatever the timing and whatever dies. Synchronous only.
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
 
         Raises:
@@ -113,7 +116,13 @@ class ParameterServer(Worker):
         param_groups = ParamGroups(list(params), optimizer, groups)
         specs = tensor_specs(params, param_groups.group_of)
         self.declare_tensors(
-            specs, param_groups.specs, initial=fill(params), consistency=consistency, reduce=reduce, quorum=quorum
+            specs,
+            param_groups.specs,
+            initial=fill(params),
+            consistency=consistency,
+            reduce=reduce,
+            quorum=quorum,
+            aggregation=aggregation,
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
         self._named = named, param_groups
@@ -133,6 +142,7 @@ class ParameterServer(Worker):
         """
         with self._operation("push"):
             named, groups = self._by_name
+            self._declared.confirm()
             present = named.write_gradients(grads, self.gradients)
             self._declared.push(groups.scalars(), weight, present)
 
@@ -152,6 +162,7 @@ class ParameterServer(Worker):
         """`push`, then `pull`, in one round trip."""
         with self._operation("push_pull"):
             named, groups = self._by_name
+            self._declared.confirm()
             present = named.write_gradients(grads, self.gradients)
             self._declared.push_pull(groups.scalars(), weight, present)
             return named.copies(self.parameters)

@@ -1,8 +1,10 @@
 """The data plane of one worker: pushes, pulls and push_pulls of whole flat buffers, over all shards that hold trained blocks.
 
 Invariants. A push is named by (rank, session, clock); the clock moves only when every shard has the push, so a push that failed
-on the way and is called again is the same push. Nothing is sent unless all of it is valid. Static blocks are never pushed, and
-pulled only once, by `pull_all`. Must not know names of parameters, optimizers or gRPC.
+on the way and is called again is the same push. With rounds, the shards keep a gradient in memory until its round has closed;
+until then this side keeps it, too, and sends it again to a shard that was killed and came back. Nothing is sent unless all of
+it is valid. Static blocks are never pushed, and pulled only once, by `pull_all`. Must not know names of parameters, optimizers
+or gRPC.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
-from psd.v1 import data_pb2
+from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.session import Session
 from psd_client.shards import Shards, transfer_s
@@ -25,11 +28,27 @@ from psd_client.transport import Call, GradientPart, Lane
 logger = logging.getLogger("psd_client")
 
 
+@dataclass
+class _Sent:
+    """The last push of a job with rounds, until its round is known to have closed.
+
+    Attributes:
+        session: that it belongs to; another one neither sends nor commits it again.
+        header, present: to send it again. incarnations: by shard, of those that have it.
+    """
+
+    session: int
+    header: data_pb2.PushHeader
+    present: NDArray[np.bool_] | None
+    incarnations: dict[int, int]
+
+
 class Exchange:
     """Moves gradients out and parameters in.
 
     Attributes:
-        gradients: what the next push sends. parameters: what the last pull brought; undefined after one that failed.
+        gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
+        parameters: what the last pull brought; undefined after one that failed.
         counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped.
     """
 
@@ -43,10 +62,15 @@ class Exchange:
         ]
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard]]
         self._has_static = any(not block.trained for block in layout.blocks)
+        self._has_rounds = layout.spec.consistency.mode == "sync"
+        self._is_exact = layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
+        self._sent: _Sent | None = None
         self.gradients = FlatBuffers(layout)
         self.parameters = FlatBuffers(layout)
         self.counts = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
 
     def pull_all(self) -> None:
         """Fetch every block, static ones too."""
@@ -63,36 +87,35 @@ class Exchange:
         """Fetch the trained blocks, at the worker's clock."""
         self._session.while_fenced(lambda: self._pull(self._lanes))
 
-    def _pull(self, lanes: Sequence[Lane]) -> None:
-        def pull_at(lane: Lane, call: Call) -> None:
-            blocks = self._blocks[lane.shard]
-            lane.pull(self._pull_request(lane, blocks if self._has_static else ()), blocks, self.parameters, call)
-
-        self._shards.run(pull_at, self._timeout_s, lanes)
+    def confirm(self) -> None:
+        """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull."""
+        if self._unconfirmed is not None:
+            self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
 
     def push(self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None) -> None:
-        """Send the gradients; returns when every shard has them."""
+        """Send the gradients; returns when every shard has them. The push before must be confirmed."""
         header = self._header(scalars, weight, present)
         try:
-            replies = self._shards.run(
-                lambda lane, call: lane.push(self._part(lane, header, present), call), self._timeout_s, self._lanes
-            )
+            self._on_pushed(self._push(header, present))
+            if self._is_exact:
+                self._commit(header.clock, without_waiting=True)
         except SessionFenced as error:
-            self._drop(error)
-        else:
-            self._on_pushed(replies)
+            self._drop(error, header.clock)
 
     def push_pull(self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None) -> None:
         """Send the gradients and fetch the parameters of the clock after them."""
         header = self._header(scalars, weight, present)
         try:
+            if self._is_exact:
+                self._push_commit_pull(header, present)
+                return
             replies = self._shards.run(
                 lambda lane, call: lane.push_pull(self._part(lane, header, present), self.parameters, call),
                 self._timeout_s,
                 self._lanes,
             )
         except SessionFenced as error:
-            self._drop(error)
+            self._drop(error, header.clock)
             self.pull()
             return
         self._on_pushed(replies)
@@ -100,6 +123,78 @@ class Exchange:
         behind = [lane for lane, reply in zip(self._lanes, replies, strict=True) if reply.clock < self._session.clock]
         if behind:
             self._session.while_fenced(lambda: self._pull(behind))
+
+    # -- inner ---------------------------------------------------------------------------------------------------------
+
+    def _push(self, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> list[data_pb2.PushReply]:
+        sent = _Sent(self._session.number, header, present, {})
+
+        def push_at(lane: Lane, call: Call) -> data_pb2.PushReply:
+            incarnation = self._session.incarnation(lane.shard)
+            reply = lane.push(self._part(lane, header, present), call)
+            sent.incarnations[lane.shard] = incarnation
+            return reply
+
+        replies = self._shards.run(push_at, self._timeout_s, self._lanes)
+        if self._has_rounds:
+            self._sent = sent
+        return replies
+
+    @property
+    def _unconfirmed(self) -> _Sent | None:
+        """The last push, if its round may still be open."""
+        return self._sent if self._sent is not None and self._sent.session == self._session.number else None
+
+    def _push_commit_pull(self, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> None:
+        replies = self._push(header, present)
+        try:
+            self._session.clock = header.clock + 1
+            self._pull(self._lanes)
+        except BaseException:
+            self._session.clock = header.clock  # the same call may be made again, and is then the same push
+            raise
+        self._count(replies)
+
+    def _push_again(self, lane: Lane, call: Call) -> None:
+        """Send the last push to a shard that has lost it: it was killed before the round had closed."""
+        sent = self._unconfirmed
+        if sent is None or lane.shard not in sent.incarnations:
+            return
+        incarnation = self._session.incarnation(lane.shard)
+        if sent.incarnations[lane.shard] != incarnation:
+            lane.push(self._part(lane, sent.header, sent.present), call)
+            sent.incarnations[lane.shard] = incarnation
+
+    def _commit(self, clock: int, *, without_waiting: bool) -> None:
+        """Exact aggregation: tell shard 0 that all shards have the push of `clock`; learn what was decided."""
+
+        def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
+            self._push_again(lane, call)
+            request = control_pb2.CommitRequest(
+                caller=self._session.caller(lane.shard), clock=clock, without_waiting=without_waiting
+            )
+            return lane.commit(request, call)
+
+        (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
+        self._session.decisions = list(reply.decisions)
+        if not without_waiting:
+            self._session.clock = max(self._session.clock, reply.clock)
+
+    def _pull(self, lanes: Sequence[Lane], *, versions_only: bool = False) -> None:
+        sent = self._unconfirmed
+        if self._is_exact and sent is not None:
+            self._commit(sent.header.clock, without_waiting=False)
+
+        def pull_at(lane: Lane, call: Call) -> None:
+            self._push_again(lane, call)
+            blocks = self._blocks[lane.shard]
+            request = self._pull_request(lane, blocks if self._has_static else ())
+            request.versions_only = versions_only
+            lane.pull(request, blocks, self.parameters, call)
+
+        self._shards.run(pull_at, self._timeout_s, lanes)
+        if lanes is self._lanes:
+            self._sent = None
 
     def _header(
         self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None
@@ -124,6 +219,7 @@ class Exchange:
             weight=weight,
             layout_digest=self._layout.digest,
             scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
+            decisions=self._session.decisions,
         )
 
     def _part(self, lane: Lane, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> GradientPart:
@@ -138,20 +234,24 @@ class Exchange:
             clock=self._session.clock,
             layout_digest=self._layout.digest,
             blocks=[block.index for block in blocks],
+            decisions=self._session.decisions,
         )
 
     def _on_pushed(self, replies: Sequence[data_pb2.PushReply]) -> None:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
         self._session.clock = max(self._session.clock + 1, *(reply.clock for reply in replies), 0)
+        self._count(replies)
+
+    def _count(self, replies: Sequence[data_pb2.PushReply]) -> None:
         self.counts["pushes"] += 1
         for reply in replies:
             self.counts["blocks_counted"] += reply.blocks_counted
             self.counts["blocks_duplicate"] += reply.blocks_duplicate
             self.counts["blocks_late"] += reply.blocks_late
 
-    def _drop(self, error: SessionFenced) -> None:
+    def _drop(self, error: SessionFenced, step: int) -> None:
         """The session ended during a push: it belonged to that session, and is not sent again by the next one."""
-        step = self._session.clock
+        self._sent = None
         self._session.rejoin(error)
         self.counts["pushes_dropped"] += 1
         logger.warning(

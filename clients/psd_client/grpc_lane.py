@@ -104,6 +104,10 @@ class GrpcLane(Lane):
         """Agree on the job."""
         return self._unary("Declare", request, control_pb2.DeclareReply, call, is_wait=True)
 
+    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
+        """Say that all shards have a push."""
+        return self._unary("Commit", request, control_pb2.CommitReply, call, is_wait=True)
+
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""
         return self._unary("Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
@@ -171,7 +175,7 @@ class GrpcLane(Lane):
         rpc = self._begin(
             lambda channel: channel.unary_stream(f"{_DATA}Pull", serialize, None)(request, timeout=call.timeout_s)
         )
-        self._receive(rpc, blocks, parameters, call)
+        self._receive(rpc, blocks, None if request.versions_only else parameters, call)
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """Push and fetch, full duplex."""
@@ -193,8 +197,10 @@ class GrpcLane(Lane):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
             return result
 
-    def _receive(self, rpc: Any, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> data_pb2.PushReply | None:
-        """Write the blocks of an answer into the parameters; the push reply, if there is one."""
+    def _receive(
+        self, rpc: Any, blocks: Sequence[Block], parameters: FlatBuffers | None, call: Call
+    ) -> data_pb2.PushReply | None:
+        """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
         awaited = {block.index: block for block in blocks}
         push_reply = None
         with call.scope.entered(rpc.cancel):
@@ -207,9 +213,10 @@ class GrpcLane(Lane):
                 block = awaited.pop(message.block, None)
                 if block is None:
                     raise InternalError(f"shard {self.shard} at {self.address}: block {message.block} was not asked for")
-                numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
-                parameters.block(block.index)[...] = numbers
-                self.received_bytes += block.nbytes
+                if parameters is not None:
+                    numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
+                    parameters.block(block.index)[...] = numbers
+                    self.received_bytes += block.nbytes
         if awaited:
             raise InternalError(f"shard {self.shard} at {self.address}: {len(awaited)} blocks are missing in its answer")
         return push_reply

@@ -2,7 +2,8 @@
 
 Every third of the lease it sends a heartbeat to every shard at once, with the worker's clock. A shard that does not answer is
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
-Must not change the session: an operation that finds itself fenced joins again, not this thread.
+Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the session
+resume at a shard that was restarted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from psd.contract.errors import PsdError, SessionFenced, ShardUnavailable
+from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.v1 import control_pb2
 from psd_client.retry import RETRIED
 from psd_client.session import Membership, Session
-from psd_client.transport import Cancelled, Lane
+from psd_client.transport import Call, Cancelled, Lane, Scope
 from psd_client.waiting import Health, WaitReporter
 
 logger = logging.getLogger("psd_client")
@@ -103,6 +104,9 @@ class Heartbeats:
     def _on_error(self, lane: Lane, error: PsdError, membership: Membership) -> None:
         if self._stopped:
             return
+        if isinstance(error, ShardRestarted):
+            self._resume(lane, error)
+            return
         if isinstance(error, ShardUnavailable):
             self._health.failed(lane.shard)
         elif isinstance(error, SessionFenced) and (
@@ -115,6 +119,13 @@ class Heartbeats:
             logger.warning(
                 "psd: worker %d: shard %d at %s does not take its heartbeat: %s", self._rank, lane.shard, lane.address, error
             )
+
+    def _resume(self, lane: Lane, error: ShardRestarted) -> None:
+        """The lease at a restarted shard must be renewed although no operation meets it for a while."""
+        try:
+            self._session.resume(lane, Call(HEARTBEAT_TIMEOUT_MAX_S, Scope()), error)
+        except (PsdError, Cancelled) as refusal:
+            logger.debug("psd: worker %d: shard %d: %s", self._rank, lane.shard, refusal)  # the next operation raises it
 
     def start(self) -> None:
         """Begin to beat."""

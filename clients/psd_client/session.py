@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import InternalError, LayoutMismatch, PsdError, SessionFenced
+from psd.contract.errors import InternalError, LayoutMismatch, PsdError, SessionFenced, ShardRestarted
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, job_pb2
 from psd_client.flat import FlatBuffers
@@ -59,6 +60,7 @@ class Session:
     Attributes:
         clock: steps that the worker has finished.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
+        decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
         rejoins: how often it was fenced and joined again.
     """
 
@@ -69,7 +71,10 @@ class Session:
         self._spec: JobSpec | None = None
         self._values: FlatBuffers | None = None
         self._barrier_seq = 0
+        self._resuming = threading.Lock()
+        shards.on_restart = self.resume
         self.clock = 0
+        self.decisions: list[job_pb2.Decision] = []
         self.has_failed = False
         self.rejoins = 0
 
@@ -92,14 +97,7 @@ class Session:
     def join(self) -> None:
         """Enter at shard 0, which issues the session, then at the others."""
         config = self._config
-        request = control_pb2.JoinRequest(
-            run_id=config.run_id,
-            shard_count=len(config.servers),
-            rank=config.rank,
-            world_size=config.world_size,
-            host=socket.gethostname()[:256],
-            pid=os.getpid(),
-        )
+        request = self._join_request()
 
         def join_at(lane: Lane, call: Call) -> control_pb2.JoinReply:
             own = control_pb2.JoinRequest()
@@ -121,6 +119,53 @@ class Session:
         )
         self._barrier_seq = 0
         self.clock = max(reply.clock for reply in replies)
+        self.decisions = list(replies[0].decisions)
+
+    @property
+    def number(self) -> int:
+        """The session, as the shards know it."""
+        assert self._membership is not None
+        return self._membership.session
+
+    def _join_request(self) -> control_pb2.JoinRequest:
+        config = self._config
+        return control_pb2.JoinRequest(
+            run_id=config.run_id,
+            shard_count=len(config.servers),
+            rank=config.rank,
+            world_size=config.world_size,
+            host=socket.gethostname()[:256],
+            pid=os.getpid(),
+        )
+
+    def incarnation(self, shard: int) -> int:
+        """The life of a shard that this session knows."""
+        assert self._membership is not None
+        return self._membership.incarnations[shard]
+
+    def resume(self, lane: Lane, call: Call, error: ShardRestarted) -> None:
+        """Go on with the same session at a shard that was killed and came back with what it held.
+
+        Raises:
+            StateLost: it came back without. SessionFenced: the session has ended there meanwhile.
+            ShardRestarted: `error` itself, if there is no session to resume.
+        """
+        with self._resuming:
+            membership = self._membership
+            if membership is None:
+                raise error
+            request = self._join_request()
+            request.run_id, request.session, request.resume = membership.run_id, membership.session, True
+            request.shard_index = lane.shard
+            reply = lane.join(request, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
+            if reply.incarnation == membership.incarnations[lane.shard]:
+                return  # another thread has just resumed there
+            incarnations = list(membership.incarnations)
+            incarnations[lane.shard] = reply.incarnation
+            self._membership = replace(membership, incarnations=tuple(incarnations))
+        logger.warning(
+            "psd: worker %d: shard %d at %s was restarted; going on with it", self._config.rank, lane.shard, lane.address
+        )
 
     def declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         """Agree on the job, and provide `values` as its initial ones if it has none yet.

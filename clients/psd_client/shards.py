@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from psd.contract.errors import ShardRestarted
 from psd.contract.layout import Layout
 from psd_client.fanout import Fanout
 from psd_client.retry import RetryPolicy
@@ -27,13 +28,18 @@ def transfer_s(layout: Layout, lanes: Sequence[Lane]) -> float:
 
 
 class Shards:
-    """The lanes of a job, in the order of its shards."""
+    """The lanes of a job, in the order of its shards.
+
+    Attributes:
+        on_restart: called where a shard has come back as another incarnation. If it returns, the attempt is repeated.
+    """
 
     def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: Health) -> None:
         self.lanes = lanes
         self._policy = policy
         self._health = health
         self._fanout = Fanout(len(lanes))
+        self.on_restart: Callable[[Lane, Call, ShardRestarted], None] | None = None
 
     def run(
         self, operation: Callable[[Lane, Call], ResultT], timeout_s: float, lanes: Sequence[Lane] | None = None
@@ -45,8 +51,15 @@ class Shards:
 
         def at(lane: Lane) -> ResultT:
             def attempt() -> ResultT:
-                # A late attempt still gets a moment: the shard's answer says more than a deadline that passed on the way.
-                return operation(lane, Call(max(deadline - clock(), min(timeout_s, 1.0)), scope))
+                while True:
+                    # A late attempt still gets a moment: the shard's answer says more than a deadline that passed on the way.
+                    call = Call(max(deadline - clock(), min(timeout_s, 1.0)), scope)
+                    try:
+                        return operation(lane, call)
+                    except ShardRestarted as error:
+                        if self.on_restart is None:
+                            raise
+                        self.on_restart(lane, call, error)
 
             result = self._policy.run(
                 attempt,

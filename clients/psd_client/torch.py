@@ -51,6 +51,7 @@ def distribute(
     consistency: str | None = None,
     reduce: str | None = None,
     quorum: int | None = None,
+    aggregation: str | None = None,
     buffers: str = "local",
     **connect_args: Any,
 ) -> DistributedOptimizer:
@@ -68,6 +69,7 @@ def distribute(
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
         reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
         quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
+        aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
         buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
             then those of the data it has seen. To save a model, save any worker's.
 
@@ -95,6 +97,7 @@ def distribute(
             consistency=consistency,
             reduce=reduce,
             quorum=quorum,
+            aggregation=aggregation,
         )
     except BaseException:
         if ps is None:

@@ -118,6 +118,10 @@ class Lane(ABC):
         """Agree on the job; at shard 0, wait for the initial values."""
 
     @abstractmethod
+    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
+        """Exact aggregation: say that all shards have a push; wait for the decision on its round."""
+
+    @abstractmethod
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""
 
@@ -141,7 +145,8 @@ class Lane(ABC):
 
     @abstractmethod
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """Fetch `blocks`, which `request` names, into the buffers. They are undefined if it fails."""
+        """Fetch `blocks`, which `request` names, into the buffers; they are undefined if it fails. With `versions_only` nothing
+        is fetched: the call only waits."""
 
     @abstractmethod
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:

@@ -149,22 +149,26 @@ class Worker:
         consistency: str | None = None,
         reduce: str | None = None,
         quorum: int | None = None,
+        aggregation: str | None = None,
     ) -> None:
         """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
         with self._operation("declare"):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
-            default, default_quorum, default_reduction = job_defaults()
-            mode = Consistency.parse(consistency) if consistency is not None else default
+            default = job_defaults()
+            mode = Consistency.parse(consistency) if consistency is not None else default.consistency
             if quorum is None:
-                quorum = default_quorum if mode.mode == "sync" else 0
+                quorum = default.quorum if mode.mode == "sync" else 0
+            if aggregation is None:
+                aggregation = default.aggregation if mode.mode == "sync" else "fast"
             spec = JobSpec(
                 world_size=self.world_size,
                 tensors=tuple(tensors),
                 groups=tuple(groups),
                 consistency=mode,
-                reduction=reduce if reduce is not None else default_reduction,
+                reduction=reduce if reduce is not None else default.reduction,
                 quorum=quorum,
+                aggregation=aggregation,
             )
             layout = Layout(spec, len(self._shards.lanes))
             exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout)
@@ -181,7 +185,7 @@ class Worker:
     def push_flat(
         self, scalars: Sequence[Sequence[float]], weight: float = 1, present: NDArray[np.bool_] | None = None
     ) -> None:
-        """Push `gradients`.
+        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat`, or the next push.
 
         Args:
             scalars: per group, in the order of the rule's list.
@@ -189,6 +193,7 @@ class Worker:
             present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
         """
         with self._operation("push"):
+            self._declared.confirm()
             self._declared.push(scalars, weight, present)
 
     def pull_flat(self) -> None:

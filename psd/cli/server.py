@@ -84,6 +84,13 @@ def _parser() -> Parser:
     place.add_argument(
         "--advertise", default="", metavar="HOST:PORT", help="address that workers dial, if another; shown by psdctl status"
     )
+    place.add_argument(
+        "--state-dir",
+        default="",
+        metavar="DIR",
+        help="where parameters lie; a shard that was killed and is started again with it goes on where it was (default: a "
+        "private directory in memory, which ends with the process)",
+    )
     job = parser.add_argument_group("the job")
     job.add_argument(
         "--run-id", default="", metavar="NAME", help="serve only the job of this name (default: the first that joins)"
@@ -156,6 +163,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             lease_s=args.lease,
             grace_s=args.grace,
             exit_when_done=args.exit_when_done,
+            state_dir=args.state_dir,
             limits=Limits(
                 workers_max=args.max_workers,
                 tensors_max=args.max_tensors,
@@ -178,8 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.
         from psd.rim.server import ShardServer
 
-        server = ShardServer(config)
         try:
+            server = ShardServer(config)
             server.start()
         except (OSError, ConfigError) as error:
             print(f"psd-server: error: {error}", file=sys.stderr, flush=True)

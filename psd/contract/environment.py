@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
@@ -18,6 +19,7 @@ VARIABLES = {
     "PSD_RUN_ID": "name of the job; others are refused",
     "PSD_CONSISTENCY": "sync, async or ssp:S, unless the script says which",
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
+    "PSD_AGGREGATION": "fast or exact, unless the script says which",
     "PSD_REDUCE": "mean or sum, unless the script says which",
     "PSD_TRANSPORT": "auto or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
@@ -89,10 +91,21 @@ def client_config(
     )
 
 
-def job_defaults(environ: Mapping[str, str] = os.environ) -> tuple[Consistency, int, str]:
-    """Consistency, quorum (0: all) and reduction for scripts that do not say."""
-    return (
-        Consistency.parse(environ.get("PSD_CONSISTENCY", "sync")),
-        _integer(environ, "PSD_QUORUM") or 0,
-        environ.get("PSD_REDUCE", "mean"),
+@dataclass(frozen=True)
+class JobDefaults:
+    """What holds in a script that does not say. quorum: 0 for all workers."""
+
+    consistency: Consistency
+    quorum: int
+    reduction: str
+    aggregation: str
+
+
+def job_defaults(environ: Mapping[str, str] = os.environ) -> JobDefaults:
+    """From the environment, which psd-run sets from its flags."""
+    return JobDefaults(
+        consistency=Consistency.parse(environ.get("PSD_CONSISTENCY", "sync")),
+        quorum=_integer(environ, "PSD_QUORUM") or 0,
+        reduction=environ.get("PSD_REDUCE", "mean"),
+        aggregation=environ.get("PSD_AGGREGATION", "fast"),
     )

@@ -81,6 +81,15 @@ class ShardServer:
                 f"--listen: cannot bind {host}:{port}; is the port in use, and is the host this machine's?"
             ) from error
         self.address = f"{host}:{bound}"
+        if self.shard.is_recovered:
+            job = self.shard.core.declared()
+            logger.warning(
+                "shard %d goes on where an earlier process of it ended: run %s, at versions %d to %d",
+                self._config.shard_index,
+                self.shard.core.run_id,
+                job.version_min,
+                job.version_max,
+            )
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from psd.contract.errors import BarrierTimeout, InvalidRequest
 from psd.contract.jobspec import NAME_BYTES_MAX
 from psd.state.tickets import Ticket
+from psd.v1 import storage_pb2
 
 NAMES_MAX = 4096
 """Names whose generation is remembered while nobody waits there; the oldest is forgotten first. Only the reply's number then
@@ -34,10 +35,12 @@ class Barriers:
 
     Args:
         waited: asks the membership for the mask of workers that must arrive.
+        save: keeps what `restore` is given after the shard's process has died.
     """
 
-    def __init__(self, waited: Callable[[], int]) -> None:
+    def __init__(self, waited: Callable[[], int], save: Callable[[bytes], None]) -> None:
         self._waited = waited
+        self._save = save
         self._barriers: dict[str, _Barrier] = {}
         self._opened: dict[int, tuple[int, dict[int, int]]] = {}  # rank -> session, its latest calls: seq -> generation
 
@@ -93,9 +96,24 @@ class Barriers:
             return
         arrived, barrier.arrived = barrier.arrived, {}
         generation, barrier.generation = barrier.generation, barrier.generation + 1
-        for rank, (session, seq, ticket) in arrived.items():
+        for rank, (session, seq, _) in arrived.items():
             self._note_opened(rank, session, seq, generation)
+        # Before anybody goes on: if the shard dies now, those whose answer is lost must not wait for those who had theirs.
+        self._save(self._to_stored().SerializeToString())
+        for _, _, ticket in arrived.values():
             ticket.resolve(generation)
+
+    def _to_stored(self) -> storage_pb2.StoredBarriers:
+        stored = storage_pb2.StoredBarriers()
+        for rank, (session, calls) in self._opened.items():
+            for seq, generation in calls.items():
+                stored.opened.add(rank=rank, session=session, seq=seq, generation=generation)
+        return stored
+
+    def restore(self, saved: bytes) -> None:
+        """Take over what an earlier process of this shard had saved."""
+        for call in storage_pb2.StoredBarriers.FromString(saved).opened:
+            self._note_opened(call.rank, call.session, call.seq, call.generation)
 
     def _note_opened(self, rank: int, session: int, seq: int, generation: int) -> None:
         known = self._opened.get(rank)

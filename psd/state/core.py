@@ -65,7 +65,7 @@ class ShardCore:
         self.job: Job | None = None
         self.membership: Membership | None = None
         self.initial = InitialValues(chooses=config.shard_index == 0)
-        self.barriers = Barriers(lambda: self.members.waited_mask)
+        self.barriers = Barriers(lambda: self.members.waited_mask, storage.save_barriers)
         self.gates: list[Ticket] = []
         self._gates_min_clock: int | None = None
 
@@ -139,6 +139,7 @@ class ShardCore:
         self.run_id, self.membership, self.job = stored.run_id, members, job
         members.keep(self._save_worker)
         self.initial.on_recovered()
+        self.barriers.restore(self.storage.load_barriers())
         return True
 
     def _job(self, spec: JobSpec, members: Membership, arena_of: Callable[[Layout, list[BlockShape]], Arena]) -> Job:

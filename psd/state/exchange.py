@@ -207,7 +207,7 @@ class Exchange:
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             decisions = self._decisions()
-            if decisions.on_commit(worker, request.clock):
+            if decisions.on_commit(worker, request.clock) or request.without_waiting:
                 ticket = None
             else:
                 ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, decisions.missing)

@@ -24,6 +24,7 @@ from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
 
 logger = logging.getLogger(__name__)
 
+_BARRIERS_NAME = "barriers"
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 
 
@@ -70,6 +71,7 @@ class Storage:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {self.directory}: {error}") from error
         if not arena.word("initialized"):
+            (self.directory / _BARRIERS_NAME).unlink(missing_ok=True)
             # The process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
@@ -102,10 +104,25 @@ class Storage:
             raise OutOfSpace(f"--state-dir {self.directory}: no room for this job's parameters and slots: {error}") from error
         return self.arena
 
+    def save_barriers(self, opened: bytes) -> None:
+        """Keep which barriers have opened, beside the arena; nothing to keep it for before there is one."""
+        if self.arena is not None:
+            temporary = self.directory / f"{_BARRIERS_NAME}.new"
+            temporary.write_bytes(opened)
+            temporary.replace(self.directory / _BARRIERS_NAME)
+
+    def load_barriers(self) -> bytes:
+        """What was kept; empty if nothing was."""
+        path = self.directory / _BARRIERS_NAME
+        return path.read_bytes() if path.exists() else b""
+
     def close(self, *, keep: bool) -> None:
         """Let go of the arena. It stays if the operator named its directory and `keep`."""
         if self.arena is not None:
-            self.arena.close(remove=self._is_private or not keep)
+            is_removed = self._is_private or not keep
+            if is_removed:
+                (self.directory / _BARRIERS_NAME).unlink(missing_ok=True)
+            self.arena.close(remove=is_removed)
             self.arena = None
 
     @staticmethod
@@ -116,5 +133,6 @@ class Storage:
             except (ArenaBusy, ArenaCorrupt, OSError):
                 continue
             if arena is not None:
+                (path / _BARRIERS_NAME).unlink(missing_ok=True)
                 arena.close(remove=True)
                 logger.info("cleared %s, which a killed shard had left", path)

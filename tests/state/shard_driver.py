@@ -14,6 +14,7 @@ from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.state.exchange import Push
+from psd.state.rounds import FastRound
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -176,7 +177,9 @@ class Driver:
 
     def pull(self, seat: Seat, clock: int) -> dict[int, NDArray[Any] | Ticket]:
         """What a pull finds now: per block its numbers, or what it waits for."""
-        pull, blocks = self.shard.exchange.begin_pull(seat.caller, clock, self.layout.digest, ())
+        pull, blocks = self.shard.exchange.begin_pull(
+            data_pb2.PullRequest(caller=seat.caller, clock=clock, layout_digest=self.layout.digest)
+        )
         gate = self.shard.exchange.gate(pull, clock)
         if gate is not None:
             return {block.plan.index: gate for block in blocks}
@@ -210,7 +213,7 @@ class Driver:
         job = self.core.job
         blocks = []
         for state in job.blocks.values() if job is not None else ():
-            page, round_ = state._page, state._round
+            page, round_ = job.arena.current(state._slot), state._round
             blocks.append(
                 (
                     state.version,
@@ -218,16 +221,15 @@ class Driver:
                     if page is None
                     else (page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()),
                     None
-                    if round_ is None
+                    if not isinstance(round_, FastRound)
                     else (
-                        round_.contributors,
-                        round_.weight,
-                        round_.touched.tobytes(),
+                        round_._contributors,
+                        round_._total_weight,
+                        round_._touched.tobytes(),
                         round_.scalars,
-                        None if round_.accumulator is None else round_.accumulator.tobytes(),
+                        None if round_._accumulator is None else round_._accumulator.tobytes(),
                     ),
-                    state._counted_session.tobytes(),
-                    state._counted_clock.tobytes(),
+                    None if page is None else (page.sessions.tobytes(), page.clocks.tobytes()),
                 )
             )
         workers = [
