@@ -186,7 +186,7 @@ class CheckpointDirectory:
         if MANIFEST in files:
             self._storage.remove(name, MANIFEST)
             self._storage.sync(name)  # from here on it is not valid, also after a power failure
-        for file in sorted(files):
+        for file in sorted(files.keys() - {MANIFEST}):
             self._storage.remove(name, file)
         self._storage.remove_directory(name)
 
