@@ -99,7 +99,7 @@ def test_mangled_requests_are_refused_or_valid_and_never_a_defect():
 
 def test_wrong_requests_over_a_real_socket(cluster, dial):
     """The same wrong requests through gRPC: status, reason and message arrive, and the shard's state stays as it was."""
-    shard = cluster(2, limits=LIMITS).shards[0]
+    shard = cluster(2, limits=LIMITS, lease_s=600.0).shards[0]
     target, undisturbed = Target(shard.shard), Target()
     channel = dial(shard.address)
     before = target.fingerprint()
