@@ -73,7 +73,8 @@ class CheckpointDirectory:
         Args:
             blocks: exactly the shard's blocks, in the order of the layout; taken one at a time, and done with when the next is
                 asked for, so that a generator can give a page back as soon as it is written.
-            worker_clocks: by rank. client_states: opaque bytes by rank, if this shard has any.
+            worker_clocks: by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if this
+                shard has any; where several have, the first shard's hold.
 
         Returns:
             Bytes written.

@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
+import psd
 from psd.checkpoint import manifest as documents
 from psd.checkpoint import safetensors
 from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
@@ -55,6 +56,7 @@ def write_part(
         records=tuple(records),
         worker_clocks=worker_clocks,
         client_states=client_states,
+        psd_version=psd.__version__,
     )
     document = documents.part_document(cut, part)
     storage.write(cut.name, part_file(shard_index, cut.shard_count), [document])

@@ -30,7 +30,7 @@ def test_documents_when_stored_then_they_are_the_golden_ones(tmp_path, monkeypat
 
     To look at a difference: diff the two directories.
     """
-    monkeypatch.setattr("psd.checkpoint.manifest.psd.__version__", "0.1.0")
+    monkeypatch.setattr(psd, "__version__", "0.1.0")
     directory = CheckpointDirectory(str(tmp_path))
 
     name = store(directory, cut_of(small_spec(), 2))

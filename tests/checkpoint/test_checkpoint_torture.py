@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -131,19 +133,31 @@ def test_write_part_when_the_directory_is_below_a_file_then_says_so(tmp_path):
         directory.newest()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_store_when_the_directory_is_read_only_then_it_fails_and_the_older_one_stays(tmp_path):
-    directory = CheckpointDirectory(str(tmp_path), keep=1)
+@pytest.fixture
+def common_place() -> Iterator[Path]:
+    """A directory for a test that is not run as root, even if it is: root may write anywhere."""
+    with tempfile.TemporaryDirectory() as place:
+        user = os.geteuid()
+        if user == 0:
+            os.chown(place, 65534, -1)
+            os.seteuid(65534)
+        yield Path(place)
+        os.seteuid(user)
+
+
+def test_store_when_the_directory_is_read_only_then_it_fails_and_the_older_one_stays(common_place):
+    directory = CheckpointDirectory(str(common_place), keep=1)
     older, newer = cut_of(small_spec(), 2, 7), cut_of(small_spec(), 2, 8)
     store(directory, older)
-    tmp_path.chmod(0o555)
+    common_place.chmod(0o555)
     try:
         with pytest.raises(CheckpointFailed, match=r"cannot write .*: Permission denied"):
             directory.write_part(newer, 0, parts(newer, 0))
     finally:
-        tmp_path.chmod(0o755)
+        common_place.chmod(0o755)
 
     assert directory.newest().name == older.name
+    assert directory.verify(older.name) == []
 
 
 def test_newest_when_a_file_cannot_be_read_then_it_fails_and_nothing_is_deleted(tmp_path, monkeypatch):
