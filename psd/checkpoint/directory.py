@@ -73,7 +73,8 @@ class CheckpointDirectory:
         Args:
             blocks: exactly the shard's blocks, in the order of the layout; taken one at a time, and done with when the next is
                 asked for, so that a generator can give a page back as soon as it is written.
-            worker_clocks: by rank. client_states: opaque bytes by rank, if this shard has any.
+            worker_clocks: by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if this
+                shard has any; where several have, the first shard's hold.
 
         Returns:
             Bytes written.
@@ -186,7 +187,7 @@ class CheckpointDirectory:
         if MANIFEST in files:
             self._storage.remove(name, MANIFEST)
             self._storage.sync(name)  # from here on it is not valid, also after a power failure
-        for file in sorted(files):
+        for file in sorted(files.keys() - {MANIFEST}):
             self._storage.remove(name, file)
         self._storage.remove_directory(name)
 

@@ -47,7 +47,7 @@ class Part:
     records: tuple[Record, ...]
     worker_clocks: Mapping[int, int]
     client_states: Mapping[int, bytes]
-    psd_version: str = psd.__version__
+    psd_version: str
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ READERS = 4
 RECORDS_AHEAD_MAX = 8
 """Of about 1 MiB times one plus the slots each: enough to hide a store's latency, little beside a shard's memory."""
 
-Progress = Callable[[int], None]
+Advance = Callable[[int], None]
 """Is told how many bytes more have been read."""
 
 
@@ -165,7 +165,7 @@ def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], recor
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def verify_part(storage: Storage, manifest: Manifest, part: Part, progress: Progress) -> Iterator[str]:
+def verify_part(storage: Storage, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
     """Read every byte of a part's data file; what is wrong, in words."""
     file = data_file(part.shard_index, manifest.shard_count)
     try:
@@ -177,13 +177,13 @@ def verify_part(storage: Storage, manifest: Manifest, part: Part, progress: Prog
     except (FileNotFoundError, CheckpointFailed) as error:
         yield f"{manifest.name}/{file}: {error}"
         return
-    progress(part.header_bytes)
+    advance(part.header_bytes)
     for record in part.records:
         try:
             read_record(storage, manifest, record)
         except (CheckpointCorrupt, CheckpointFailed) as error:
             yield str(error)
-        progress(record.nbytes)
+        advance(record.nbytes)
 
 
 def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[str]:

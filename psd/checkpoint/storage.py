@@ -263,11 +263,16 @@ class ObjectStorage:
             except FileNotFoundError:  # a store with real directories, such as SFTP
                 self._file_system.makedirs(self._join(directory), exist_ok=True)
                 stream = self._file_system.open(path, "wb")
-            with stream:
-                for chunk in chunks:
-                    self._crash_point(f"write {file}")
-                    stream.write(chunk)
-                self._crash_point(f"put {file}")
+            try:
+                with stream:
+                    for chunk in chunks:
+                        self._crash_point(f"write {file}")
+                        stream.write(chunk)
+                    self._crash_point(f"put {file}")
+            except BaseException:
+                with contextlib.suppress(Exception):  # closing may have put what there was
+                    self._file_system.rm_file(path)
+                raise
 
     def remove(self, directory: str, file: str) -> None:
         """See Storage."""

@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
+import psd
 from psd.checkpoint import manifest as documents
 from psd.checkpoint import safetensors
 from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
@@ -34,7 +35,7 @@ def write_part(
 ) -> int:
     """See CheckpointDirectory.write_part."""
     files = storage.files(cut.name)
-    if part_file(shard_index, cut.shard_count) in files and data_file(shard_index, cut.shard_count) in files:
+    if _is_written(storage, cut, shard_index, files):
         return 0
     spaces = stored_spaces(cut.spec)
     plans = [
@@ -55,10 +56,32 @@ def write_part(
         records=tuple(records),
         worker_clocks=worker_clocks,
         client_states=client_states,
+        psd_version=psd.__version__,
     )
     document = documents.part_document(cut, part)
     storage.write(cut.name, part_file(shard_index, cut.shard_count), [document])
     return part.data_bytes + len(document)
+
+
+def _is_written(storage: Storage, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
+    """Whether the part is there and whole: some object stores show what an interrupted put has left."""
+    file = part_file(shard_index, cut.shard_count)
+    if file not in files:
+        return False
+    try:
+        _read_part(cut, shard_index, read_document(storage, cut.name, file), files)
+    except CheckpointCorrupt as error:
+        logger.warning("a part of a checkpoint is damaged and is written again: %s", error)
+        return False
+    return True
+
+
+def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, int]) -> Part:
+    """A part from its document; CheckpointCorrupt unless it is this cut's, and its data file as long as it says."""
+    file = f"{cut.name}/{part_file(shard_index, cut.shard_count)}"
+    part = documents.parse_part(document, file, documents.identity_of(cut), shard_index)
+    check_size(cut.name, files, data_file(shard_index, cut.shard_count), part.data_bytes)
+    return part
 
 
 _Plans = list[tuple[Block, list[Field]]]
@@ -119,12 +142,7 @@ def complete(storage: Storage, cut: Cut) -> bool:
     if any(file not in files for pair in names for file in pair):
         return False
     texts = [read_document(storage, cut.name, file) for file, _ in names]
-    parts = [
-        documents.parse_part(text, f"{cut.name}/{file}", documents.identity_of(cut), index)
-        for index, (text, (file, _)) in enumerate(zip(texts, names, strict=True))
-    ]
-    for part, (_, file) in zip(parts, names, strict=True):
-        check_size(cut.name, files, file, part.data_bytes)
+    parts = [_read_part(cut, index, text, files) for index, text in enumerate(texts)]
     manifest = documents.manifest_document(cut, parts, texts)
     ManifestDocument(manifest, cut.name).with_parts(parts)  # raises unless readers will take it
     storage.sync(cut.name)  # the other shards' files, before the word that they are there

@@ -59,6 +59,7 @@ class RawWorker:
     def __init__(
         self, channel: grpc.Channel, rank: int = 0, world_size: int = 2, *, shard: int = 0, shards: int = 1, session: int = 0
     ) -> None:
+        self.channel = channel
         self.control = control_pb2_grpc.ControlServiceStub(channel)
         self.data = data_pb2_grpc.DataServiceStub(channel)
         joined = self.control.Join(

@@ -1,0 +1,262 @@
+"""Which checkpoint is the newest, what is deleted, and that no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+from helpers_checkpoint import (
+    check_restored,
+    cut_of,
+    files_of,
+    memory_url,
+    parts,
+    small_spec,
+    store,
+    valid_names,
+)
+
+from psd.checkpoint import CheckpointDirectory, CheckpointState
+from psd.checkpoint.cut import MANIFEST
+from psd.contract.config import ConfigError
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
+from psd.contract.layout import Layout
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A directory with two checkpoints of two shards, the older and the newer cut."""
+    directory = CheckpointDirectory(str(tmp_path))
+    older, newer = cut_of(small_spec(), 2, 7), cut_of(small_spec(), 2, 8, cut_id="b2")
+    store(directory, older)
+    store(directory, newer)
+    return directory, older, newer
+
+
+@pytest.mark.parametrize("url", ["/nowhere/at/all", "memory://nowhere"])
+def test_directory_when_it_does_not_exist_then_it_is_empty(url):
+    directory = CheckpointDirectory(url)
+
+    assert directory.checkpoints() == []
+    assert directory.newest() is None
+    assert directory.collect_garbage() == []
+    assert directory.verify("timeline-00000-step-000000000007-a1") == [
+        f"there is no checkpoint 'timeline-00000-step-000000000007-a1' in {directory.location}"
+    ]
+
+
+def test_directory_when_the_url_is_none_that_can_be_used_then_says_why():
+    with pytest.raises(ConfigError, match="got an empty string"):
+        CheckpointDirectory("")
+    with pytest.raises(ConfigError, match="Protocol not known: nosuch"):
+        CheckpointDirectory("nosuch://user:secret@host/x")
+    with pytest.raises(ConfigError) as raised:
+        CheckpointDirectory("nosuch://user:secret@host/x")
+    assert "secret" not in str(raised.value)
+
+
+def test_checkpoints_when_several_are_there_then_the_newest_is_first(tmp_path):
+    directory = CheckpointDirectory(str(tmp_path))
+    cuts = [cut_of(small_spec(), 1, step, timeline) for step, timeline in ((5, 0), (900, 0), (1000, 0), (950, 1), (2, 100_000))]
+    for cut in cuts:
+        store(directory, cut)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "timeline-1-step-2-x").mkdir()
+    (tmp_path / "readme.txt").write_text("mine")
+
+    assert [(info.timeline, info.step) for info in directory.checkpoints()] == [
+        (100_000, 2),
+        (1, 950),
+        (0, 1000),
+        (0, 900),
+        (0, 5),
+    ]
+    assert directory.newest().name == cuts[-1].name
+    assert directory.newest(before=cuts[3].name).name == cuts[2].name
+    assert directory.newest(before=cuts[0].name) is None
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def _flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_newest_when_any_byte_of_a_document_is_flipped_then_goes_back_loudly_and_names_the_file(two, tmp_path, caplog):
+    directory, older, newer = two
+    for path in (tmp_path / newer.name).glob("*.json"):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 41):
+            caplog.clear()
+            _flip(path, place)
+            assert directory.newest().name == older.name
+            (record,) = caplog.records
+            assert record.levelno == logging.ERROR
+            assert f"{newer.name}/{path.name}" in record.getMessage()
+            path.write_bytes(whole)
+    assert directory.newest().name == newer.name
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00002.json", "shard-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("damage", ["removed", "truncated", "emptied", "lengthened"])
+def test_newest_when_a_file_is_damaged_then_the_one_before_is_used(two, tmp_path, caplog, file, damage):
+    directory, older, newer = two
+    path = tmp_path / newer.name / file
+    whole = path.read_bytes()
+    path.unlink()
+    if damage != "removed":
+        path.write_bytes({"truncated": whole[:-1], "emptied": b"", "lengthened": whole + b"\0"}[damage])
+
+    assert directory.newest().name == older.name
+
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert file in record.getMessage()
+    assert any(file in problem for problem in directory.verify(newer.name))
+    state = CheckpointState.INCOMPLETE if (file, damage) == (MANIFEST, "removed") else CheckpointState.DAMAGED
+    assert directory.checkpoints()[0].state is state
+    with pytest.raises(CheckpointCorrupt, match=file):
+        directory.load(newer.name)
+    check_restored(directory, older, Layout(older.spec, 3))
+
+
+def test_verify_when_any_byte_of_the_numbers_is_flipped_then_names_the_file_and_restoring_stops(two, tmp_path):
+    directory, _, newer = two
+    manifest = directory.newest()
+    assert directory.verify(newer.name) == []
+    for path in (tmp_path / newer.name).glob("*.safetensors"):
+        for place in range(0, path.stat().st_size, 997):
+            _flip(path, place)
+            (problem,) = directory.verify(newer.name)
+            assert path.name in problem
+            if "header" not in problem:  # which restoring does not read
+                with pytest.raises(CheckpointCorrupt, match=path.name):
+                    list(directory.read_blocks(manifest, Layout(newer.spec, 1), 0))
+            _flip(path, place)
+    assert directory.verify(newer.name) == []
+
+
+def test_export_when_a_byte_was_flipped_then_no_file_appears_and_an_older_one_stays(two, tmp_path):
+    directory, _, newer = two
+    target = tmp_path / "model.safetensors"
+    target.write_text("old")
+    _flip(tmp_path / newer.name / "shard-00000-of-00002.safetensors", 20_000)
+
+    with pytest.raises(CheckpointCorrupt, match="shard-00000-of-00002"):
+        directory.export(directory.newest(), str(target))
+
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+def test_read_blocks_when_abandoned_then_its_threads_end(two):
+    directory, older, _ = two
+    blocks = directory.read_blocks(directory.load(older.name), Layout(older.spec, 1), 0)
+    next(blocks)
+
+    blocks.close()  # would hang, or leave threads to be warned of
+
+
+# -- deletion ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("states", list(itertools.product("vid", repeat=4)), ids="".join)
+def test_collect_garbage_when_checkpoints_are_in_any_state_then_the_newest_valid_ones_stay(states, keep):
+    directory = CheckpointDirectory(memory_url(), keep=keep)
+    names = []
+    for step, state in enumerate(states):
+        cut = cut_of(small_spec(), 1, step)
+        names.append(cut.name)
+        directory.write_part(cut, 0, parts(cut, 0))
+        if state != "i":
+            directory.complete(cut)
+        if state == "d":
+            directory._storage.remove(cut.name, "shard-00000-of-00001.json")
+    valid = [name for name, state in zip(names, states, strict=True) if state == "v"]
+
+    removed = directory.collect_garbage()
+
+    left = [info.name for info in directory.checkpoints()]
+    assert set(removed) | set(left) == set(names)
+    assert sorted(valid_names(directory)) == valid[-keep:]
+    newer = names[names.index(valid[-1]) :] if valid else names
+    assert set(newer) <= set(left)
+    unfinished = {name for name, state in zip(names, states, strict=True) if state == "i"}
+    assert unfinished & set(left) == unfinished & set(newer)
+    damaged = {name for name, state in zip(names, states, strict=True) if state == "d"}
+    assert damaged & set(left) == {name for name in damaged if len(valid) < keep or name > valid[-keep]}
+
+
+def test_collect_garbage_when_deleting_then_the_manifest_goes_first_and_durably(two, tmp_path):
+    _, older, newer = two
+    steps = []
+
+    assert CheckpointDirectory(str(tmp_path), keep=1, crash_point=steps.append).collect_garbage() == [older.name]
+
+    assert steps == [
+        f"fsync directory {newer.name}",
+        f"fsync directory {tmp_path.name}",
+        "remove manifest.json",
+        f"fsync directory {older.name}",
+        f"fsync directory {tmp_path.name}",
+        "remove shard-00000-of-00002.json",
+        "remove shard-00000-of-00002.safetensors",
+        "remove shard-00001-of-00002.json",
+        "remove shard-00001-of-00002.safetensors",
+        f"remove directory {older.name}",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [newer.name]
+
+
+def test_collect_garbage_when_somebody_died_in_the_middle_then_temporary_files_go_too(two, tmp_path):
+    _, older, newer = two
+    (tmp_path / older.name / ".shard-00000-of-00002.safetensors.17-ab.tmp").write_bytes(b"half")
+
+    CheckpointDirectory(str(tmp_path), keep=1).collect_garbage()
+
+    assert {path.parent.name for path in files_of(tmp_path)} == {newer.name}
+
+
+def test_discard_when_a_cut_failed_then_its_files_go_but_never_those_of_a_valid_one(two, tmp_path):
+    directory, _, newer = two
+    failed = cut_of(small_spec(), 2, 9)
+    directory.write_part(failed, 0, parts(failed, 0))
+
+    assert directory.discard(failed)
+    assert not directory.discard(newer)
+    assert directory.discard(failed)  # nothing is left of it
+
+    assert not (tmp_path / failed.name).exists()
+    assert directory.newest().name == newer.name
+
+
+# -- the cut -----------------------------------------------------------------------------------------------------------
+
+
+def test_write_part_when_blocks_are_not_of_one_version_then_it_is_refused_under_sync(tmp_path):
+    directory = CheckpointDirectory(str(tmp_path))
+    cut = cut_of(small_spec(), 1, 7)
+    torn = (part._replace(version=part.version + (part.space == 2)) for part in parts(cut, 0))
+
+    with pytest.raises(CheckpointFailed, match="block 2 is at version 8, the cut at 7"):
+        directory.write_part(cut, 0, torn)
+
+    assert files_of(tmp_path) == []
+
+
+def test_cut_when_its_fields_are_wrong_then_it_is_refused():
+    with pytest.raises(ValueError, match="cut_id"):
+        cut_of(small_spec(), 1, cut_id="../x")
+    with pytest.raises(ValueError, match="negative"):
+        cut_of(small_spec(), 1, step=-1)
+    with pytest.raises(ValueError, match="keep"):
+        CheckpointDirectory("/tmp/x", keep=0)
+    with pytest.raises(ValueError, match="not the name of a checkpoint"):
+        CheckpointDirectory("/tmp").newest(before="x")

@@ -1,0 +1,73 @@
+"""The messages whose bytes are kept in tests/golden.
+
+`python tests/contract/golden_messages.py` writes those that are missing. The bytes of a released version never change.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from psd.contract import frames
+from psd.v1 import control_pb2, data_pb2, job_pb2
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+CALLER = job_pb2.Caller(run_id="run-1", incarnation=0x0123456789ABCDEF, rank=3, session=1_700_000_000_000_000)
+DIGEST = bytes(range(16))
+PAYLOAD = struct.pack("<6f", 0.0, -0.0, 1.5, -2.25, 3.4028234663852886e38, 1e-45)
+
+PUSH_HEADER = data_pb2.PushHeader(
+    caller=CALLER,
+    clock=41,
+    weight=128.0,
+    layout_digest=DIGEST,
+    scalars=[data_pb2.GroupScalars(values=[0.1, 0.9, 0.0, 1e-4]), data_pb2.GroupScalars()],
+)
+SPEC = job_pb2.JobSpec(
+    world_size=4,
+    quorum=3,
+    mode=job_pb2.CONSISTENCY_MODE_SYNC,
+    reduction=job_pb2.REDUCTION_MEAN,
+    groups=[job_pb2.GroupSpec(rule="sgd", flags=["momentum", "nesterov"]), job_pb2.GroupSpec(rule="static")],
+    tensors=[
+        job_pb2.TensorSpec(name="conv.weight", shape=[3, 3, 3], dtype=job_pb2.DTYPE_FLOAT32),
+        job_pb2.TensorSpec(name="mean", dtype=job_pb2.DTYPE_FLOAT64, group=1),
+    ],
+)
+
+# Name -> the message without its payload, and the payload (None for messages that have none).
+MESSAGES: dict[str, tuple[Message, bytes | None]] = {
+    "push_frame_first": (data_pb2.PushFrame(push=PUSH_HEADER, block=7), PAYLOAD),
+    "push_frame_last": (data_pb2.PushFrame(block=11, present=b"\x05", last=True), PAYLOAD),
+    "push_frame_empty": (data_pb2.PushFrame(push=PUSH_HEADER, last=True), b""),
+    "pull_frame": (data_pb2.PullFrame(block=7, version=1 << 40), PAYLOAD),
+    "pull_frame_reply": (
+        data_pb2.PullFrame(push=data_pb2.PushReply(clock=42, blocks_counted=2, blocks_duplicate=1, blocks_late=3)),
+        b"",
+    ),
+    "initialize_frame": (data_pb2.InitializeFrame(caller=CALLER, layout_digest=DIGEST, block=0), PAYLOAD),
+    "pull_request": (data_pb2.PullRequest(caller=CALLER, clock=42, layout_digest=DIGEST, blocks=[7, 11, 300]), None),
+    "join_request": (
+        control_pb2.JoinRequest(run_id="run-1", shard_index=1, shard_count=4, rank=3, world_size=4, session=9, host="h", pid=7),
+        None,
+    ),
+    "declare_request": (control_pb2.DeclareRequest(caller=CALLER, spec=SPEC), None),
+    "barrier_request": (control_pb2.BarrierRequest(caller=CALLER, name="epoch-1", seq=2), None),
+}
+
+
+def wire_bytes(head: Message, payload: bytes | None) -> bytes:
+    """The message as psd writes it."""
+    data = head.SerializeToString(deterministic=True)
+    return data if payload is None else frames.join(data, payload)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, (head, payload) in MESSAGES.items():
+        path = GOLDEN / f"{name}.bin"
+        if not path.exists():
+            path.write_bytes(wire_bytes(head, payload))

@@ -1,0 +1,440 @@
+"""Requests that are wrong in one way, made from a seed, and a shard in mid-training to send them to.
+
+`wrong_requests` changes one field of a valid request and says which error must name it; `mangled_requests` changes bytes, and
+may by chance make something valid. `Target` calls the handlers as gRPC does, through parsers and guard, but in this process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from psd.contract.config import Limits, ServerConfig
+from psd.contract.consistency import SYNC
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd.rim.control_service import ControlService
+from psd.rim.data_service import DataService
+from psd.state.shard import Shard
+from psd.v1 import control_pb2, data_pb2, job_pb2
+
+WORLD = 3
+ME = 1
+SPEC = JobSpec(
+    WORLD,
+    (
+        TensorSpec("w", (7,), "float32", 0),
+        TensorSpec("v", (4,), "float32", 0),
+        TensorSpec("x", (5,), "float64", 1),
+        TensorSpec("s", (3,), "float32", 2),
+    ),
+    (GroupSpec("sgd", ("momentum",)), GroupSpec("sgd"), GroupSpec("static")),
+    SYNC,
+)
+LAYOUT = Layout(SPEC, 2)
+TRAINED, FOREIGN, STATIC, LENGTH = 0, 1, 2, 11
+SCALARS = ((0.5, 0.5, 0.0, 0.0), (0.5, 0.0, 0.0, 0.0), ())
+LIMITS = Limits(workers_max=8, tensors_max=50, elements_max=100_000)
+
+
+class Aborted(Exception):
+    """How a call ended: status, reason, message."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
+        super().__init__(f"{code.name} {reason}: {message}")
+        self.code, self.reason, self.message = code, reason, message
+
+
+class Context:
+    """A call whose deadline has come: whatever would wait ends at once."""
+
+    def __init__(self) -> None:
+        self._trailing: dict[str, Any] = {}
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return True
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._trailing = dict(metadata)
+
+    def abort(self, code: grpc.StatusCode, message: str) -> None:
+        raise Aborted(code, self._trailing["psd-reason"], message)
+
+
+@dataclass
+class Request:
+    """What to send, and, if it is wrong on purpose, the reasons one of which must come and the word that must be in it."""
+
+    method: str
+    messages: list[bytes]
+    reasons: tuple[str, ...] = ()
+    word: str = ""
+    what: str = ""
+
+
+class Target:
+    """Shard 0 of 2 in mid-training: two rounds done, a third open with worker 0's gradient."""
+
+    def __init__(self, shard: Shard | None = None) -> None:
+        self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
+        control = ControlService(self.shard, address=str, on_leave=int).handler()
+        self._handlers = (control, DataService(self.shard).handler())
+        self.callers = [self._join(rank) for rank in range(WORLD)]
+        for caller in self.callers:
+            self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message()))
+        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest)
+        for index in (TRAINED, STATIC):
+            block = LAYOUT.blocks[index]
+            self.shard.admission.initialize_block(init, index, memoryview(np.arange(block.length, dtype=block.dtype).tobytes()))
+        assert self.shard.admission.end_initialize(init)
+        for clock, rank in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)):
+            self.push(rank, clock)
+
+    def _join(self, rank: int) -> job_pb2.Caller:
+        reply = self.shard.admission.join(control_pb2.JoinRequest(shard_count=2, rank=rank, world_size=WORLD))
+        return job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)
+
+    def header(self, rank: int, clock: int) -> data_pb2.PushHeader:
+        return data_pb2.PushHeader(
+            caller=self.callers[rank],
+            clock=clock,
+            weight=1.0 + rank,
+            layout_digest=LAYOUT.digest,
+            scalars=[data_pb2.GroupScalars(values=values) for values in SCALARS],
+        )
+
+    def push(self, rank: int, clock: int) -> data_pb2.PushReply:
+        exchange = self.shard.exchange
+        push = exchange.begin_push(self.header(rank, clock))
+        gradient = np.linspace(rank, clock + 1, LENGTH, dtype=np.float32)
+        assert exchange.push_block(push, TRAINED, b"", memoryview(gradient.tobytes())) is None
+        return exchange.end_push(push)
+
+    def call(self, request: Request) -> list[Any]:
+        """The answer's messages; raises Aborted."""
+        details = type("Details", (), {"method": request.method, "invocation_metadata": ()})()
+        handler = next(h for h in (x.service(details) for x in self._handlers) if h is not None)
+        parsed = map(handler.request_deserializer, request.messages)
+        if handler.request_streaming and handler.response_streaming:
+            return list(handler.stream_stream(parsed, Context()))
+        if handler.request_streaming:
+            return [handler.stream_unary(parsed, Context())]
+        if handler.response_streaming:
+            return list(handler.unary_stream(next(parsed), Context()))
+        return [handler.unary_unary(next(parsed), Context())]
+
+    def fingerprint(self) -> Any:
+        """All that a refused request must leave as it is: pages, rounds, dedup windows, members, scalars, arrivals, waits."""
+        core = self.shard.core
+        assert core.job is not None
+        assert core.membership is not None
+        blocks = []
+        for state in core.job.blocks.values():
+            page, round_ = state._page, state._round
+            assert page is not None
+            blocks.append((state.version, page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()))
+            blocks.append((state._counted_session.tobytes(), state._counted_clock.tobytes()))
+            if round_ is not None:
+                assert round_.accumulator is not None
+                sums = round_.accumulator.tobytes(), round_.touched.tobytes()
+                blocks.append((round_.contributors, round_.weight, round_.scalars, *sums))
+        members = [(w.state, w.session, w.clock, w.floor, w.has_pushed, w.host, w.pid) for w in core.membership.workers]
+        scalars = {r: (e.scalars, e.rank, e.is_counted) for r, e in core.job._round_scalars.items()}
+        arrived = {name: list(b.arrived) for name, b in core.barriers._barriers.items() if b.arrived}
+        return blocks, members, scalars, arrived, len(core.waiting.open()), len(core.gates), core.run_id
+
+
+def _data(name: str) -> str:
+    return f"/psd.v1.DataService/{name}"
+
+
+def _control(name: str) -> str:
+    return f"/psd.v1.ControlService/{name}"
+
+
+def good_push(target: Target) -> data_pb2.PushFrame:
+    gradient = np.ones(LENGTH, np.float32).tobytes()
+    return data_pb2.PushFrame(push=target.header(ME, 2), block=TRAINED, last=True, payload=gradient)
+
+
+def good_requests(target: Target) -> list[tuple[str, Any]]:
+    """One valid request of each kind, as a message."""
+    caller = target.callers[ME]
+    init = data_pb2.InitializeFrame(caller=caller, layout_digest=LAYOUT.digest, block=TRAINED, payload=bytes(4 * LENGTH))
+    return [
+        (_data("Push"), good_push(target)),
+        (_data("PushPull"), good_push(target)),
+        (_data("Pull"), data_pb2.PullRequest(caller=caller, clock=2, layout_digest=LAYOUT.digest, blocks=[TRAINED, STATIC])),
+        (_data("Initialize"), init),
+        (_control("Join"), control_pb2.JoinRequest(shard_count=2, rank=ME, world_size=WORLD, host="h", pid=9)),
+        (_control("Declare"), control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message())),
+        (_control("Heartbeat"), control_pb2.HeartbeatRequest(caller=caller, clock=2)),
+        (_control("Leave"), control_pb2.LeaveRequest(caller=caller)),
+        (_control("Barrier"), control_pb2.BarrierRequest(caller=caller, name="epoch", seq=1)),
+        (_control("Status"), control_pb2.StatusRequest()),
+    ]
+
+
+def wrong_caller(rng: random.Random, caller: job_pb2.Caller) -> tuple[tuple[str, ...], str]:
+    """Spoil one field of a caller; returns the reasons and the word."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        caller.run_id = rng.choice(("", "x", caller.run_id + "x", "ü" * rng.randrange(1, 200)))
+        return ("ForeignRun",), "run_id"
+    if kind == 1:
+        caller.incarnation += rng.choice((-1, 1, 1 << 40))
+        return ("ShardRestarted",), "incarnation"
+    if kind == 2:
+        caller.rank = rng.choice((WORLD, WORLD + 1, 1 << 31, (1 << 32) - 1))
+        return ("InvalidRequest",), "rank"
+    caller.session = rng.choice((0, 1, caller.session - 1, caller.session + 1, (1 << 64) - 1))
+    return ("SessionFenced",), "session"
+
+
+def wrong_header(rng: random.Random, push: data_pb2.PushHeader) -> tuple[tuple[str, ...], str]:
+    kind = rng.randrange(6)
+    if kind == 0:
+        return wrong_caller(rng, push.caller)
+    if kind == 1:
+        push.clock = rng.choice((2 + 1025, 5000, 1 << 40, (1 << 64) - 1))
+        return ("InvalidRequest",), "clock"
+    if kind == 2:
+        push.weight = rng.choice((-1.0, float("nan"), float("inf"), -float("inf"), 1e-12, 1e16, 5e-324, 1e308))
+        return ("InvalidRequest",), "weight"
+    if kind == 3:
+        push.layout_digest = rng.choice((b"", b"x", LAYOUT.digest[:-1], LAYOUT.digest + b"\0", rng.randbytes(16)))
+        return ("LayoutMismatch",), "layout_digest"
+    if kind == 4:
+        if rng.random() < 0.5:
+            del push.scalars[rng.randrange(3)]
+        else:
+            push.scalars.add()
+        return ("InvalidRequest",), "scalars"
+    values = push.scalars[0].values
+    if rng.random() < 0.3:
+        values[rng.choice((0, 3))] = 0.25
+        return ("ScalarsDisagree",), "scalars[0]"
+    if rng.random() < 0.3:
+        values.append(1.0)
+    else:
+        values[rng.randrange(4)] = rng.choice((float("nan"), float("inf"), -float("inf"), 1e39))
+    return ("InvalidRequest",), "scalars[0]"
+
+
+def wrong_block(rng: random.Random, frame: Any) -> tuple[tuple[str, ...], str]:
+    """Spoil a frame's block or numbers."""
+    kind = rng.randrange(5)
+    payload = np.frombuffer(frame.payload, np.float32).copy()
+    if kind == 0:
+        frame.block = rng.choice((FOREIGN, 3, 4, 1 << 20, (1 << 32) - 1))
+        return ("BlockOutOfRange",), "block"
+    if kind in (1, 2):
+        payload[rng.randrange(LENGTH)] = rng.choice((np.nan, np.inf, -np.inf))
+        frame.payload = payload.tobytes()
+        return ("NonFiniteGradient",), "payload"
+    if kind == 3:
+        size = rng.choice((0, 1, 4, 4 * LENGTH - 1, 4 * LENGTH + 1, 4 * LENGTH + 4, 8 * LENGTH, 10_000))
+        frame.payload = rng.randbytes(size)
+        return ("InvalidTensor",), "payload"
+    frame.payload = frame.payload[: rng.randrange(4 * LENGTH)]
+    return ("InvalidTensor",), "payload"
+
+
+def wrong_push(rng: random.Random, target: Target) -> Request:
+    frame = good_push(target)
+    method = _data(rng.choice(("Push", "PushPull")))
+    frames = [frame]
+    kind = rng.randrange(10)
+    if kind < 4:
+        reasons, word = wrong_header(rng, frame.push)
+    elif kind < 7:
+        reasons, word = wrong_block(rng, frame)
+    elif kind == 7:
+        reasons, word = ("InvalidRequest",), "present"
+        frame.present = rng.randbytes(rng.choice((2, 3, 100)))
+    elif kind == 8:
+        frame.present = rng.choice((b"\x00", b"\x01", b"\x02"))
+        reasons, word = ("InvalidTensor",), "payload"
+    else:
+        how = rng.randrange(4)
+        reasons, word = ("InvalidRequest",), ("push", "block", "block", "push")[how]
+        if how == 0:
+            frame.ClearField("push")
+        elif how == 1:
+            frame.ClearField("block")
+        elif how == 2:
+            frame.block = STATIC
+            frame.payload = bytes(12)
+        else:
+            frames = [data_pb2.PushFrame(push=frame.push), frame]
+    return Request(method, [f.SerializeToString() for f in frames], reasons, word)
+
+
+def wrong_pull(rng: random.Random, target: Target) -> Request:
+    pull = data_pb2.PullRequest(caller=target.callers[ME], clock=2, layout_digest=LAYOUT.digest, blocks=[TRAINED])
+    kind = rng.randrange(4)
+    if kind == 0:
+        reasons, word = wrong_caller(rng, pull.caller)
+    elif kind == 1:
+        pull.clock = rng.choice((2 + 1025, 1 << 30, (1 << 64) - 1))
+        reasons, word = ("InvalidRequest",), "clock"
+    elif kind == 2:
+        pull.layout_digest = rng.choice((b"", rng.randbytes(16), rng.randbytes(40)))
+        reasons, word = ("LayoutMismatch",), "layout_digest"
+    elif rng.random() < 0.5:
+        pull.blocks[:] = [rng.choice((FOREIGN, 3, (1 << 32) - 1))]
+        reasons, word = ("BlockOutOfRange",), "block"
+    else:
+        pull.blocks[:] = [TRAINED] * rng.randrange(3, 50)
+        reasons, word = ("InvalidRequest",), "blocks"
+    return Request(_data("Pull"), [pull.SerializeToString()], reasons, word)
+
+
+def wrong_initialize(rng: random.Random, target: Target) -> Request:
+    frame = data_pb2.InitializeFrame(
+        caller=target.callers[ME], layout_digest=LAYOUT.digest, block=TRAINED, payload=np.ones(LENGTH, np.float32).tobytes()
+    )
+    frames = [frame]
+    kind = rng.randrange(5)
+    if kind == 0:
+        reasons, word = wrong_caller(rng, frame.caller)
+    elif kind == 1:
+        frame.layout_digest = rng.randbytes(rng.choice((0, 15, 16)))
+        reasons, word = ("LayoutMismatch",), "layout_digest"
+    elif kind == 2:
+        reasons, word = wrong_block(rng, frame)
+    elif kind == 3:
+        frame.ClearField("block")
+        reasons, word = ("InvalidRequest",), "block"
+    else:
+        frames = rng.choice(([], [frame, frame], [data_pb2.InitializeFrame(block=TRAINED, payload=frame.payload)]))
+        reasons, word = ("InvalidRequest",), "caller" if frames else "InitializeFrame"
+    return Request(_data("Initialize"), [f.SerializeToString() for f in frames], reasons, word)
+
+
+def wrong_join(rng: random.Random, target: Target) -> Request:
+    join = control_pb2.JoinRequest(shard_count=2, rank=ME, world_size=WORLD, host="h")
+    field, value, reasons, word = rng.choice(
+        (
+            ("run_id", "other", ("ForeignRun",), "run_id"),
+            ("run_id", "r" * 129, ("InvalidRequest",), "run_id"),
+            ("shard_index", rng.choice((1, 2, 1 << 31)), ("WrongShard",), "shard 0/2"),
+            ("shard_count", rng.choice((0, 1, 3, 1 << 31)), ("WrongShard",), "shard 0/2"),
+            ("rank", rng.choice((WORLD, 1 << 31)), ("InvalidRequest",), "rank"),
+            ("world_size", rng.choice((0, 9, 1 << 31)), ("InvalidRequest",), "world_size"),
+            ("world_size", rng.choice((2, 4, 8)), ("SpecMismatch",), "world_size"),
+            ("session", rng.choice((1, 1 << 63, (1 << 64) - 1)), ("InvalidRequest",), "session"),
+            ("host", "h" * rng.randrange(257, 5000), ("InvalidRequest",), "host"),
+        )
+    )
+    setattr(join, field, value)
+    return Request(_control("Join"), [join.SerializeToString()], reasons, word)
+
+
+def wrong_declare(rng: random.Random, target: Target) -> Request:
+    request = control_pb2.DeclareRequest(caller=target.callers[ME], spec=SPEC.to_message())
+    spec = request.spec
+    if rng.random() < 0.2:
+        reasons, word = wrong_caller(rng, request.caller)
+        return Request(_control("Declare"), [request.SerializeToString()], reasons, word)
+    tensor, group = spec.tensors[rng.randrange(4)], spec.groups[0]
+    changes: Sequence[tuple[Callable[[], Any], str, str]] = (
+        (
+            lambda: setattr(spec, "world_size", rng.choice((0, 2, 9, 1 << 31))),
+            "InvalidRequest SpecMismatch",
+            "world_size|quorum",
+        ),
+        (lambda: setattr(spec, "quorum", rng.choice((1, 2))), "SpecMismatch", "quorum"),
+        (lambda: setattr(spec, "quorum", rng.choice((4, 1 << 31))), "InvalidRequest", "quorum"),
+        (lambda: setattr(spec, "mode", rng.choice((0, 7, -1))), "InvalidRequest", "mode"),
+        (lambda: setattr(spec, "mode", rng.choice((2, 3))), "InvalidRequest SpecMismatch", "consistency|quorum"),
+        (lambda: setattr(spec, "staleness_bound", rng.choice((1, 1 << 31))), "InvalidRequest", "staleness_bound"),
+        (lambda: setattr(spec, "reduction", rng.choice((0, 9))), "InvalidRequest", "reduction"),
+        (lambda: setattr(spec, "reduction", 2), "SpecMismatch", "reduction"),
+        (lambda: spec.groups.extend([group] * 1100), "InvalidRequest", "groups"),
+        (lambda: spec.ClearField("groups"), "InvalidRequest", "groups"),
+        (lambda: spec.groups.add(rule="sgd"), "SpecMismatch", "groups"),
+        (lambda: setattr(group, "rule", rng.choice(("", "adam", "x" * 9000))), "InvalidRequest", "groups.rule"),
+        (lambda: group.flags.extend(["momentum"]), "InvalidRequest", "groups.flags"),
+        (lambda: group.flags.extend([rng.choice(("nestero", "z" * 4000, "ü"))]), "InvalidRequest", "groups.flags"),
+        (lambda: group.flags.extend(["nesterov"]), "SpecMismatch", "group 0"),
+        (lambda: setattr(tensor, "name", rng.choice(("", "n" * 257, "ß" * 200))), "InvalidTensor", "name"),
+        (lambda: setattr(tensor, "name", "fresh"), "SpecMismatch", "tensor"),
+        (lambda: tensor.shape.extend([2]), "SpecMismatch", "tensor"),
+        (lambda: tensor.shape.extend([1] * 100), "InvalidTensor", "shape"),
+        (lambda: tensor.shape.extend([1 << 60, 1 << 60]), "InvalidTensor", "elements"),
+        (lambda: setattr(tensor, "dtype", rng.choice((0, 5, 1000))), "InvalidTensor", "dtype"),
+        (lambda: setattr(tensor, "group", rng.choice((3, 1 << 31))), "InvalidTensor", "group"),
+        (lambda: spec.tensors.extend([spec.tensors[0]]), "InvalidTensor", "twice"),
+        (
+            lambda: spec.tensors.extend([job_pb2.TensorSpec(name=f"n{i}", dtype=1) for i in range(60)]),
+            "InvalidTensor",
+            "--max-tensors",
+        ),
+    )
+    change, reasons, word = rng.choice(changes)
+    change()
+    return Request(_control("Declare"), [request.SerializeToString()], tuple(reasons.split()), word)
+
+
+def wrong_control(rng: random.Random, target: Target) -> Request:
+    caller = target.callers[ME]
+    kind = rng.randrange(5)
+    request: Any
+    if kind == 0:
+        name, request = "Barrier", control_pb2.BarrierRequest(caller=caller, seq=1, name=rng.choice(("", "b" * 257)))
+        reasons, word = ("InvalidRequest",), "name"
+    elif kind == 1:
+        name, request = "Barrier", control_pb2.BarrierRequest(caller=caller, name="b")
+        reasons, word = ("InvalidRequest",), "seq"
+    elif kind == 2:
+        name, request = "Heartbeat", control_pb2.HeartbeatRequest(caller=caller, clock=rng.choice((1100, 1 << 63)))
+        reasons, word = ("InvalidRequest",), "clock"
+    else:
+        name = rng.choice(("Barrier", "Heartbeat"))
+        request = (
+            control_pb2.BarrierRequest(caller=caller, name="b", seq=1)
+            if name == "Barrier"
+            else control_pb2.HeartbeatRequest(caller=caller, clock=2)
+        )
+        reasons, word = wrong_caller(rng, request.caller)
+    return Request(_control(name), [request.SerializeToString()], reasons, word)
+
+
+KINDS = (wrong_push, wrong_push, wrong_push, wrong_pull, wrong_initialize, wrong_join, wrong_declare, wrong_control)
+
+
+def wrong_request(rng: random.Random, target: Target) -> Request:
+    """A request with one wrong field."""
+    return rng.choice(KINDS)(rng, target)
+
+
+def mangled_request(rng: random.Random, target: Target) -> Request:
+    """A valid request with changed, missing or added bytes."""
+    method, message = rng.choice(good_requests(target))
+    data = bytearray(message.SerializeToString())
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        kind, at = rng.randrange(6), rng.randrange(len(data) + 1)
+        if kind <= 1 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            del data[at:]
+        elif kind == 3:
+            data[at:at] = rng.randbytes(rng.choice((1, 2, 8, 100)))
+        elif kind == 4:
+            del data[at : at + rng.randrange(1, 9)]
+        else:
+            data[at:at] = data[max(0, at - rng.randrange(1, 60)) : at]
+    if rng.random() < 0.02:
+        data = bytearray(rng.randbytes(rng.randrange(300)))
+    if rng.random() < 0.02:
+        data = bytearray(b"\x7a\x00") * rng.randrange(1, 3000)  # many empty payloads
+    return Request(method, [bytes(data)])
