@@ -71,7 +71,6 @@ class Arena:
         self._directory = directory
         self._fd = fd
         self._front = front
-        self._crash_point = crash_point
         mapping = files.map_shared(fd, 0, front.size)
         self._blocks = Blocks(fd, front, mapping, crash_point)
         self._records = Records(front, mapping, crash_point)

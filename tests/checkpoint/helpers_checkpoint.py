@@ -9,10 +9,11 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+from hypothesis import strategies as st
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.consistency import Consistency
-from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.jobspec import DTYPES, GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Block, Layout, Space
 from psd.contract.rules import rule_info
 
@@ -143,3 +144,27 @@ def files_of(root: Path) -> Sequence[Path]:
 
 
 ASYNC = Consistency("async")
+
+SHARD_COUNTS = st.sampled_from([1, 2, 3, 5])
+
+
+@st.composite
+def specs(draw):
+    """Any dtypes and groups; sizes from none to a few blocks."""
+    groups = draw(
+        st.lists(
+            st.sampled_from([GroupSpec("sgd", ("momentum",)), GroupSpec("sgd"), GroupSpec("static")]), min_size=1, max_size=3
+        )
+    )
+    shapes = st.one_of(
+        st.just(()),
+        st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
+        st.integers(8_000, 60_000).map(lambda n: (n,)),
+        st.sampled_from([(300_000,), (513, 1027)]),
+    )
+    tensors = draw(st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPES)), st.integers(0, len(groups) - 1)), max_size=6))
+    return JobSpec(
+        world_size=draw(st.integers(1, 5)),
+        tensors=tuple(TensorSpec(f"layer.{i}", *rest) for i, rest in enumerate(tensors)),
+        groups=tuple(groups),
+    )

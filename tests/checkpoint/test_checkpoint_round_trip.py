@@ -1,4 +1,4 @@
-"""What was stored on S shards is what S' shards and the exported file get, to the bit."""
+"""What was stored on S shards is what S' shards get, to the bit."""
 
 from __future__ import annotations
 
@@ -6,52 +6,25 @@ import dataclasses
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
 from helpers_checkpoint import (
     ASYNC,
+    SHARD_COUNTS,
     block_part,
     check_restored,
     clear_memory,
     cut_of,
     memory_url,
-    numbers,
     parts,
     small_spec,
+    specs,
     store,
 )
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from psd.checkpoint import CheckpointDirectory
-from psd.checkpoint.export import converted
 from psd.contract.errors import SpecMismatch
-from psd.contract.jobspec import DTYPES, GroupSpec, JobSpec, TensorSpec
+from psd.contract.jobspec import JobSpec, TensorSpec
 from psd.contract.layout import Layout
-
-SHARD_COUNTS = st.sampled_from([1, 2, 3, 5])
-
-
-@st.composite
-def specs(draw):
-    """Any dtypes and groups; sizes from none to a few blocks."""
-    groups = draw(
-        st.lists(
-            st.sampled_from([GroupSpec("sgd", ("momentum",)), GroupSpec("sgd"), GroupSpec("static")]), min_size=1, max_size=3
-        )
-    )
-    shapes = st.one_of(
-        st.just(()),
-        st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
-        st.integers(8_000, 60_000).map(lambda n: (n,)),
-        st.sampled_from([(300_000,), (513, 1027)]),
-    )
-    tensors = draw(st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPES)), st.integers(0, len(groups) - 1)), max_size=6))
-    return JobSpec(
-        world_size=draw(st.integers(1, 5)),
-        tensors=tuple(TensorSpec(f"layer.{i}", *rest) for i, rest in enumerate(tensors)),
-        groups=tuple(groups),
-    )
 
 
 @settings(deadline=None, max_examples=40)
@@ -153,61 +126,3 @@ def test_read_blocks_when_the_tensors_differ_then_the_first_difference_is_named(
 
     with pytest.raises(SpecMismatch, match=r"tensor 5: .*head\.gain.*\(3,\).*\(4,\)"):
         list(directory.read_blocks(directory.load(cut.name), Layout(other, 2), 0))
-
-
-# -- export ------------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=15)
-@given(spec=specs(), stored_on=SHARD_COUNTS)
-def test_export_when_torch_loads_it_then_tensors_have_their_names_shapes_dtypes_and_values(tmp_path_factory, spec, stored_on):
-    directory = CheckpointDirectory(memory_url())
-    cut = cut_of(spec, stored_on)
-    store(directory, cut)
-    path = tmp_path_factory.mktemp("export") / "model.safetensors"
-
-    directory.export(directory.load(cut.name), str(path))
-
-    found = safetensors.torch.load_file(path)
-    assert set(found) == {tensor.name for tensor in spec.tensors}
-    for tensor in spec.tensors:
-        assert found[tensor.name].shape == tensor.shape
-        assert found[tensor.name].dtype == getattr(torch, tensor.dtype)
-    for index, space in enumerate(cut.layout.spaces):
-        values = torch.from_numpy(numbers(space, index, 0).copy())
-        for tensor_index, start in zip(space.tensors, space.starts, strict=True):
-            tensor = spec.tensors[tensor_index]
-            expected = values[start : start + tensor.size].to(getattr(torch, tensor.dtype))
-            assert torch.equal(found[tensor.name].flatten(), expected)
-    clear_memory()
-
-
-def test_export_when_a_model_loads_it_then_load_state_dict_is_content(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3).to(torch.bfloat16))
-    tensors = tuple(
-        TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()
-    )
-    directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
-    cut = cut_of(JobSpec(1, tensors), 2)
-    store(directory, cut)
-    seen = []
-
-    directory.export(directory.load(cut.name), str(tmp_path / "model.safetensors"), lambda *at: seen.append(at))
-
-    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
-    np.testing.assert_array_equal(model[0].weight.detach().numpy().ravel(), numbers(cut.layout.spaces[0], 0, 0)[:35])
-    size = (tmp_path / "model.safetensors").stat().st_size
-    assert seen[-1] == (size, size)
-
-
-def test_converted_when_values_are_extreme_then_rounds_as_torch_does():
-    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, np.uint32)
-    special = np.array([0, -0.0, np.inf, -np.inf, 3.4e38, 65519, 65520, 1e-45, 1 + 2**-8, 1 + 3 * 2**-8, np.nan], np.float32)
-    values = np.concatenate([bits.view(np.float32), special])
-    numbers_only = values[~np.isnan(values)]
-
-    for dtype in ("float16", "bfloat16"):
-        expected = torch.from_numpy(numbers_only).to(getattr(torch, dtype)).view(torch.int16).numpy()
-        np.testing.assert_array_equal(converted(numbers_only, dtype).view(np.int16), expected)
-        nans = torch.from_numpy(converted(values[np.isnan(values)], dtype).view(np.int16)).view(getattr(torch, dtype))
-        assert torch.isnan(nans).all()

@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
+from collections import Counter
 
 import pytest
 from arena_workload import SHAPES, CrashAt, Journal, check, main_until_crash, main_until_killed, open_or_create, run, versions
@@ -57,12 +59,35 @@ def test_death_at_a_point_leaves_old_or_new_and_the_next_process_goes_on(name, s
     if arena is None:
         assert journal.begun == 0
         arena = open_or_create(memory_path / "state", CrashAt())
-    check(arena, journal)
+    journal.settle(check(arena, journal))
     run(arena, journal, ROUNDS)
     assert versions(arena) == [ROUNDS] * len(SHAPES)
     check(arena, journal)
     arena.close(remove=True)
     assert not (memory_path / "state").exists()
+
+
+def test_a_copy_taken_at_every_step_opens(memory_path):
+    """What the file holds at a step is what death there would leave: so every occurrence of every point, without processes."""
+    journal = Journal(memory_path / "journal")
+    copies = memory_path / "copy"
+    copies.mkdir()
+    seen = Counter()
+
+    def open_a_copy(name):
+        seen[name] += 1
+        if not (memory_path / "state" / "arena").exists():
+            return
+        shutil.copyfile(memory_path / "state" / "arena", copies / "arena")
+        arena = Arena.open(copies)
+        check(arena, journal)
+        arena.close(remove=True)
+
+    arena = open_or_create(memory_path / "state", open_a_copy)
+    run(arena, journal, ROUNDS)
+
+    assert set(seen) == set(CRASH_POINTS)
+    arena.close(remove=True)
 
 
 def test_death_at_random_instants_thirty_times_over(processes, memory_path):
@@ -85,7 +110,7 @@ def test_death_at_random_instants_thirty_times_over(processes, memory_path):
 
         arena = Arena.open(memory_path / "state")
         assert arena is not None
-        check(arena, journal)
+        journal.settle(check(arena, journal))
         arena.close(remove=False)
 
     arena = Arena.open(memory_path / "state")

@@ -8,7 +8,8 @@ import re
 
 import grpc
 import pytest
-from malformed import LIMITS, WORLD, Aborted, Target, mangled_request, wrong_request
+from malformed import mangled_request, wrong_request
+from malformed_target import LIMITS, WORLD, Aborted, Target
 from raw_client import reason
 
 from psd.contract.errors import reasons

@@ -1,0 +1,151 @@
+"""A shard in mid-training to send wrong requests to.
+
+`Target` calls the handlers as gRPC does, through parsers and guard, but in this process. A request says what is sent, and which
+error must come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from psd.contract.config import Limits, ServerConfig
+from psd.contract.consistency import SYNC
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd.rim.control_service import ControlService
+from psd.rim.data_service import DataService
+from psd.state.shard import Shard
+from psd.v1 import control_pb2, data_pb2, job_pb2
+
+WORLD = 3
+ME = 1
+SPEC = JobSpec(
+    WORLD,
+    (
+        TensorSpec("w", (7,), "float32", 0),
+        TensorSpec("v", (4,), "float32", 0),
+        TensorSpec("x", (5,), "float64", 1),
+        TensorSpec("s", (3,), "float32", 2),
+    ),
+    (GroupSpec("sgd", ("momentum",)), GroupSpec("sgd"), GroupSpec("static")),
+    SYNC,
+)
+LAYOUT = Layout(SPEC, 2)
+TRAINED, FOREIGN, STATIC, LENGTH = 0, 1, 2, 11
+SCALARS = ((0.5, 0.5, 0.0, 0.0), (0.5, 0.0, 0.0, 0.0), ())
+LIMITS = Limits(workers_max=8, tensors_max=50, elements_max=100_000)
+
+
+class Aborted(Exception):
+    """How a call ended: status, reason, message."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
+        super().__init__(f"{code.name} {reason}: {message}")
+        self.code, self.reason, self.message = code, reason, message
+
+
+class Context:
+    """A call whose deadline has come: whatever would wait ends at once."""
+
+    def __init__(self) -> None:
+        self._trailing: dict[str, Any] = {}
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return True
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._trailing = dict(metadata)
+
+    def abort(self, code: grpc.StatusCode, message: str) -> None:
+        raise Aborted(code, self._trailing["psd-reason"], message)
+
+
+@dataclass
+class Request:
+    """What to send, and, if it is wrong on purpose, the reasons one of which must come and the word that must be in it."""
+
+    method: str
+    messages: list[bytes]
+    reasons: tuple[str, ...] = ()
+    word: str = ""
+    what: str = ""
+
+
+class Target:
+    """Shard 0 of 2 in mid-training: two rounds done, a third open with worker 0's gradient."""
+
+    def __init__(self, shard: Shard | None = None) -> None:
+        self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
+        control = ControlService(self.shard, address=str, on_leave=int).handler()
+        self._handlers = (control, DataService(self.shard).handler())
+        self.callers = [self._join(rank) for rank in range(WORLD)]
+        for caller in self.callers:
+            self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message()))
+        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest)
+        for index in (TRAINED, STATIC):
+            block = LAYOUT.blocks[index]
+            self.shard.admission.initialize_block(init, index, memoryview(np.arange(block.length, dtype=block.dtype).tobytes()))
+        assert self.shard.admission.end_initialize(init)
+        for clock, rank in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)):
+            self.push(rank, clock)
+
+    def _join(self, rank: int) -> job_pb2.Caller:
+        reply = self.shard.admission.join(control_pb2.JoinRequest(shard_count=2, rank=rank, world_size=WORLD))
+        return job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)
+
+    def header(self, rank: int, clock: int) -> data_pb2.PushHeader:
+        return data_pb2.PushHeader(
+            caller=self.callers[rank],
+            clock=clock,
+            weight=1.0 + rank,
+            layout_digest=LAYOUT.digest,
+            scalars=[data_pb2.GroupScalars(values=values) for values in SCALARS],
+        )
+
+    def push(self, rank: int, clock: int) -> data_pb2.PushReply:
+        exchange = self.shard.exchange
+        push = exchange.begin_push(self.header(rank, clock))
+        gradient = np.linspace(rank, clock + 1, LENGTH, dtype=np.float32)
+        assert exchange.push_block(push, TRAINED, b"", memoryview(gradient.tobytes())) is None
+        return exchange.end_push(push)
+
+    def call(self, request: Request) -> list[Any]:
+        """The answer's messages; raises Aborted."""
+        details = type("Details", (), {"method": request.method, "invocation_metadata": ()})()
+        handler = next(h for h in (x.service(details) for x in self._handlers) if h is not None)
+        parsed = map(handler.request_deserializer, request.messages)
+        if handler.request_streaming and handler.response_streaming:
+            return list(handler.stream_stream(parsed, Context()))
+        if handler.request_streaming:
+            return [handler.stream_unary(parsed, Context())]
+        if handler.response_streaming:
+            return list(handler.unary_stream(next(parsed), Context()))
+        return [handler.unary_unary(next(parsed), Context())]
+
+    def fingerprint(self) -> Any:
+        """All that a refused request must leave as it is: pages, rounds, dedup windows, members, scalars, arrivals, waits."""
+        core = self.shard.core
+        assert core.job is not None
+        assert core.membership is not None
+        blocks = []
+        for state in core.job.blocks.values():
+            page, round_ = state._page, state._round
+            assert page is not None
+            blocks.append((state.version, page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()))
+            blocks.append((state._counted_session.tobytes(), state._counted_clock.tobytes()))
+            if round_ is not None:
+                assert round_.accumulator is not None
+                sums = round_.accumulator.tobytes(), round_.touched.tobytes()
+                blocks.append((round_.contributors, round_.weight, round_.scalars, *sums))
+        members = [(w.state, w.session, w.clock, w.floor, w.has_pushed, w.host, w.pid) for w in core.membership.workers]
+        scalars = {r: (e.scalars, e.rank, e.is_counted) for r, e in core.job._round_scalars.items()}
+        arrived = {name: list(b.arrived) for name, b in core.barriers._barriers.items() if b.arrived}
+        return blocks, members, scalars, arrived, len(core.waiting.open()), len(core.gates), core.run_id

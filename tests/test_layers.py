@@ -1,0 +1,124 @@
+"""The layers of the design, as a test: imports point down only, and a few things are imported in few places."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+
+import pytest
+from source_tree import imports, is_within, modules, tree
+
+# Each layer, and what of the project it may import beside itself. psd itself holds only the version.
+LAYERS = {
+    "psd_core": (),
+    "psd.contract": ("psd.v1", "psd_core"),
+    "psd.checkpoint": ("psd.contract", "psd.v1", "psd_core"),
+    "psd.state": ("psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
+    "psd.rim": ("psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
+    "psd.cli": ("psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
+    "psd_client": ("psd.contract", "psd.v1", "psd_core"),
+    "psd.v1": (),
+    "psd": (),
+}
+
+# What is not the project's own: who may import it.
+OUTSIDE = {
+    "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.grpc_lane", "psd_client.grpc_errors"),
+    "grpc_health": ("psd.rim",),
+    "grpc_reflection": ("psd.rim",),
+    "torch": ("psd_client.torch",),
+    "tensorflow": ("psd_client.tensorflow",),
+    "keras": ("psd_client.keras", "psd_client.tensorflow"),
+    "jax": ("psd_client.jax",),
+    "argparse": ("psd.cli",),
+    "socket": ("psd.cli", "psd.rim", "psd_client"),
+    "socketserver": ("psd.rim",),
+    "ssl": ("psd.rim", "psd_client"),
+    "asyncio": (),
+    "multiprocessing": ("psd_client",),
+    "subprocess": ("psd.cli",),
+    "signal": ("psd.cli", "psd_client"),
+    "pickle": (),
+    "fsspec": ("psd.checkpoint",),
+}
+
+ENVIRONMENT = ("psd.contract.environment", "psd.cli")
+
+
+def layer_of(module):
+    """The layer that a module belongs to; the longest name wins."""
+    return max((layer for layer in LAYERS if is_within(module, layer)), key=len)
+
+
+def test_every_package_has_a_layer():
+    """A new package must say where it belongs."""
+    packages = {name.rpartition(".")[0] or name for name in modules()}
+
+    assert {p for p in packages if layer_of(p) == "psd"} <= {"psd"}, "add the package to LAYERS"
+
+
+def test_imports_point_down():
+    """No module imports from a layer above its own, or beside it, not even lazily or for types."""
+    up = [
+        f"{i.importer}:{i.line} imports {i.module}"
+        for i in imports()
+        if is_within(i.module, "psd", "psd_core", "psd_client")
+        and not is_within(i.module, layer_of(i.importer))
+        and i.module != "psd"
+        and not is_within(i.module, *LAYERS[layer_of(i.importer)])
+    ]
+
+    assert up == []
+
+
+@pytest.mark.parametrize("library", OUTSIDE)
+def test_a_library_is_imported_only_where_it_belongs(library):
+    """gRPC stays in the rim, frameworks in their own faces, sockets and flags out of state and contract."""
+    wrong = [
+        f"{i.importer}:{i.line}"
+        for i in imports()
+        if is_within(i.module, library) and not is_within(i.importer, *OUTSIDE[library])
+    ]
+
+    assert wrong == []
+
+
+def test_modules_do_not_import_in_circles():
+    """Inside a layer, too, imports form no circle; what is imported for types alone does not count."""
+    known = modules()
+    graph = {name: set() for name in known}
+    for i in imports():
+        # A package imports its parts and is imported before them; that is no circle.
+        if i.module in known and not i.is_for_types and not is_within(i.importer, i.module):
+            graph[i.importer].add(i.module)
+
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+
+    assert set(order) >= set(known)
+
+
+def test_the_environment_is_read_in_one_place():
+    """os.environ and os.getenv appear in psd/contract/environment.py and in the command line, nowhere else."""
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, path in modules().items()
+        if not is_within(name, *ENVIRONMENT)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")
+    ]
+
+    assert wrong == []
+
+
+def test_servers_start_without_a_framework():
+    """Nothing that a server imports leads to torch, tensorflow or the client."""
+    known = modules()
+    reached, todo = set(), ["psd.cli.server", "psd.cli.run", "psd.cli.ctl"]
+    while todo:
+        name = todo.pop()
+        if name not in reached and name in known:
+            reached.add(name)
+            todo += [i.module for i in imports() if i.importer == name]
+
+    assert len(reached) > 20
+    assert not [name for name in reached if is_within(name, "psd_client")]

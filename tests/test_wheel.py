@@ -1,0 +1,78 @@
+"""What is shipped: a wheel with everything in it, and nothing that a server must not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from source_tree import ROOT, modules
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """A folder with the contents of a wheel that was built from a copy of the tracked files."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in listed.split("\0"):
+        if name and not name.startswith("tests/") and (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q", "-w", str(out)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = out.glob("psd-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(out / "unpacked")
+    return out / "unpacked"
+
+
+def loaded_by(unpacked, statement):
+    """Names of the top-level modules that a statement loads, in a fresh interpreter that sees the wheel and what it needs."""
+    paths = [str(unpacked), *(p for p in sys.path if p.endswith("-packages"))]
+    code = f"import sys; sys.path[:0] = {paths!r}; {statement}; import psd; print(psd.__file__); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    origin, names = done.stdout.splitlines()[-2:]
+    assert origin.startswith(str(unpacked)), origin
+    return {name.partition(".")[0] for name in names.split()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked):
+    """All hand-written modules, the compiled kernels, protobuf modules with their types, markers and console scripts are there;
+    C sources and tests are not."""
+    names = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    wanted = {
+        f"{name.replace('.', '/')}{'/__init__' if path.stem == '__init__' else ''}.py" for name, path in modules().items()
+    }
+
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    wanted = {n for n in wanted if n in tracked or f"clients/{n}" in tracked}
+    assert wanted - names == set()
+    for stem in ("job", "data", "control"):
+        assert {f"psd/v1/{stem}_pb2.py", f"psd/v1/{stem}_pb2.pyi"} <= names
+    assert {"psd/v1/data_pb2_grpc.py", "psd/v1/control_pb2_grpc.py"} <= names
+    assert {"psd/py.typed", "psd_core/py.typed", "psd_client/py.typed"} <= names
+    assert any(n.startswith("psd_core/_kernels.") and n.endswith(".so") for n in names)
+    assert not [n for n in names if n.endswith((".c", ".h")) or n.startswith("tests/")]
+    (entry_points,) = unpacked.glob("psd-*.dist-info/entry_points.txt")
+    assert all(f"{script} = psd.cli." in entry_points.read_text() for script in ("psd-server", "psd-run", "psdctl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import psd, psd_core", {"torch", "tensorflow", "grpc", "psd_client"}),
+        ("import psd.state.shard, psd.contract.environment", {"torch", "tensorflow", "grpc", "psd_client"}),
+        ("import psd.rim.server, psd.cli.server, psd.cli.run", {"torch", "tensorflow", "psd_client"}),
+        ("import psd_client", {"torch", "tensorflow"}),
+    ],
+)
+def test_imports_from_the_wheel_load_no_more_than_they_need(unpacked, statement, absent):
+    """Kernels and state come without gRPC, the server without a framework, the client without torch."""
+    assert loaded_by(unpacked, statement) & absent == set()
