@@ -28,6 +28,9 @@ from psd_client.transport import Call, GradientPart, Lane
 logger = logging.getLogger("psd_client")
 
 
+CUTS_MAX = 8
+
+
 @dataclass
 class _Sent:
     """The last push of a job with rounds, until its round is known to have closed.
@@ -49,6 +52,7 @@ class Exchange:
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
         parameters: what the last pull brought; undefined after one that failed.
+        client_state: goes to shard 0 with the next push.
         counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped.
     """
 
@@ -66,6 +70,7 @@ class Exchange:
         self._is_exact = layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._sent: _Sent | None = None
+        self.client_state = b""
         self.gradients = FlatBuffers(layout)
         self.parameters = FlatBuffers(layout)
         self.counts = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
@@ -82,6 +87,12 @@ class Exchange:
 
         lanes = [lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)]
         self._shards.run(pull_at, self._timeout_s, lanes)
+
+    def go_back(self) -> None:
+        """Go on from the checkpoint to which the job has gone back."""
+        self._sent = None
+        self._session.go_back()
+        self.pull_all()
 
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock."""
@@ -220,12 +231,15 @@ class Exchange:
             layout_digest=self._layout.digest,
             scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
             decisions=self._session.decisions,
+            cuts=self._session.cuts,
         )
 
     def _part(self, lane: Lane, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> GradientPart:
         own = data_pb2.PushHeader()
         own.CopyFrom(header)
         own.caller.CopyFrom(self._session.caller(lane.shard))
+        if lane.shard == 0:
+            own.client_state = self.client_state
         return GradientPart(own, self._blocks[lane.shard], self.gradients, present)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:
@@ -243,6 +257,8 @@ class Exchange:
         self._count(replies)
 
     def _count(self, replies: Sequence[data_pb2.PushReply]) -> None:
+        self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
+        self.client_state = b""
         self.counts["pushes"] += 1
         for reply in replies:
             self.counts["blocks_counted"] += reply.blocks_counted

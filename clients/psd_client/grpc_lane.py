@@ -104,6 +104,10 @@ class GrpcLane(Lane):
         """Agree on the job."""
         return self._unary("Declare", request, control_pb2.DeclareReply, call, is_wait=True)
 
+    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
+        """Let the shard go back to a checkpoint."""
+        return self._unary("Rollback", request, control_pb2.RollbackReply, call, is_wait=True)
+
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
         """Say that all shards have a push."""
         return self._unary("Commit", request, control_pb2.CommitReply, call, is_wait=True)

@@ -19,9 +19,10 @@ from typing import TypeVar
 from psd.contract.config import ClientConfig
 from psd.contract.errors import InternalError, LayoutMismatch, PsdError, SessionFenced, ShardRestarted
 from psd.contract.jobspec import JobSpec
-from psd.v1 import control_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.shards import Shards, transfer_s
+from psd_client.timeline import join_one_timeline
 from psd_client.transport import Call, Cancelled, Lane
 
 logger = logging.getLogger("psd_client")
@@ -40,7 +41,7 @@ class Membership:
     """What the shards answered when the worker joined; replaced as a whole when it joins again.
 
     Attributes:
-        run_id, session: as in Caller. incarnations: of each shard. lease_s: the shortest of all shards'.
+        run_id, session: as in Caller. incarnations: of each shard. lease_s: the shortest of all shards'. timeline: of the job.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Membership:
     session: int
     incarnations: tuple[int, ...]
     lease_s: float
+    timeline: int
 
     def caller(self, shard: int) -> job_pb2.Caller:
         """Who asks, for a request to that shard."""
@@ -61,6 +63,8 @@ class Session:
         clock: steps that the worker has finished.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
+        cuts: to be carried to all shards with the next push.
+        stored_state: what a worker of this rank had saved for itself, as of the last declaration.
         rejoins: how often it was fenced and joined again.
     """
 
@@ -75,6 +79,8 @@ class Session:
         shards.on_restart = self.resume
         self.clock = 0
         self.decisions: list[job_pb2.Decision] = []
+        self.cuts: list[data_pb2.Cut] = []
+        self.stored_state = b""
         self.has_failed = False
         self.rejoins = 0
 
@@ -105,17 +111,22 @@ class Session:
             own.shard_index = lane.shard
             return lane.join(own, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
 
+        def join_all() -> list[control_pb2.JoinReply]:
+            request.run_id, request.session = config.run_id, 0
+            replies = self._shards.run(join_at, timeout_s, lanes[:1])
+            request.run_id, request.session = replies[0].run_id, replies[0].session
+            return replies + self._shards.run(join_at, timeout_s, lanes[1:])
+
         lanes = self._shards.lanes
         timeout_s = JOIN_TIMEOUT_S + config.retry_timeout_s
-        replies = self._shards.run(join_at, timeout_s, lanes[:1])
-        request.run_id, request.session = replies[0].run_id, replies[0].session
-        replies += self._shards.run(join_at, timeout_s, lanes[1:])
+        replies = join_one_timeline(join_all, self._shards)
         self._membership = Membership(
             rank=config.rank,
             run_id=request.run_id,
             session=request.session,
             incarnations=tuple(reply.incarnation for reply in replies),
             lease_s=min(reply.lease_s for reply in replies),
+            timeline=replies[0].timeline,
         )
         self._barrier_seq = 0
         self.clock = max(reply.clock for reply in replies)
@@ -147,7 +158,8 @@ class Session:
         """Go on with the same session at a shard that was killed and came back with what it held.
 
         Raises:
-            StateLost: it came back without. SessionFenced: the session has ended there meanwhile.
+            StateLost: it came back without. RolledBack: the job has gone, or must go, back to a checkpoint.
+            SessionFenced: the session has ended there meanwhile.
             ShardRestarted: `error` itself, if there is no session to resume.
         """
         with self._resuming:
@@ -156,6 +168,7 @@ class Session:
                 raise error
             request = self._join_request()
             request.run_id, request.session, request.resume = membership.run_id, membership.session, True
+            request.timeline = membership.timeline
             request.shard_index = lane.shard
             reply = lane.join(request, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
             if reply.incarnation == membership.incarnations[lane.shard]:
@@ -203,6 +216,7 @@ class Session:
         elif not all(reply.initialized for reply in replies):
             raise InternalError("the shards disagree on whether the job has its initial values")
         self.clock = max(self.clock, *(reply.clock for reply in replies))
+        self.stored_state = replies[0].client_state
         return provided
 
     def _initialize(self, lanes: Sequence[Lane], values: FlatBuffers) -> list[bool]:
@@ -214,6 +228,13 @@ class Session:
             self._config.wait_timeout_s + transfer_s(layout, lanes),
             lanes,
         )
+
+    def go_back(self) -> None:
+        """Join anew after the job has gone back to a checkpoint, bringing all shards to it if need be."""
+        self.join()
+        assert self._spec is not None
+        assert self._values is not None
+        self._declare(self._spec, self._values)
 
     def rejoin(self, error: SessionFenced) -> None:
         """Go on as a new session after this one was fenced; raises `error` if somebody else has the rank now."""

@@ -118,6 +118,10 @@ class Lane(ABC):
         """Agree on the job; at shard 0, wait for the initial values."""
 
     @abstractmethod
+    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
+        """Let the shard go back to a checkpoint, on a new timeline."""
+
+    @abstractmethod
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
         """Exact aggregation: say that all shards have a push; wait for the decision on its round."""
 

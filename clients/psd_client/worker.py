@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from psd.contract.config import ClientConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import job_defaults
-from psd.contract.errors import NonFiniteGradient, NotDeclared, WaitTimeout
+from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, RolledBack, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd_client.exchange import Exchange
@@ -36,6 +36,8 @@ from psd_client.session import Session
 from psd_client.shards import Shards
 from psd_client.transport import Cancelled, Lane
 from psd_client.waiting import Health, WaitReporter
+
+CLIENT_STATE_BYTES_MAX = 1 << 20
 
 WorkerT = TypeVar("WorkerT", bound="Worker")
 
@@ -111,6 +113,24 @@ class Worker:
             "sent_bytes": sum(lane.sent_bytes for lane in lanes),
             "received_bytes": sum(lane.received_bytes for lane in lanes),
         }
+
+    def save_client_state(self, state: bytes) -> None:
+        """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
+
+        Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
+        restore. At most 1 MiB; it travels with the next push, to shard 0.
+        """
+        if len(state) > CLIENT_STATE_BYTES_MAX:
+            raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
+        self._declared.client_state = bytes(state)
+
+    @property
+    def client_state(self) -> bytes:
+        """What a worker of this rank had saved, as of the step at which this one goes on; empty if nothing.
+
+        Set by `declare`, and anew when the job goes back to a checkpoint.
+        """
+        return self._session.stored_state
 
     def close(self) -> None:
         """Say that this worker has finished, and disconnect; nobody waits for it any more. Idempotent."""
@@ -214,6 +234,18 @@ class Worker:
             raise NotDeclared("psd: nothing is declared yet: call declare() first")
         return self._exchange
 
+    def _go_back(self, error: RolledBack) -> RolledBack:
+        """Join the timeline that begins at a checkpoint; the error that tells the program so."""
+        if self._exchange is None:
+            return error
+        self._exchange.go_back()
+        return RolledBack(
+            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters are "
+            "those of that step, and client_state is what this worker had saved for it",
+            step=self.clock,
+            **error.detail,
+        )
+
     @contextmanager
     def _operation(self, what: str) -> Iterator[None]:
         if os.getpid() != self._pid:
@@ -230,6 +262,8 @@ class Worker:
                 yield
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
+        except RolledBack as error:
+            raise self._go_back(error) from None
         except WaitTimeout as error:
             if "missing" in error.detail or not self._reporter.last_text:
                 raise

@@ -21,6 +21,7 @@ from psd.cli import logs, malloc
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, exit_status, seconds, signal_name, whole_number
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
+from psd.contract.environment import crash_point
 
 if TYPE_CHECKING:
     from psd.rim.server import ShardServer
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from psd.rim.server import ShardServer
 
         try:
-            server = ShardServer(config)
+            server = ShardServer(config, crash_point=crash_point())
             server.start()
         except (OSError, ConfigError) as error:
             print(f"psd-server: error: {error}", file=sys.stderr, flush=True)

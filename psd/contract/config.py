@@ -94,6 +94,9 @@ class ServerConfig:
         exit_when_done: end with status 0 when all workers have left.
         state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
             memory, which ends with the process.
+        checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
+        checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
+        checkpoint_keep: how many valid ones are kept.
     """
 
     shard_index: int
@@ -105,6 +108,10 @@ class ServerConfig:
     grace_s: float = 10.0
     exit_when_done: bool = False
     state_dir: str = ""
+    checkpoint_dir: str = ""
+    checkpoint_secs: float = 0.0
+    checkpoint_steps: int = 0
+    checkpoint_keep: int = 3
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -115,6 +122,11 @@ class ServerConfig:
             parse_address(self.advertise, "--advertise")
         if len(self.run_id.encode()) > 128:
             raise ConfigError("--run-id: expected at most 128 bytes")
+        if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
+            raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
+        _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)
+        _check_count("--checkpoint-steps", self.checkpoint_steps, 0, 1 << 40)
+        _check_count("--checkpoint-keep", self.checkpoint_keep, 1, 1_000_000)
         _check_seconds("--lease", self.lease_s, 0.1, 86_400)
         _check_seconds("--grace", self.grace_s, 0, 3_600)
 

@@ -6,7 +6,8 @@ Explicit arguments win over the environment. Everything below receives frozen va
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
@@ -21,6 +22,7 @@ VARIABLES = {
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
     "PSD_AGGREGATION": "fast or exact, unless the script says which",
     "PSD_REDUCE": "mean or sum, unless the script says which",
+    "PSD_CRASH_POINT": "for tests of psd itself: NAME:N kills a shard at the Nth time that it comes to that step",
     "PSD_TRANSPORT": "auto or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
@@ -89,6 +91,23 @@ def client_config(
         transport=transport or environ.get("PSD_TRANSPORT", "auto"),
         **{name: value for name, value in seconds.items() if value is not None},
     )
+
+
+def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None]:
+    """What a shard calls at each named step at which its process may die: nothing, unless PSD_CRASH_POINT says to die there."""
+    name, colon, count = environ.get("PSD_CRASH_POINT", "").rpartition(":")
+    if not colon or not count.isdigit():
+        return lambda _: None
+    left = int(count)
+
+    def hook(point: str) -> None:
+        nonlocal left
+        if point == name:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@
     ├── ForeignRun                the shard serves another run
     ├── ShardRestarted            the shard is not the one that the worker joined
     ├── StateLost                 the shard has come back without what it held
+    ├── RolledBack                the job has gone back to a checkpoint; go on from there
     ├── LayoutMismatch            the two sides cut the parameters differently
     ├── SpecMismatch              another job spec was declared first
     ├── ScalarsDisagree           workers of one round use different learning rates or the like
@@ -111,6 +112,15 @@ class StateLost(PsdError):
     """The shard has come back without what it held, so this job cannot go on with it. Detail: shard."""
 
     code = "DATA_LOSS"
+
+
+class RolledBack(PsdError):
+    """The job has gone back to a checkpoint, because a shard had lost what it held.
+
+    Detail: timeline, checkpoint; from clients also step, the clock at which the worker goes on.
+    """
+
+    code = "ABORTED"
 
 
 class LayoutMismatch(PsdError):

@@ -7,8 +7,10 @@ from typing import Any
 
 import grpc
 
+from psd.contract.errors import CheckpointFailed
 from psd.rim import views
 from psd.rim.calls import Guard, Waiter, message_parser
+from psd.rim.checkpointer import Checkpointer
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -24,10 +26,19 @@ class ControlService:
     Args:
         address: gives what Status shows.
         on_leave: called after a worker has left.
+        checkpointer: None without --checkpoint-dir.
     """
 
-    def __init__(self, shard: Shard, *, address: Callable[[], str], on_leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        address: Callable[[], str],
+        on_leave: Callable[[], None],
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
         self._shard = shard
+        self._checkpointer = checkpointer
         self._address = address
         self._on_leave = on_leave
 
@@ -41,6 +52,8 @@ class ControlService:
             "Leave": self.leave,
             "Barrier": self.barrier,
             "Commit": self.commit,
+            "Checkpoint": self.checkpoint,
+            "Rollback": self.rollback,
             "Status": self.status,
         }
         return grpc.method_handlers_generic_handler(
@@ -88,6 +101,19 @@ class ControlService:
             Waiter(self._shard, context).wait(ticket)
         return self._shard.exchange.commit_reply(request.clock)
 
+    def checkpoint(self, request: control_pb2.CheckpointRequest, context: grpc.ServicerContext) -> control_pb2.CheckpointReply:
+        """See ControlService.Checkpoint."""
+        del request
+        if self._checkpointer is None:
+            raise CheckpointFailed("this shard was started without --checkpoint-dir")
+        return control_pb2.CheckpointReply(name=self._checkpointer.take_now(context.time_remaining()))
+
+    def rollback(self, request: control_pb2.RollbackRequest, context: grpc.ServicerContext) -> control_pb2.RollbackReply:
+        """See ControlService.Rollback."""
+        del context
+        self._shard.restoration.rollback(request)
+        return control_pb2.RollbackReply()
+
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
         """See ControlService.Barrier."""
         return control_pb2.BarrierReply(generation=Waiter(self._shard, context).wait(self._shard.arrive(request)))
@@ -95,4 +121,5 @@ class ControlService:
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """See ControlService.Status."""
         del request, context
-        return views.shard_status(self._shard, self._address())
+        progress = self._checkpointer.progress if self._checkpointer is not None else None
+        return views.shard_status(self._shard, self._address(), progress)

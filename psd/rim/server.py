@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, parse_address
+from psd.rim.checkpointer import Checkpointer
 from psd.rim.control_service import SERVICE as CONTROL
 from psd.rim.control_service import ControlService
 from psd.rim.data_service import SERVICE as DATA
@@ -37,8 +40,16 @@ class ShardServer:
         done: set when all workers have left.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.shard = Shard(config)
+    def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] = lambda _: None) -> None:
+        directory = (
+            CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point)
+            if config.checkpoint_dir
+            else None
+        )
+        self.shard = Shard(config, directory=directory, crash_point=crash_point)
+        self._checkpointer = Checkpointer(self.shard, config, directory) if directory is not None else None
+        if self._checkpointer is not None:
+            self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed)
         self.done = threading.Event()
         self.address = config.listen
         self._config = config
@@ -61,7 +72,12 @@ class ShardServer:
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        control = ControlService(self.shard, address=lambda: config.advertise or self.address, on_leave=self._check_done)
+        control = ControlService(
+            self.shard,
+            address=lambda: config.advertise or self.address,
+            on_leave=self._check_done,
+            checkpointer=self._checkpointer,
+        )
         self._server.add_generic_rpc_handlers((DataService(self.shard).handler(), control.handler()))
         reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._stopping = threading.Event()
@@ -90,9 +106,18 @@ class ShardServer:
                 job.version_min,
                 job.version_max,
             )
+        elif self.shard.restored_from is not None:
+            logger.warning(
+                "shard %d begins with checkpoint %s from %s",
+                self._config.shard_index,
+                self.shard.restored_from,
+                self._config.checkpoint_dir,
+            )
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()
+        if self._checkpointer is not None:
+            self._checkpointer.start()
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", DATA, CONTROL):
@@ -109,6 +134,8 @@ class ShardServer:
                     worker.clock,
                 )
             self._check_done()
+            if self._checkpointer is not None:
+                self._checkpointer.tick()
 
     def _check_done(self) -> None:
         if self.shard.is_done:
@@ -117,6 +144,9 @@ class ShardServer:
     def drain(self, grace_s: float) -> None:
         """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; returns when stopped."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._checkpointer is not None and not self.done.is_set():
+            self._checkpointer.take_before_drain(grace_s / 2)
+            grace_s /= 2
         self.shard.drain()
         self._stop(grace_s)
 
@@ -131,5 +161,9 @@ class ShardServer:
             self._ticker.join()
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=True)
+        if self._checkpointer is not None:
+            if self.done.is_set() and self.shard.is_training:
+                self._checkpointer.take_final()
+            self._checkpointer.stop()
         # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
         self.shard.close(keep=not self.done.is_set())

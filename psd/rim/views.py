@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psd
 from psd.contract.rules import STATIC
+from psd.rim.checkpointer import Progress
 from psd.state.membership import Worker
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -38,8 +39,8 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
     )
 
 
-def shard_status(shard: Shard, address: str) -> control_pb2.StatusReply:
-    """Everything that psdctl shows of this shard."""
+def shard_status(shard: Shard, address: str, progress: Progress | None) -> control_pb2.StatusReply:
+    """Everything that psdctl shows of this shard. `progress`: of its checkpoints, if it takes any."""
     core = shard.core
     state = control_pb2.SHARD_STATE_SERVING if shard.is_initialized else control_pb2.SHARD_STATE_EMPTY
     if shard.is_draining:
@@ -77,6 +78,15 @@ def shard_status(shard: Shard, address: str) -> control_pb2.StatusReply:
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum
         reply.aggregation = job.spec.aggregation
+        reply.timeline = core.timeline
+        reply.restored_from = core.restored_from
         reply.arena_bytes = job.arena.used_bytes
         reply.state_dir = str(core.storage.directory)
+    if progress is not None:
+        reply.checkpoint_dir = progress.location
+        reply.checkpoint_last = progress.last
+        reply.checkpoint_age_s = shard.age_s(progress.last_at) if progress.last else 0.0
+        reply.checkpoint_bytes = progress.last_bytes
+        reply.checkpoint_took_s = progress.last_took_s
+        reply.checkpoint_error = progress.error
     return reply

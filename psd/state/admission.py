@@ -13,7 +13,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from psd.contract import frames
-from psd.contract.errors import ForeignRun, InvalidRequest, SpecMismatch, StateLost, WrongShard
+from psd.contract.errors import (
+    ForeignRun,
+    InvalidRequest,
+    RolledBack,
+    SpecMismatch,
+    StateLost,
+    WrongShard,
+)
 from psd.contract.jobspec import JobSpec
 from psd.state.core import ShardCore
 from psd.state.membership import Membership, Worker, WorkerState
@@ -65,6 +72,16 @@ class Admission:
         with self._core.lock:
             if request.run_id and self._core.run_id and request.run_id != self._core.run_id:
                 raise ForeignRun(f"run_id: this shard serves run {self._core.run_id!r}, not {request.run_id!r}")
+            if (
+                request.resume
+                and self._core.initial.is_set
+                and (self._core.is_tentative or request.timeline != self._core.timeline)
+            ):
+                raise RolledBack(
+                    f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
+                    timeline=self._core.timeline,
+                    checkpoint=self._core.restored_from,
+                )
             if request.resume and not self._core.initial.is_set:
                 raise StateLost(
                     f"shard {config.shard_index} has come back without the parameters that it held; the job cannot go on",
@@ -90,6 +107,9 @@ class Admission:
                 clock=worker.clock,
                 lease_s=config.lease_s,
                 decisions=self._latest_decisions(),
+                timeline=self._core.timeline,
+                checkpoint=self._core.restored_from,
+                is_tentative=self._core.is_tentative,
             )
         self._core.settle()
         return reply
@@ -133,7 +153,7 @@ class Admission:
             if spec.world_size != len(self._core.members.workers):
                 raise SpecMismatch(f"world_size: joined with {len(self._core.members.workers)}, declared {spec.world_size}")
             if self._core.job is None:
-                self._core.declare(spec)
+                self._core.declare(spec, self._core.members)
             job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
@@ -149,6 +169,7 @@ class Admission:
                 initializer=is_initializer,
                 initialized=self._core.initial.is_set,
                 clock=worker.clock,
+                client_state=self._core.client_states.at(None).get(worker.rank, b""),
             )
         self._core.settle()
         return reply, ticket

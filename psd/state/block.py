@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.state.consistency import Policy
 from psd.state.rounds import Contribution, ExactRound, FastRound
@@ -72,6 +73,7 @@ class BlockState:
         self._may_void = may_void
         self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
+        self._at_version: dict[int, list[Callable[[Page], None]]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         page = arena.current(slot)
         self.version = page.version if page is not None else 0
@@ -96,6 +98,23 @@ class BlockState:
         page.clocks.fill(0)
         with self.lock:
             self._arena.publish(self._slot, page, 0)
+
+    def restore(self, stored: RestoredBlock) -> None:
+        """Set everything from a checkpoint.
+
+        Raises:
+            ArenaFull: no space; the block is as it was.
+        """
+        page = self._arena.spare(self._slot)
+        np.copyto(page.parameter, stored.parameter)
+        for slot, values in zip(page.slots, stored.slots.values(), strict=True):
+            np.copyto(slot, values)
+        np.copyto(page.steps, stored.steps)
+        np.copyto(page.sessions, 0 if stored.sessions is None else stored.sessions)
+        np.copyto(page.clocks, 0 if stored.clocks is None else stored.clocks)
+        with self.lock:
+            self._arena.publish(self._slot, page, stored.version)
+            self.version = stored.version
 
     def contribute(self, part: Contribution) -> Outcome:
         """Count one worker's gradient, and apply the update if that completes one.
@@ -219,8 +238,28 @@ class BlockState:
             raise
         self._arena.publish(self._slot, after, self.version + 1)
         self.version += 1
+        for take in self._at_version.pop(self.version, ()):
+            take(self._arena.pin(self._slot))
         for ticket in self._tickets.pop(self.version, ()):
             ticket.resolve()
+
+    def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
+        """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
+
+        `take` runs under the block's lock.
+        """
+        with self.lock:
+            if self.version > version:
+                return False
+            if self.version == version:
+                take(self._arena.pin(self._slot))
+            else:
+                self._at_version.setdefault(version, []).append(take)
+            return True
+
+    def pin(self) -> Page:
+        """The current page, pinned."""
+        return self._arena.pin(self._slot)
 
     def read(self, version_min: int) -> tuple[int, Page] | None:
         """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`."""

@@ -22,6 +22,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
 from psd.state.block import BlockState
+from psd.state.cuts import ClientStates
 from psd.state.initial import InitialValues
 from psd.state.job import Job
 from psd.state.membership import Membership, Worker, WorkerState
@@ -50,6 +51,7 @@ class ShardCore:
     Attributes:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
+        timeline, restored_from, is_tentative: see JoinReply.
         now: monotonic seconds.
     """
 
@@ -67,6 +69,10 @@ class ShardCore:
         self.initial = InitialValues(chooses=config.shard_index == 0)
         self.barriers = Barriers(lambda: self.members.waited_mask, storage.save_barriers)
         self.gates: list[Ticket] = []
+        self.client_states = ClientStates()
+        self.timeline = 0
+        self.restored_from = ""
+        self.is_tentative = False
         self._gates_min_clock: int | None = None
 
     @property
@@ -89,8 +95,8 @@ class ShardCore:
             raise NotDeclared("the job has no initial values on this shard yet")
         return job
 
-    def declare(self, spec: JobSpec) -> Job:
-        """Make the job, with an arena that holds no values yet.
+    def declare(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
+        """Make the job, with an arena that holds no values yet, in place of the one that there is.
 
         Raises:
             OutOfSpace: there is no room for it; nothing was made.
@@ -100,14 +106,16 @@ class ShardCore:
             shard_index=self.config.shard_index,
             shard_count=self.config.shard_count,
             spec=spec.to_message(),
+            restored_from=restored_from,
         )
 
         def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
             stored.layout_digest = layout.digest
-            return self.storage.create(stored, shapes, spec.world_size)
+            return self.storage.create(stored, shapes, spec.world_size, replace=self.job is not None)
 
-        self.job = self._job(spec, self.members, arena_of)
-        self.members.keep(self._save_worker)
+        self.job = self._job(spec, members, arena_of)
+        self.membership = members
+        members.keep(self._save_worker)
         return self.job
 
     def recover(self) -> bool:
@@ -137,6 +145,8 @@ class ShardCore:
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
             )
         self.run_id, self.membership, self.job = stored.run_id, members, job
+        self.restored_from = stored.restored_from
+        self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
         members.keep(self._save_worker)
         self.initial.on_recovered()
         self.barriers.restore(self.storage.load_barriers())
@@ -166,6 +176,11 @@ class ShardCore:
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "
                 f"not {caller.incarnation}: it has restarted since the worker joined",
                 shard=self.config.shard_index,
+            )
+        if self.is_tentative:
+            raise NotDeclared(
+                f"shard {self.config.shard_index} has loaded checkpoint {self.restored_from} and waits to be told, by "
+                "Rollback, which timeline begins"
             )
 
     def check_caller(self, caller: job_pb2.Caller) -> Worker:

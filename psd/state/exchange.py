@@ -16,6 +16,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, Wrong
 from psd.contract.rules import check_weight
 from psd.state.block import BlockState, Outcome
 from psd.state.core import ShardCore
+from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job, Scalars
 from psd.state.membership import Worker, WorkerState
@@ -38,6 +39,8 @@ class Push:
     clock: int
     weight: float
     scalars: Scalars
+    client_state: bytes = b""
+    cuts: tuple[data_pb2.Cut, ...] = ()
     is_entered: bool = False
     covered: set[int] = field(default_factory=set)
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
@@ -55,8 +58,9 @@ class Pull:
 class Exchange:
     """The desk for gradients and parameters."""
 
-    def __init__(self, core: ShardCore) -> None:
+    def __init__(self, core: ShardCore, cuts: Cuts) -> None:
         self._core = core
+        self._cuts = cuts
 
     # -- push ----------------------------------------------------------------------------------------------------------
 
@@ -71,6 +75,8 @@ class Exchange:
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
             decisions = check_decisions(header.decisions, job.spec.world_size)
+            check_cuts(header.cuts)
+            check_client_state(header.client_state)
             job.check_agreement(header.clock, scalars, worker.rank)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
@@ -78,7 +84,15 @@ class Exchange:
         job.decide(decisions)
         if skipped:
             self._core.settle()
-        return Push(worker, header.caller.session, header.clock, header.weight, scalars)
+        return Push(
+            worker,
+            header.caller.session,
+            header.clock,
+            header.weight,
+            scalars,
+            client_state=header.client_state,
+            cuts=tuple(header.cuts),
+        )
 
     def _enter(self, push: Push, job: Job) -> None:
         """The push has brought a valid block: from here on it takes part."""
@@ -88,6 +102,8 @@ class Exchange:
             self._core.initial.is_read = True
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
+            self._core.client_states.on_push(push.worker.rank, push.clock, push.client_state)
+        self._cuts.learn(job, push.cuts)
         push.is_entered = True
         if skipped:
             self._core.settle()
@@ -179,6 +195,7 @@ class Exchange:
             blocks_counted=counted,
             blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
             blocks_late=late,
+            cuts=self._cuts.latest(),
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------

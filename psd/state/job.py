@@ -5,6 +5,7 @@ Must not know sessions, leases or tickets.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from psd.state.consistency import policy_of
 from psd.state.decisions import Decisions
 from psd.state.membership import Membership
 from psd.state.rules import rule_of
-from psd_core.arena import Arena, BlockShape
+from psd_core.arena import Arena, BlockShape, Page
 
 Scalars = tuple[tuple[float, ...], ...]
 """One tuple per group, in the order of the rule's list."""
@@ -135,6 +136,13 @@ class Job:
                 self._decided_round = round_
                 for block in self._trained:
                     block.decide(round_, members)
+
+    def pin_all(self) -> dict[int, Page]:
+        """The pages of all blocks at one instant, pinned, by block."""
+        with contextlib.ExitStack() as locks:
+            for block in self.blocks.values():
+                locks.enter_context(block.lock)
+            return {index: block.pin() for index, block in self.blocks.items()}
 
     def check_agreement(self, round_: int, scalars: Scalars, rank: int) -> None:
         """Raise ScalarsDisagree, naming the two workers and both values, if the open round has other scalars."""

@@ -11,17 +11,20 @@ gRPC, sockets, flags or the environment.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, WrongShard
 from psd.state.admission import Admission
 from psd.state.core import ShardCore
+from psd.state.cuts import Cuts, Snapshot
 from psd.state.exchange import Exchange
 from psd.state.membership import Worker
+from psd.state.restoration import Restoration
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
-from psd.v1 import control_pb2
+from psd.v1 import control_pb2, data_pb2
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
@@ -34,12 +37,14 @@ class Shard:
         config: which shard, limits, lease.
         now: monotonic seconds. wall: seconds since the epoch.
         crash_point: called at each named step at which a process may die, for tests.
+        directory: of checkpoints to restore from.
 
     Raises:
         ConfigError: --state-dir is another shard's or run's, in use, or damaged.
 
     Attributes:
         is_recovered: the shard goes on with what an earlier process of it held.
+        restored_from: name of the checkpoint that it has begun with; it is tentative then.
         core: for status; everything else goes through the methods.
     """
 
@@ -51,11 +56,15 @@ class Shard:
         wall: Callable[[], float] = time.time,
         incarnation: int | None = None,
         crash_point: Callable[[str], None] = lambda _: None,
+        directory: CheckpointDirectory | None = None,
     ) -> None:
         self.core = ShardCore(config, Storage(config, crash_point), now, incarnation)
+        self.cuts = Cuts(self._describe)
+        self.restoration = Restoration(self.core, self.cuts, directory)
         self.is_recovered = self.core.recover()
+        self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self.core, wall)
-        self.exchange = Exchange(self.core)
+        self.exchange = Exchange(self.core, self.cuts)
         self.is_draining = False
         self._started = now()
 
@@ -96,6 +105,52 @@ class Shard:
         """Fail every wait, now and later, with Draining."""
         self.is_draining = True
         self.core.waiting.refuse(self._draining())
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_training(self) -> bool:
+        """True if there is a job that changes."""
+        return self.is_initialized and not self.core.is_tentative
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if the job is synchronous."""
+        return self.core.declared().policy.has_rounds
+
+    @property
+    def progress(self) -> int:
+        """Rounds closed; without rounds the clock of the slowest worker, or of the last that has left."""
+        job = self.core.declared()
+        if job.policy.has_rounds:
+            return job.version_max
+        with self.core.lock:
+            slowest = self.core.members.min_clock()
+            return slowest if slowest is not None else max(w.clock for w in self.core.members.workers)
+
+    def learn_cuts(self, cuts: Sequence[data_pb2.Cut]) -> None:
+        """Take part in cuts, and pass them on to the workers."""
+        self.cuts.learn(self.core.declared(), cuts)
+
+    def take_final_cut(self, cut_id: str, created_at: float) -> None:
+        """Take this shard's part of a cut at the end of the job; the same on all shards if all workers have left in order."""
+        cut = data_pb2.Cut(id=cut_id, step=self.progress, created_at=created_at)
+        self.cuts.take_final(self.core.declared(), cut)
+
+    def release_snapshot(self, snapshot: Snapshot) -> None:
+        """Give back the pages that a snapshot still holds."""
+        pages, snapshot.pages = snapshot.pages, {}
+        for page in pages.values():
+            self.exchange.release(page)
+        self.core.declared().arena.trim()
+
+    def _describe(self, snapshot: Snapshot) -> None:
+        """What belongs to a cut beside the blocks. Runs under a block's lock, and takes no other."""
+        members = self.core.members
+        job = self.core.declared()
+        step = snapshot.cut.step if job.policy.has_rounds else None
+        snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
+        snapshot.client_states.update(self.core.client_states.at(step))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""

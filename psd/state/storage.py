@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Storage:
             _memory_directory() / f"{_PRIVATE_PREFIX}{secrets.token_hex(6)}" if self._is_private else Path(config.state_dir)
         )
         self.arena: Arena | None = None
+        self._clean_up: weakref.finalize[..., Storage] | None = None
 
     def recover(self) -> tuple[storage_pb2.StoredJob, Arena] | None:
         """The job that an earlier process of this shard held, or None.
@@ -70,6 +72,10 @@ class Storage:
         except (ConfigError, DecodeError) as error:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {self.directory}: {error}") from error
+        is_whole = all(arena.current(slot) is not None for slot in range(len(arena.shapes)))
+        if arena.word("initialized") and not is_whole:
+            arena.close(remove=False)
+            raise ConfigError(f"--state-dir: {self.directory}: a block is missing; this shard cannot go on with it")
         if not arena.word("initialized"):
             (self.directory / _BARRIERS_NAME).unlink(missing_ok=True)
             # The process died before the job had its values; nobody can have built on it.
@@ -86,12 +92,14 @@ class Storage:
         if self._config.run_id and self._config.run_id != stored.run_id:
             raise ConfigError(f"holds run {stored.run_id!r}, not {self._config.run_id!r}")
 
-    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
-        """A new arena for a job.
+    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int, *, replace: bool) -> Arena:
+        """A new arena for a job; in place of the one that is there, if `replace`.
 
         Raises:
             OutOfSpace: the directory has no room for it.
         """
+        if replace:
+            self.close(keep=False)
         try:
             self.arena = Arena.create(
                 self.directory,
@@ -99,9 +107,12 @@ class Storage:
                 shapes=shapes,
                 workers=workers,
                 crash_point=self._crash_point,
+                replace=replace,
             )
         except ArenaFull as error:
             raise OutOfSpace(f"--state-dir {self.directory}: no room for this job's parameters and slots: {error}") from error
+        if self._is_private:  # also when the shard is dropped without being closed
+            self._clean_up = weakref.finalize(self, self.arena.close, remove=True)
         return self.arena
 
     def save_barriers(self, opened: bytes) -> None:

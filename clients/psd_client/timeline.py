@@ -1,0 +1,70 @@
+"""Brings all shards of a job onto one timeline, when some have begun from a checkpoint.
+
+A shard that lost what it held comes back tentative: with a checkpoint, but not knowing whether the others live on, further
+ahead. States of different times must not be mixed, so all go back to the same checkpoint, and a new timeline begins. Any worker
+may see to that; several that do it at once agree, because a shard only ever moves to a later timeline. Must not know sessions,
+clocks or gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+from psd.contract.errors import StateLost
+from psd.v1 import control_pb2
+from psd_client.shards import Shards
+from psd_client.transport import Scope
+
+logger = logging.getLogger("psd_client")
+
+ROLLBACK_TIMEOUT_S = 600.0
+"""Loading a shard's part of a checkpoint."""
+
+ATTEMPTS_MAX = 20
+LOOK_AGAIN_S = 0.5
+"""A mixture that another worker is putting in order is gone after that; otherwise this worker does it."""
+
+
+def join_one_timeline(
+    join_all: Callable[[], list[control_pb2.JoinReply]],
+    shards: Shards,
+    uniform: Callable[[], float] = random.random,
+) -> list[control_pb2.JoinReply]:
+    """The replies of `join_all`, once all shards are on one timeline.
+
+    Raises:
+        StateLost: the shards cannot be brought together: one of them has no state and there is no checkpoint.
+        CheckpointFailed, CheckpointCorrupt: a shard cannot read the checkpoint from which the others begin.
+    """
+    has_looked_again = False
+    for _ in range(ATTEMPTS_MAX):
+        replies = join_all()
+        if _is_one_timeline(replies):
+            return replies
+        if not has_looked_again and not all(reply.is_tentative for reply in replies):
+            has_looked_again = True
+            Scope().sleep(LOOK_AGAIN_S * (1 + uniform()))
+            continue
+        has_looked_again = False
+        _bring_together(replies, shards)
+    raise StateLost("the shards could not be brought onto one timeline; are checkpoints written by two jobs to one directory?")
+
+
+def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
+    return len({reply.timeline for reply in replies}) == 1 and not any(reply.is_tentative for reply in replies)
+
+
+def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) -> None:
+    tentative = [reply for reply in replies if reply.is_tentative]
+    if tentative:
+        # The oldest, if they found different ones: the newer may be damaged for some shards.
+        checkpoint = min(reply.checkpoint for reply in tentative)
+        timeline = max(reply.timeline for reply in replies) + 1
+    else:
+        latest = max(replies, key=lambda reply: reply.timeline)
+        checkpoint, timeline = latest.checkpoint, latest.timeline
+    logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
+    request = control_pb2.RollbackRequest(run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline)
+    shards.run(lambda lane, call: lane.rollback(request, call), ROLLBACK_TIMEOUT_S)

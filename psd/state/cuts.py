@@ -1,0 +1,208 @@
+"""Cuts: when a job is stored, and what of this shard belongs to it. Pins pages; writes nothing.
+
+A shard announces a cut, workers carry it to the others. With rounds it is a version a few rounds ahead, so that every shard
+hears of it before its blocks get there; each block's page is pinned when the block reaches that version. Without rounds each
+shard pins all its blocks at one instant. Training goes on meanwhile: an update writes to another page.
+
+A cut that is complete here is handed over as a `Snapshot`. Thread-safe; called under the blocks' locks, so it takes no other
+lock than its own.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from psd.contract.errors import InvalidRequest
+from psd.state.job import Job
+from psd.v1 import data_pb2
+from psd_core.arena import Page
+
+AHEAD = 3
+"""Rounds between announcing a cut and its version. If the announcing shard is in round r, every worker hears of it with the
+reply to its push of round r + 1 at the latest, and tells the others with its push of round r + 2, before that can close."""
+
+CUTS_MAX = 8
+CLIENT_STATE_BYTES_MAX = 1 << 20
+CLIENT_STATES_KEPT = 8
+
+_ID = re.compile(r"[0-9A-Za-z]{1,64}")
+
+
+def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
+    """Raise InvalidRequest for a name that no cut has, or too many cuts."""
+    if len(cuts) > CUTS_MAX:
+        raise InvalidRequest(f"cuts: {len(cuts)} are above the limit of {CUTS_MAX}")
+    for cut in cuts:
+        if not _ID.fullmatch(cut.id):
+            raise InvalidRequest(f"cuts.id: expected 1 to 64 letters and digits, got {cut.id[:80]!r}")
+
+
+def check_client_state(state: bytes) -> None:
+    """Raise InvalidRequest if a client state is too large."""
+    if len(state) > CLIENT_STATE_BYTES_MAX:
+        raise InvalidRequest(f"client_state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """This shard's part of a cut.
+
+    Attributes:
+        pages: pinned, by block; whoever takes the snapshot unpins them.
+        worker_clocks, client_states: by rank.
+    """
+
+    cut: data_pb2.Cut
+    pages: dict[int, Page] = field(default_factory=dict)
+    worker_clocks: dict[int, int] = field(default_factory=dict)
+    client_states: dict[int, bytes] = field(default_factory=dict)
+
+
+class ClientStates:
+    """What workers need to go on after a restore: a few per rank, each with the clock at which it applies."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._states: dict[int, dict[int, bytes]] = {}
+
+    def on_push(self, rank: int, clock: int, state: bytes) -> None:
+        """Keep what came with the push of `clock`: it says how to go on at clock + 1."""
+        if not state:
+            return
+        with self._lock:
+            kept = self._states.setdefault(rank, {})
+            kept[clock + 1] = state
+            for old in sorted(kept)[:-CLIENT_STATES_KEPT]:
+                del kept[old]
+
+    def at(self, step: int | None) -> dict[int, bytes]:
+        """By rank, the latest that applies at `step` or before; None: the latest."""
+        found = {}
+        with self._lock:
+            for rank, kept in self._states.items():
+                clocks = [clock for clock in kept if step is None or clock <= step]
+                if clocks:
+                    found[rank] = kept[max(clocks)]
+        return found
+
+    def restore(self, states: dict[int, bytes], step: int) -> None:
+        """Begin with those of a checkpoint."""
+        with self._lock:
+            self._states = {rank: {step: state} for rank, state in states.items()}
+
+
+class Cuts:
+    """The cuts of a job that this shard takes part in.
+
+    Args:
+        surroundings: fills in clocks and client states.
+    """
+
+    def __init__(self, surroundings: Callable[[Snapshot], None]) -> None:
+        self._surroundings = surroundings
+        self._on_ready: Callable[[Snapshot], None] | None = None
+        self._on_missed: Callable[[data_pb2.Cut, str], None] | None = None
+        self._lock = threading.Lock()
+        self._known: dict[str, data_pb2.Cut] = {}
+        self._open: dict[str, Snapshot] = {}
+
+    def hand_to(self, on_ready: Callable[[Snapshot], None], on_missed: Callable[[data_pb2.Cut, str], None]) -> None:
+        """Tell who takes complete snapshots, and hears of cuts that cannot be completed here; both must return at once."""
+        self._on_ready, self._on_missed = on_ready, on_missed
+
+    def latest(self) -> list[data_pb2.Cut]:
+        """The cuts to be carried around."""
+        with self._lock:
+            return list(self._known.values())[-CUTS_MAX // 2 :]
+
+    def learn(self, job: Job, cuts: Iterable[data_pb2.Cut]) -> None:
+        """Take part in cuts that a worker brings, or that this shard announces. Known ones are ignored."""
+        if self._on_ready is None:
+            return  # this shard stores nothing; the checkpoint stays incomplete
+        for cut in cuts:
+            with self._lock:
+                if cut.id in self._known:
+                    continue
+                self._known[cut.id] = cut
+                for old in list(self._known)[: -2 * CUTS_MAX]:
+                    del self._known[old]
+                snapshot = self._open[cut.id] = Snapshot(cut)
+            if job.policy.has_rounds:
+                self._wait_for_versions(job, snapshot)
+            else:
+                self._take_now(job, snapshot)
+
+    def _wait_for_versions(self, job: Job, snapshot: Snapshot) -> None:
+        if not job.blocks:
+            self._finish(snapshot)
+        for index, block in job.blocks.items():
+
+            def take(page: Page, index: int = index) -> None:
+                self._take(job, snapshot, index, page)
+
+            if not block.plan.trained:
+                take(block.pin())
+            elif not block.at_version(snapshot.cut.step, take):
+                self._miss(job, snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
+                return
+
+    def _take_now(self, job: Job, snapshot: Snapshot) -> None:
+        pages = job.pin_all()
+        with self._lock:
+            snapshot.pages.update(pages)
+        self._finish(snapshot)
+
+    def _take(self, job: Job, snapshot: Snapshot, index: int, page: Page) -> None:
+        with self._lock:
+            is_open = self._open.get(snapshot.cut.id) is snapshot
+            if is_open:
+                snapshot.pages[index] = page
+            is_complete = is_open and len(snapshot.pages) == len(job.blocks)
+        if not is_open:
+            job.arena.unpin(page)
+        elif is_complete:
+            self._finish(snapshot)
+
+    def _finish(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self._open.pop(snapshot.cut.id, None)
+        self._surroundings(snapshot)
+        assert self._on_ready is not None
+        self._on_ready(snapshot)
+
+    def _miss(self, job: Job, snapshot: Snapshot, why: str) -> None:
+        with self._lock:
+            self._open.pop(snapshot.cut.id, None)
+            pages, snapshot.pages = snapshot.pages, {}
+        for page in pages.values():
+            job.arena.unpin(page)
+        assert self._on_missed is not None
+        self._on_missed(snapshot.cut, why)
+
+    def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
+        """Take the blocks as they are, now that nothing changes them any more."""
+        pages = job.pin_all()
+        versions = {page.version for index, page in pages.items() if job.blocks[index].plan.trained}
+        snapshot = Snapshot(cut, pages)
+        if job.policy.has_rounds and not versions <= {cut.step}:
+            self._miss(job, snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
+        else:
+            self._finish(snapshot)
+
+    @property
+    def open(self) -> list[data_pb2.Cut]:
+        """Cuts that this shard's blocks have not reached yet."""
+        with self._lock:
+            return [snapshot.cut for snapshot in self._open.values()]
+
+    def forget(self, job: Job) -> None:
+        """Give up all open cuts: the job goes back to a checkpoint."""
+        with self._lock:
+            snapshots, self._open = list(self._open.values()), {}
+            self._known = {}
+        for snapshot in snapshots:
+            for page in snapshot.pages.values():
+                job.arena.unpin(page)

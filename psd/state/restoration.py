@@ -1,0 +1,100 @@
+"""Restoration: a shard takes its state from a checkpoint, at its start or because another shard has lost what it held.
+
+A shard that finds a checkpoint when it starts without anything of its own loads it and is *tentative*: it cannot know whether
+the others live on, further ahead. The workers can: they bring all shards together on one checkpoint and a new *timeline*, by
+Rollback (psd_client/timeline.py). Nothing else is done on a tentative shard, so states are never mixed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from psd.checkpoint import CheckpointDirectory, Manifest
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, RolledBack
+from psd.state.core import ShardCore
+from psd.state.cuts import Cuts
+from psd.state.initial import InitialValues
+from psd.state.membership import Membership
+from psd.v1 import control_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class Restoration:
+    """Loads checkpoints into a shard. `directory`: None without --checkpoint-dir."""
+
+    def __init__(self, core: ShardCore, cuts: Cuts, directory: CheckpointDirectory | None) -> None:
+        self._core = core
+        self._cuts = cuts
+        self._directory = directory
+
+    def load_newest(self) -> str | None:
+        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none."""
+        if self._directory is None:
+            return None
+        manifest = self._directory.newest()
+        while manifest is not None:
+            try:
+                self._load(manifest, timeline=manifest.timeline, is_tentative=True)
+            except CheckpointCorrupt as error:
+                logger.error(  # noqa: TRY400 - the reason says it all
+                    "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
+                )
+                manifest = self._directory.newest(before=manifest.name)
+            else:
+                return manifest.name
+        return None
+
+    def rollback(self, request: control_pb2.RollbackRequest) -> None:
+        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already.
+
+        Raises:
+            CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was.
+        """
+        core = self._core
+        with core.lock:
+            if core.run_id and request.run_id and request.run_id != core.run_id:
+                raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
+            if core.timeline >= request.timeline and not core.is_tentative:
+                return
+            is_untouched = core.restored_from == request.checkpoint and not core.initial.is_read
+            if is_untouched and core.job is not None:
+                core.timeline, core.is_tentative = request.timeline, False
+                core.job.arena.set_word("timeline", request.timeline)
+                core.job.arena.set_word("tentative", 0)
+                core.initial.is_read = False
+            else:
+                if self._directory is None:
+                    raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
+                manifest = self._directory.load(request.checkpoint)
+                self._load(manifest, timeline=request.timeline, is_tentative=False)
+            core.incarnation = secrets.randbits(62) + 1
+            logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+
+    def _load(self, manifest: Manifest, *, timeline: int, is_tentative: bool) -> None:
+        core = self._core
+        with core.lock:
+            error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
+            for ticket in core.waiting.open():
+                ticket.fail(error)
+            if core.job is not None:
+                self._cuts.forget(core.job)
+            core.run_id = core.run_id or manifest.run_id
+            members = Membership(manifest.spec.world_size, core.config.lease_s)
+            for worker in members.workers:
+                worker.clock = manifest.worker_clocks.get(worker.rank, 0)
+            core.initial = InitialValues(chooses=core.config.shard_index == 0)
+            core.gates = []
+            job = core.declare(manifest.spec, members, manifest.name)
+            assert self._directory is not None
+            for restored in self._directory.read_blocks(manifest, job.layout, core.config.shard_index):
+                job.blocks[restored.block.index].restore(restored)
+            if job.is_exact:
+                job.arena.set_word("decided", manifest.step)
+            job.arena.set_word("timeline", timeline)
+            job.arena.set_word("tentative", int(is_tentative))
+            job.arena.set_word("initialized", 1)
+            core.timeline, core.restored_from, core.is_tentative = timeline, manifest.name, is_tentative
+            core.client_states.restore(dict(manifest.client_states), manifest.step)
+            core.initial.is_set = True
