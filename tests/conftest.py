@@ -25,13 +25,13 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster. They are stopped when the test ends."""
+    """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped when the test ends."""
     started: list[ShardServer] = []
 
-    def start(shard_count: int = 1, **config: Any) -> Cluster:
+    def start(shard_count: int = 1, *, only: int | None = None, listen: str = "127.0.0.1:0", **config: Any) -> Cluster:
         shards = [
-            ShardServer(ServerConfig(shard_index=i, shard_count=shard_count, listen="127.0.0.1:0", **config))
-            for i in range(shard_count)
+            ShardServer(ServerConfig(shard_index=i, shard_count=shard_count, listen=listen, **config))
+            for i in (range(shard_count) if only is None else [only])
         ]
         for shard in shards:
             shard.start()

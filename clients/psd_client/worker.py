@@ -240,8 +240,8 @@ class Worker:
             return error
         self._exchange.go_back()
         return RolledBack(
-            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters are "
-            "those of that step, and client_state is what this worker had saved for it",
+            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
+            "are those of that step, and client_state is what this worker had saved for it",
             step=self.clock,
             **error.detail,
         )

@@ -78,6 +78,8 @@ class Checkpointer:
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._announced: dict[str, _Announced] = {}
         self._lock = threading.Lock()
+        self._due_lock = threading.Lock()
+        self._timeline = 0
         self._last_step = 0
         self._last_announced_at = now()
         self._idle = threading.Condition()
@@ -98,11 +100,18 @@ class Checkpointer:
 
     # -- when --------------------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Announce a cut if one is due; shard 0 only."""
+    def announce_due(self) -> None:
+        """Announce a cut if one is due; shard 0 only. To be called after each push, and now and then."""
         config = self._config
-        if config.shard_index != 0 or not self._shard.is_training:
+        is_scheduled = config.checkpoint_steps or config.checkpoint_secs
+        if config.shard_index != 0 or not is_scheduled or not self._shard.is_training:
             return
+        with self._due_lock:
+            self._announce_due(config)
+
+    def _announce_due(self, config: ServerConfig) -> None:
+        if self._shard.core.timeline != self._timeline:
+            self._timeline, self._last_step = self._shard.core.timeline, 0
         step = self._shard.progress
         if config.checkpoint_steps:
             due = self._next_multiple(step)
@@ -180,7 +189,8 @@ class Checkpointer:
 
     def take_final(self) -> None:
         """Take this shard's part of a last checkpoint, now that no worker changes anything any more."""
-        self._shard.take_final_cut(FINAL_ID, self._wall())
+        if self._shard.is_training:
+            self._shard.take_final_cut(FINAL_ID, self._wall())
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -206,11 +216,11 @@ class Checkpointer:
                     self._idle.notify_all()
 
     def _write(self, snapshot: Snapshot) -> None:
-        job = self._shard.core.declared()
+        job = snapshot.job
         cut = Cut(
             cut_id=snapshot.cut.id,
             step=snapshot.cut.step,
-            timeline=self._shard.core.timeline,
+            timeline=snapshot.timeline,
             run_id=self._shard.core.run_id,
             created_at=snapshot.cut.created_at,
             layout=job.layout,
@@ -224,6 +234,11 @@ class Checkpointer:
                 worker_clocks=snapshot.worker_clocks,
                 client_states=snapshot.client_states,
             )
+            if self._config.shard_index == 0:
+                # Workers do not push to shards without blocks, which hear of no cut therefore; their parts say just that.
+                for index in range(job.layout.shard_count):
+                    if not job.layout.blocks_of(index):
+                        self._directory.write_part(cut, index, ())
             is_complete = self._directory.complete(cut)
         except PsdError:
             self._discard(cut)
@@ -248,7 +263,7 @@ class Checkpointer:
 
     def _parts(self, snapshot: Snapshot) -> Iterator[BlockPart]:
         """The blocks in the order of the layout; each page is given back when the next is asked for."""
-        job = self._shard.core.declared()
+        job = snapshot.job
         for index, block in job.blocks.items():
             page = snapshot.pages[index]
             plan = block.plan
@@ -265,7 +280,7 @@ class Checkpointer:
                 clocks=page.clocks,
             )
             del snapshot.pages[index]
-            self._shard.exchange.release(page)
+            job.arena.unpin(page)
 
     def _fail(self, cut: data_pb2.Cut, error: PsdError) -> None:
         logger.error("checkpoint at step %d failed; training goes on: %s", cut.step, error)

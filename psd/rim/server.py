@@ -49,7 +49,7 @@ class ShardServer:
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
         self._checkpointer = Checkpointer(self.shard, config, directory) if directory is not None else None
         if self._checkpointer is not None:
-            self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed)
+            self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed, self._checkpointer.announce_due)
         self.done = threading.Event()
         self.address = config.listen
         self._config = config
@@ -135,7 +135,7 @@ class ShardServer:
                 )
             self._check_done()
             if self._checkpointer is not None:
-                self._checkpointer.tick()
+                self._checkpointer.announce_due()
 
     def _check_done(self) -> None:
         if self.shard.is_done:
@@ -162,7 +162,7 @@ class ShardServer:
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
-            if self.done.is_set() and self.shard.is_training:
+            if self.done.is_set():
                 self._checkpointer.take_final()
             self._checkpointer.stop()
         # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.

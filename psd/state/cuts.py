@@ -51,11 +51,14 @@ class Snapshot:
     """This shard's part of a cut.
 
     Attributes:
+        job, timeline: that it belongs to; the shard may have gone back to a checkpoint meanwhile.
         pages: pinned, by block; whoever takes the snapshot unpins them.
         worker_clocks, client_states: by rank.
     """
 
     cut: data_pb2.Cut
+    job: Job
+    timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
     worker_clocks: dict[int, int] = field(default_factory=dict)
     client_states: dict[int, bytes] = field(default_factory=dict)
@@ -94,6 +97,10 @@ class ClientStates:
             self._states = {rank: {step: state} for rank, state in states.items()}
 
 
+def _nothing() -> None:
+    pass
+
+
 class Cuts:
     """The cuts of a job that this shard takes part in.
 
@@ -105,13 +112,23 @@ class Cuts:
         self._surroundings = surroundings
         self._on_ready: Callable[[Snapshot], None] | None = None
         self._on_missed: Callable[[data_pb2.Cut, str], None] | None = None
+        self._on_progress: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._known: dict[str, data_pb2.Cut] = {}
         self._open: dict[str, Snapshot] = {}
 
-    def hand_to(self, on_ready: Callable[[Snapshot], None], on_missed: Callable[[data_pb2.Cut, str], None]) -> None:
-        """Tell who takes complete snapshots, and hears of cuts that cannot be completed here; both must return at once."""
-        self._on_ready, self._on_missed = on_ready, on_missed
+    def hand_to(
+        self,
+        on_ready: Callable[[Snapshot], None],
+        on_missed: Callable[[data_pb2.Cut, str], None],
+        on_progress: Callable[[], None],
+    ) -> None:
+        """Tell who takes complete snapshots, hears of cuts that cannot be completed here, and of pushes; all return at once."""
+        self._on_ready, self._on_missed, self._on_progress = on_ready, on_missed, on_progress
+
+    def on_push(self) -> None:
+        """A push has ended: a cut may be due, which its reply should carry."""
+        self._on_progress()
 
     def latest(self) -> list[data_pb2.Cut]:
         """The cuts to be carried around."""
@@ -129,7 +146,7 @@ class Cuts:
                 self._known[cut.id] = cut
                 for old in list(self._known)[: -2 * CUTS_MAX]:
                     del self._known[old]
-                snapshot = self._open[cut.id] = Snapshot(cut)
+                snapshot = self._open[cut.id] = Snapshot(cut, job)
             if job.policy.has_rounds:
                 self._wait_for_versions(job, snapshot)
             else:
@@ -186,7 +203,7 @@ class Cuts:
         """Take the blocks as they are, now that nothing changes them any more."""
         pages = job.pin_all()
         versions = {page.version for index, page in pages.items() if job.blocks[index].plan.trained}
-        snapshot = Snapshot(cut, pages)
+        snapshot = Snapshot(cut, job, pages=pages)
         if job.policy.has_rounds and not versions <= {cut.step}:
             self._miss(job, snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
         else:

@@ -190,6 +190,7 @@ class Exchange:
             else:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates()
+        self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,

@@ -110,8 +110,8 @@ class Shard:
 
     @property
     def is_training(self) -> bool:
-        """True if there is a job that changes."""
-        return self.is_initialized and not self.core.is_tentative
+        """True if there is a job, and a part of it here that changes."""
+        return self.is_initialized and not self.core.is_tentative and self.core.declared().trained_count > 0
 
     @property
     def has_rounds(self) -> bool:
@@ -141,14 +141,14 @@ class Shard:
         """Give back the pages that a snapshot still holds."""
         pages, snapshot.pages = snapshot.pages, {}
         for page in pages.values():
-            self.exchange.release(page)
-        self.core.declared().arena.trim()
+            snapshot.job.arena.unpin(page)
+        snapshot.job.arena.trim()
 
     def _describe(self, snapshot: Snapshot) -> None:
         """What belongs to a cut beside the blocks. Runs under a block's lock, and takes no other."""
         members = self.core.members
-        job = self.core.declared()
-        step = snapshot.cut.step if job.policy.has_rounds else None
+        snapshot.timeline = self.core.timeline
+        step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
         snapshot.client_states.update(self.core.client_states.at(step))
 

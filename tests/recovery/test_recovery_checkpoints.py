@@ -1,0 +1,109 @@
+"""Checkpoints of running jobs: a cluster that is lost, whole or in part, goes on from the last one, on any number of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psd_client
+from psd.checkpoint import CheckpointDirectory, CheckpointState
+
+SHAPES = {"weight": (90, 170), "bias": (170,), "scale": ()}
+
+
+def initial_values(seed: int = 1) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def gradients(params: dict[str, Any], rank: int, step: int) -> dict[str, Any]:
+    return {name: (np.sin(value + rank + step) + value) / 7 for name, value in params.items()}
+
+
+def train(servers: str, rank: int, world_size: int, until: int, **declaration: Any) -> dict[str, Any]:
+    """Goes on at the step at which the shards are, until `until` steps are done."""
+    with psd_client.connect(servers, rank, world_size, wait_timeout=60) as ps:
+        params = ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **declaration)
+        while ps.clock < until:
+            params = ps.push_pull(gradients(params, rank, ps.clock), weight=1 + (rank + ps.clock) % 3)
+        return params
+
+
+def run(servers: str, world_size: int, until: int, **declaration: Any) -> dict[str, Any]:
+    with ThreadPoolExecutor(world_size) as pool:
+        jobs = [pool.submit(train, servers, rank, world_size, until, **declaration) for rank in range(world_size)]
+        return [job.result() for job in jobs][0]
+
+
+@pytest.mark.parametrize("restored_count", [1, 2, 3, 5])
+@pytest.mark.parametrize("shard_count", [1, 2, 3, 5])
+def test_a_job_goes_on_from_its_checkpoint_on_any_number_of_shards(
+    cluster: Callable[..., Any], tmp_path: Path, shard_count: int, restored_count: int
+) -> None:
+    """10 steps, a checkpoint at the end, 20 more steps elsewhere: the same bits as 30 steps in one go."""
+    url = str(tmp_path / "checkpoints")
+    declaration = {"consistency": "sync", "aggregation": "exact"}
+
+    undisturbed = run(cluster(2).servers, 2, 30, **declaration)
+    first = cluster(shard_count, checkpoint_dir=url)
+    run(first.servers, 2, 10, **declaration)
+    for shard in first.shards:
+        assert shard.done.wait(10)
+        shard.drain(5)
+    second = cluster(restored_count, checkpoint_dir=url)
+    restored = run(second.servers, 2, 30, **declaration)
+
+    for name in SHAPES:
+        np.testing.assert_array_equal(undisturbed[name], restored[name], err_msg=name)
+
+
+def test_checkpoints_are_taken_by_steps_and_old_ones_removed(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """Every 10 steps, the last two kept, each at exactly that step on all shards."""
+    url = str(tmp_path / "checkpoints")
+    running = cluster(3, checkpoint_dir=url, checkpoint_steps=10, checkpoint_keep=2, lease_s=2)
+
+    run(running.servers, 2, 400)
+    for shard in running.shards:
+        shard.drain(5)
+
+    found = CheckpointDirectory(url).checkpoints()
+    assert [info.state for info in found[:2]] == [CheckpointState.VALID, CheckpointState.VALID]
+    assert found[0].step == 400
+    assert all(info.step % 10 == 0 for info in found)
+    assert sum(info.state is CheckpointState.VALID for info in found) == 2
+
+
+def test_all_roll_back_when_one_shard_has_lost_its_memory(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """The workers are told, by an error that says the step, and end in the same bits as if nothing had happened."""
+    url = str(tmp_path / "checkpoints")
+    declaration: dict[str, Any] = {"consistency": "sync", "aggregation": "exact"}
+    undisturbed = run(cluster(2).servers, 1, 40, **declaration)
+    running = cluster(2, checkpoint_dir=url, checkpoint_steps=10, lease_s=2)
+    address = running.shards[1].address
+    rolled_back = []
+
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+        params = ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **declaration)
+        while ps.clock < 40:
+            ps.save_client_state(f"after step {ps.clock}".encode())
+            try:
+                params = ps.push_pull(gradients(params, 0, ps.clock), weight=1 + ps.clock % 3)
+            except psd_client.RolledBack as error:
+                rolled_back.append(error.detail["step"])
+                assert ps.client_state == f"after step {ps.clock - 1}".encode()
+                params = ps.pull()
+            if ps.clock == 27 and not rolled_back:
+                while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
+                    ps.barrier("until the first checkpoint is complete")
+                running.shards[1].stop()
+                cluster(2, only=1, listen=address, checkpoint_dir=url, checkpoint_steps=10, lease_s=2)
+
+    assert rolled_back
+    assert rolled_back[0] % 10 == 0
+    for name in SHAPES:
+        np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
