@@ -14,6 +14,7 @@ from psd.contract.errors import (
     BlockOutOfRange,
     CheckpointCorrupt,
     CheckpointFailed,
+    CutMissed,
     Draining,
     ForeignRun,
     InternalError,
@@ -37,10 +38,12 @@ from psd.contract.errors import (
 )
 from psd_client.client import ParameterServer, connect
 from psd_client.optimizers import SGD
+from psd_client.reader import Reader
 
 __all__ = [
     "connect",
     "ParameterServer",
+    "Reader",
     "SGD",
     "ConfigError",
     "PsdError",
@@ -48,6 +51,7 @@ __all__ = [
     "BlockOutOfRange",
     "CheckpointCorrupt",
     "CheckpointFailed",
+    "CutMissed",
     "Draining",
     "ForeignRun",
     "InternalError",

@@ -7,40 +7,69 @@ shards, sessions or bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.config import ClientConfig
+from psd.contract.config import ClientConfig, ConfigError
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
 from psd_client.grpc_lane import GrpcLane
 from psd_client.optimizers import SGD
 from psd_client.param_groups import ParamGroups
+from psd_client.reader import Reader
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
 from psd_client.worker import Worker
 
 
+@overload
 def connect(
     servers: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
+    role: Literal["worker"] = "worker",
     run_id: str | None = None,
     transport: str | None = None,
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-) -> ParameterServer:
-    """Join a job as one of its workers.
+) -> ParameterServer: ...
+@overload
+def connect(
+    servers: str | None = None,
+    rank: None = None,
+    world_size: int | None = None,
+    *,
+    role: Literal["reader"],
+    run_id: str | None = None,
+    transport: str | None = None,
+    wait_timeout: float | None = None,
+    retry_timeout: float | None = None,
+    report_after: float | None = None,
+) -> Reader: ...
+def connect(
+    servers: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    role: Literal["worker", "reader"] = "worker",
+    run_id: str | None = None,
+    transport: str | None = None,
+    wait_timeout: float | None = None,
+    retry_timeout: float | None = None,
+    report_after: float | None = None,
+) -> ParameterServer | Reader:
+    """Join a job as one of its workers, or read from it.
 
     What is not given comes from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
 
     Args:
         servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000".
         rank, world_size: this worker's number from 0, and how many workers there are.
+        role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
         run_id: name of the job; shards that serve another one refuse.
         transport: "auto" or "grpc".
         wait_timeout: seconds, the longest wait for other workers (default 600).
@@ -52,17 +81,22 @@ def connect(
         ShardUnavailable: a shard could not be reached until the retry timeout.
         WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
     """
+    if role not in ("worker", "reader"):
+        raise ConfigError(f'role: expected "worker" or "reader", got {role!r}')
+    if role == "reader" and rank is not None:
+        raise ConfigError(f"rank: is {rank}, but a reader has none")
     config = client_config(
         servers=servers,
-        rank=rank,
-        world_size=world_size,
+        rank=0 if role == "reader" else rank,
+        world_size=1 if role == "reader" else world_size,
         run_id=run_id,
         transport=transport,
         wait_timeout=wait_timeout,
         retry_timeout=retry_timeout,
         report_after=report_after,
     )
-    return ParameterServer(config, [GrpcLane(shard, address) for shard, address in enumerate(config.servers)])
+    lanes: list[Lane] = [GrpcLane(shard, address) for shard, address in enumerate(config.servers)]
+    return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
 
 
 class ParameterServer(Worker):

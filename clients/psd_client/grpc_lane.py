@@ -108,6 +108,10 @@ class GrpcLane(Lane):
         """Let the shard go back to a checkpoint."""
         return self._unary("Rollback", request, control_pb2.RollbackReply, call, is_wait=True)
 
+    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
+        """The job, and how far it is."""
+        return self._unary("Describe", request, control_pb2.DescribeReply, call, is_wait=False)
+
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
         """Say that all shards have a push."""
         return self._unary("Commit", request, control_pb2.CommitReply, call, is_wait=True)
@@ -180,6 +184,14 @@ class GrpcLane(Lane):
             lambda channel: channel.unary_stream(f"{_DATA}Pull", serialize, None)(request, timeout=call.timeout_s)
         )
         self._receive(rpc, blocks, None if request.versions_only else parameters, call)
+
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """Fetch parameters as of a cut."""
+        serialize = data_pb2.ReadRequest.SerializeToString
+        rpc = self._begin(
+            lambda channel: channel.unary_stream(f"{_DATA}Read", serialize, None)(request, timeout=call.timeout_s)
+        )
+        self._receive(rpc, blocks, parameters, call)
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """Push and fetch, full duplex."""

@@ -153,6 +153,14 @@ class Lane(ABC):
         is fetched: the call only waits."""
 
     @abstractmethod
+    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
+        """The job, and how far it is, for a reader."""
+
+    @abstractmethod
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """Fetch all blocks of the shard as of a cut into the buffers."""
+
+    @abstractmethod
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex."""
 

@@ -14,6 +14,7 @@
     ├── SpecMismatch              another job spec was declared first
     ├── ScalarsDisagree           workers of one round use different learning rates or the like
     ├── NotDeclared               the shard has no job, or no initial values, yet
+    ├── CutMissed                 the shard has gone beyond the cut that a reader named
     ├── SessionFenced             the worker's session has ended: its lease ran out, or its rank joined again
     ├── WaitTimeout               a wait for other workers reached its deadline
     │   └── BarrierTimeout
@@ -145,6 +146,12 @@ class NotDeclared(PsdError):
     """The shard has no job spec, or no initial values, yet."""
 
     code = "FAILED_PRECONDITION"
+
+
+class CutMissed(PsdError):
+    """The shard has gone beyond the cut that a reader named; name a later one. Detail: version."""
+
+    code = "ABORTED"
 
 
 class SessionFenced(PsdError):

@@ -6,9 +6,11 @@ INVALID_ARGUMENT with the field's name instead of gRPC's anonymous INTERNAL.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -92,6 +94,22 @@ def abort(context: grpc.ServicerContext, error: PsdError) -> NoReturn:
     context.abort(grpc.StatusCode[error.code], message)
 
 
+def wait_s(context: grpc.ServicerContext) -> float:
+    """How long a call may wait: early enough before the caller's own deadline for the answer to say what was missing."""
+    remaining = context.time_remaining()
+    # A call without a deadline has, to gRPC, ages.
+    return WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
+
+
+def settle(future: Future[Any], outcome: Any) -> None:
+    """Give a future its result or, if `outcome` is an error, its exception; the first one holds."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, PsdError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
 class Guard:
     """Wraps the methods of a service: refuses while draining, translates errors, counts refusals."""
 
@@ -166,10 +184,7 @@ class Waiter:
         Raises:
             WaitTimeout, BarrierTimeout: the call's deadline is near; names the workers that were waited for.
         """
-        remaining = self._context.time_remaining()
-        # Early enough before the caller's own deadline for the answer to say who was missing.
-        # A call without a deadline has, to gRPC, ages.
-        timeout = WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
+        timeout = wait_s(self._context)
         self._ticket = ticket
         if self._has_hung_up:
             ticket.fail(_HungUp("the caller hung up"))

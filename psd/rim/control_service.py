@@ -54,6 +54,7 @@ class ControlService:
             "Commit": self.commit,
             "Checkpoint": self.checkpoint,
             "Rollback": self.rollback,
+            "Describe": self.describe,
             "Status": self.status,
         }
         return grpc.method_handlers_generic_handler(
@@ -117,6 +118,11 @@ class ControlService:
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
         """See ControlService.Barrier."""
         return control_pb2.BarrierReply(generation=Waiter(self._shard, context).wait(self._shard.arrive(request)))
+
+    def describe(self, request: control_pb2.DescribeRequest, context: grpc.ServicerContext) -> control_pb2.DescribeReply:
+        """See ControlService.Describe."""
+        del context
+        return self._shard.describe(request)
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """See ControlService.Status."""

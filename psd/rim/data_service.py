@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import grpc
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest
-from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser
+from psd.contract.errors import CutMissed, InvalidRequest, WaitTimeout
+from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
 from psd.state.block import BlockState
+from psd.state.cuts import Snapshot
 from psd.state.exchange import Pull, Push
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
@@ -42,6 +45,7 @@ class DataService:
                     guard.unary(self.push), frame_parser(push), data_pb2.PushReply.SerializeToString
                 ),
                 "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
+                "Read": grpc.unary_stream_rpc_method_handler(guard.stream(self.read), message_parser(data_pb2.ReadRequest)),
                 "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(self.push_pull), frame_parser(push)),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(self.initialize), frame_parser(init), data_pb2.InitializeReply.SerializeToString
@@ -65,6 +69,30 @@ class DataService:
         self._pass_gate(pull, pull.clock, waiter)
         for block in blocks:
             yield self._read(block, pull, waiter, with_payload=not request.versions_only)
+
+    def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See DataService.Read."""
+        ready: Future[Snapshot] = Future()
+
+        def miss(cut: data_pb2.Cut, why: str) -> None:
+            settle(ready, CutMissed(f"cut.step: {cut.step} is too early: {why}"))
+
+        def hang_up() -> None:
+            settle(ready, InvalidRequest("the reader hung up"))
+
+        snapshot = self._shard.begin_read(request, lambda complete: settle(ready, complete), miss)
+        try:
+            if not context.add_callback(hang_up):
+                return
+            try:
+                ready.result(wait_s(context))
+            except FutureTimeoutError:
+                raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+            for index in list(snapshot.pages):
+                page = snapshot.pages.pop(index)
+                yield self._frame(snapshot.job.blocks[index], page.version, page)
+        finally:
+            self._shard.cuts.abandon(snapshot)
 
     def push_pull(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.PushPull."""

@@ -167,6 +167,12 @@ class ShardCore:
             below = min(2, worker.clock - worker.floor)
             arena.set_member(worker.rank, worker.session, worker.clock, worker.state.value | below << 4)
 
+    def check_run(self, run_id: str) -> None:
+        """Raise ForeignRun unless a reader means this run, by name or by none; NotDeclared while the shard is tentative."""
+        if run_id and run_id != self.run_id:
+            raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
+        self._check_timeline()
+
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
         if caller.run_id != self.run_id:
@@ -177,6 +183,9 @@ class ShardCore:
                 f"not {caller.incarnation}: it has restarted since the worker joined",
                 shard=self.config.shard_index,
             )
+        self._check_timeline()
+
+    def _check_timeline(self) -> None:
         if self.is_tentative:
             raise NotDeclared(
                 f"shard {self.config.shard_index} has loaded checkpoint {self.restored_from} and waits to be told, by "

@@ -52,12 +52,15 @@ class Snapshot:
 
     Attributes:
         job, timeline: that it belongs to; the shard may have gone back to a checkpoint meanwhile.
+        on_ready, on_missed: told when all pages are there, or that they cannot be had. They return at once.
         pages: pinned, by block; whoever takes the snapshot unpins them.
         worker_clocks, client_states: by rank.
     """
 
     cut: data_pb2.Cut
     job: Job
+    on_ready: Callable[[Snapshot], None]
+    on_missed: Callable[[data_pb2.Cut, str], None]
     timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
     worker_clocks: dict[int, int] = field(default_factory=dict)
@@ -137,7 +140,7 @@ class Cuts:
 
     def learn(self, job: Job, cuts: Iterable[data_pb2.Cut]) -> None:
         """Take part in cuts that a worker brings, or that this shard announces. Known ones are ignored."""
-        if self._on_ready is None:
+        if self._on_ready is None or self._on_missed is None:
             return  # this shard stores nothing; the checkpoint stays incomplete
         for cut in cuts:
             with self._lock:
@@ -146,11 +149,24 @@ class Cuts:
                 self._known[cut.id] = cut
                 for old in list(self._known)[: -2 * CUTS_MAX]:
                     del self._known[old]
-                snapshot = self._open[cut.id] = Snapshot(cut, job)
-            if job.policy.has_rounds:
-                self._wait_for_versions(job, snapshot)
-            else:
-                self._take_now(job, snapshot)
+            self.begin(Snapshot(cut, job, self._on_ready, self._on_missed))
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Collect the pages of a cut: as the blocks reach its version, or now if there are no rounds."""
+        with self._lock:
+            self._open[snapshot.cut.id] = snapshot
+        if snapshot.job.policy.has_rounds:
+            self._wait_for_versions(snapshot.job, snapshot)
+        else:
+            self._take_now(snapshot.job, snapshot)
+
+    def abandon(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot that nobody waits for any more, and its pages."""
+        with self._lock:
+            self._open.pop(snapshot.cut.id, None)
+            pages, snapshot.pages = snapshot.pages, {}
+        for page in pages.values():
+            snapshot.job.arena.unpin(page)
 
     def _wait_for_versions(self, job: Job, snapshot: Snapshot) -> None:
         if not job.blocks:
@@ -163,7 +179,7 @@ class Cuts:
             if not block.plan.trained:
                 take(block.pin())
             elif not block.at_version(snapshot.cut.step, take):
-                self._miss(job, snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
+                self._miss(snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
                 return
 
     def _take_now(self, job: Job, snapshot: Snapshot) -> None:
@@ -187,25 +203,21 @@ class Cuts:
         with self._lock:
             self._open.pop(snapshot.cut.id, None)
         self._surroundings(snapshot)
-        assert self._on_ready is not None
-        self._on_ready(snapshot)
+        snapshot.on_ready(snapshot)
 
-    def _miss(self, job: Job, snapshot: Snapshot, why: str) -> None:
-        with self._lock:
-            self._open.pop(snapshot.cut.id, None)
-            pages, snapshot.pages = snapshot.pages, {}
-        for page in pages.values():
-            job.arena.unpin(page)
-        assert self._on_missed is not None
-        self._on_missed(snapshot.cut, why)
+    def _miss(self, snapshot: Snapshot, why: str) -> None:
+        self.abandon(snapshot)
+        snapshot.on_missed(snapshot.cut, why)
 
     def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
         """Take the blocks as they are, now that nothing changes them any more."""
         pages = job.pin_all()
         versions = {page.version for index, page in pages.items() if job.blocks[index].plan.trained}
-        snapshot = Snapshot(cut, job, pages=pages)
+        assert self._on_ready is not None
+        assert self._on_missed is not None
+        snapshot = Snapshot(cut, job, self._on_ready, self._on_missed, pages=pages)
         if job.policy.has_rounds and not versions <= {cut.step}:
-            self._miss(job, snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
+            self._miss(snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
         else:
             self._finish(snapshot)
 

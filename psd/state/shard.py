@@ -18,7 +18,7 @@ from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, WrongShard
 from psd.state.admission import Admission
 from psd.state.core import ShardCore
-from psd.state.cuts import Cuts, Snapshot
+from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
 from psd.state.membership import Worker
 from psd.state.restoration import Restoration
@@ -131,6 +131,40 @@ class Shard:
     def learn_cuts(self, cuts: Sequence[data_pb2.Cut]) -> None:
         """Take part in cuts, and pass them on to the workers."""
         self.cuts.learn(self.core.declared(), cuts)
+
+    def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
+        """The job and how far it is; see ControlService.Describe."""
+        config = self.core.config
+        if (request.shard_index, request.shard_count) != (config.shard_index, config.shard_count):
+            raise WrongShard(
+                f"this is shard {config.shard_index}/{config.shard_count}, but it was addressed as "
+                f"{request.shard_index}/{request.shard_count}; servers must be listed in the order of the shards, all of them"
+            )
+        self.core.check_run(request.run_id)
+        job = self.core.initialized()
+        return control_pb2.DescribeReply(
+            run_id=self.core.run_id,
+            spec=job.spec.to_message(),
+            layout_digest=job.layout.digest,
+            progress=self.progress,
+            has_blocks=job.trained_count > 0,
+            timeline=self.core.timeline,
+        )
+
+    def begin_read(
+        self,
+        request: data_pb2.ReadRequest,
+        on_ready: Callable[[Snapshot], None],
+        on_missed: Callable[[data_pb2.Cut, str], None],
+    ) -> Snapshot:
+        """Begin to collect the pages of a reader's cut; see DataService.Read. To be given back by `cuts.abandon`."""
+        self.core.check_run(request.run_id)
+        job = self.core.initialized()
+        job.check_digest(request.layout_digest)
+        check_cuts([request.cut])
+        snapshot = Snapshot(request.cut, job, on_ready, on_missed)
+        self.cuts.begin(snapshot)
+        return snapshot
 
     def take_final_cut(self, cut_id: str, created_at: float) -> None:
         """Take this shard's part of a cut at the end of the job; the same on all shards if all workers have left in order."""

@@ -1,0 +1,130 @@
+"""A reader: fetches consistent copies of the parameters while training goes on, and takes part in nothing.
+
+It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
+version throughout, no worker waits, and no round counts the reader. Must not know sessions, clocks or gradients.
+"""
+
+from __future__ import annotations
+
+import secrets
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.config import ClientConfig
+from psd.contract.errors import CutMissed, LayoutMismatch, NotDeclared, WaitTimeout
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
+from psd.v1 import control_pb2, data_pb2
+from psd_client.flat import FlatBuffers
+from psd_client.retry import RetryPolicy
+from psd_client.shards import Shards, transfer_s
+from psd_client.transport import Call, Lane, Scope
+from psd_client.waiting import Health
+
+AHEAD = 2
+"""Rounds ahead at which the first attempt aims; twice as far after each one that came too late."""
+
+PATIENCE_S = 1.0
+"""If no round closes for so long, training rests, and the reader takes the blocks where they are."""
+
+DESCRIBE_TIMEOUT_S = 10.0
+
+
+class Reader:
+    """Reads the parameters of a running job; made by `connect(role="reader")`. A context manager.
+
+    Args:
+        config: settings; rank and world_size mean nothing here. lanes: the way to each shard, closed with the reader.
+
+    Attributes:
+        version: of the parameters that `pull` has fetched last: rounds closed, or, without rounds, the slowest worker's clock.
+    """
+
+    def __init__(self, config: ClientConfig, lanes: list[Lane]) -> None:
+        self._config = config
+        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), Health([lane.address for lane in lanes]))
+        self._layout: Layout | None = None
+        self.version = 0
+
+    def pull(self) -> dict[str, NDArray[Any]]:
+        """The parameters as new arrays by name, float16 and bfloat16 ones as float32; all of one version if the job has rounds.
+
+        In asynchronous jobs each shard's part is of one instant.
+
+        Raises:
+            NotDeclared: no job, or no initial values, until the wait timeout.
+            WaitTimeout: the shards' blocks could not be had at one version until the wait timeout.
+            ShardUnavailable: a shard could not be reached.
+        """
+        clock = RetryPolicy(0).clock
+        deadline = clock() + self._config.wait_timeout_s
+        ahead, seen = AHEAD, -1
+        while True:
+            try:
+                replies = self._describe()
+                layout = self._layout_of(replies)
+                progress = max((reply.progress for reply in replies if reply.has_blocks), default=0)
+                rests = progress == seen
+                step, seen = (progress if rests else progress + ahead), progress
+                found = self._read(replies[0].run_id, layout, step, min(PATIENCE_S, deadline - clock()))
+            except CutMissed as error:
+                if rests:
+                    seen = -1  # training goes on after all
+                else:
+                    ahead *= 2
+                last: Exception = error
+            except (WaitTimeout, NotDeclared) as error:
+                last = error
+                Scope().sleep(0.05)
+            else:
+                self.version = step if layout.spec.consistency.mode == "sync" else progress
+                return found
+            if clock() > deadline:
+                raise last
+
+    def _describe(self) -> list[control_pb2.DescribeReply]:
+        count = len(self._shards.lanes)
+        return self._shards.run(
+            lambda lane, call: lane.describe(
+                control_pb2.DescribeRequest(shard_index=lane.shard, shard_count=count, run_id=self._config.run_id), call
+            ),
+            DESCRIBE_TIMEOUT_S + self._config.retry_timeout_s,
+        )
+
+    def _layout_of(self, replies: list[control_pb2.DescribeReply]) -> Layout:
+        digests = {reply.layout_digest for reply in replies}
+        if self._layout is None or digests != {self._layout.digest}:
+            self._layout = Layout(JobSpec.from_message(replies[0].spec), len(replies))
+        if digests != {self._layout.digest}:
+            raise LayoutMismatch("the shards and this reader cut the parameters differently: their versions of psd differ")
+        if len({reply.timeline for reply in replies}) > 1:
+            raise NotDeclared("the shards are going back to a checkpoint")
+        return self._layout
+
+    def _read(self, run_id: str, layout: Layout, step: int, patience_s: float) -> dict[str, NDArray[Any]]:
+        request = data_pb2.ReadRequest(
+            run_id=run_id,
+            layout_digest=layout.digest,
+            cut=data_pb2.Cut(id=secrets.token_hex(8), step=step),
+        )
+        buffers = FlatBuffers(layout)
+        lanes = [lane for lane in self._shards.lanes if layout.blocks_of(lane.shard)]
+
+        def read_at(lane: Lane, call: Call) -> None:
+            lane.read(request, layout.blocks_of(lane.shard), buffers, call)
+
+        self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
+        return {tensor.name: np.array(view) for tensor, view in zip(layout.spec.tensors, buffers.views, strict=True)}
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._shards.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
