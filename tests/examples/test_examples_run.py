@@ -29,12 +29,15 @@ def psd_run(*arguments: str) -> str:
 
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_mnist_learns_digits(consistency):
-    """The accuracy is shown every 10 steps, and the last line is for programs."""
+    """The accuracy is shown every 10 steps, and the last line is for programs.
+
+    With momentum: of 40 initial models the worst is above 92 % after 100 steps then, and at 18 % without (90 % after 400).
+    """
     pytest.importorskip("torch")
 
     output = psd_run(
         "--shards", "2", "--workers", "2", "--consistency", consistency,
-        str(EXAMPLES / "mnist.py"), "--steps", "100", "--data", "digits",
+        str(EXAMPLES / "mnist.py"), "--steps", "100", "--momentum", "0.9", "--data", "digits",
     )  # fmt: skip
 
     assert "scikit-learn's digits: 1437 images for 2 workers, 360 for testing" in output
