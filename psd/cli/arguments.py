@@ -1,4 +1,5 @@
-"""What the three commands' argument parsers share: one-line errors, help that keeps its layout, converters, exit statuses.
+"""What the three commands' argument parsers share: one-line errors, help that keeps its layout, converters, exit statuses, and
+the options that two of them have.
 
 Converters only say "not a number"; what a number may be is the configuration's business (psd/contract/config.py), whose
 ConfigError the commands report through `Parser.error`, so that each limit is stated in one place.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psd
+from psd.contract.config import ServerConfig
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -80,3 +82,46 @@ def seconds(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected seconds, such as 10 or 0.5, got {text!r}") from None
+
+
+CHECKPOINT_OPTIONS = ("checkpoint_dir", "checkpoint_secs", "checkpoint_steps", "checkpoint_keep")
+"""What add_checkpoint_options adds, as ServerConfig names it."""
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that psd-server has and psd-run hands on to it."""
+    default = ServerConfig(0, 1)
+    group = parser.add_argument_group("checkpoints (the same for all shards; see also psdctl checkpoints)")
+    group.add_argument(
+        "--checkpoint-dir",
+        default=default.checkpoint_dir,
+        metavar="URL",
+        help="where checkpoints are stored, and looked for at the start: a path, or any URL that fsspec knows (default: none "
+        "are)",
+    )
+    group.add_argument(
+        "--checkpoint-secs",
+        type=seconds,
+        default=default.checkpoint_secs,
+        metavar="S",
+        help="take one every S seconds; 0: not by time (default: %(default)g)",
+    )
+    group.add_argument(
+        "--checkpoint-steps",
+        type=whole_number,
+        default=default.checkpoint_steps,
+        metavar="N",
+        help="take one every N steps; 0: not by steps (default: %(default)s)",
+    )
+    group.add_argument(
+        "--checkpoint-keep",
+        type=whole_number,
+        default=default.checkpoint_keep,
+        metavar="K",
+        help="remove all but the K newest (default: %(default)s)",
+    )
+
+
+def checkpoint_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Their values, as arguments of ServerConfig."""
+    return {name: getattr(args, name) for name in CHECKPOINT_OPTIONS}

@@ -3,7 +3,8 @@
     events: output, SIGCHLD, SIGINT, time   ->   psd/cli/policy.py decides   ->   actions: start, signal, say
 
 Invariants: every child is known to the watchdog from its start to its end; a child's output is read to its end before its death
-is told; when `run` returns, however it does, no process of the run is left. Decides nothing about the job itself.
+is told; when `run` returns, however it does, no process of the run is left, and no state directory that nobody has asked for.
+Decides nothing about the job itself.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from psd.cli.arguments import exit_status
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, Name, Phase, Policy, Say, Send
 from psd.cli.processes import Child
 from psd.cli.server import DONE_PATTERN, READY_PATTERN
+from psd.cli.state import StateDirectory, shard_path
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
 from psd.cli.watchdog import Watchdog
+from psd.contract.config import ConfigError
+
+_ANY_PORT = "127.0.0.1:0"
 
 _WATCHDOGS_MAX = 4
 """Of one job. Whoever kills more of them means it."""
@@ -40,8 +46,10 @@ class Plan:
 
     Attributes:
         run_id: of this run only; processes are found by it.
-        shards, workers, restarts_max, grace_s: see psd-run --help.
-        shard_command: the command of a shard, by index.
+        shards, workers, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        state_dir: where the shards' state directories are made.
+        is_state_private: it is removed in any case.
+        shard_command: the command of a shard, by index, address to listen at, and state directory.
         worker_command: the command of every worker.
         shard_environ: the environment of the shards.
         worker_environ: the environment of a worker, by rank and the shards' addresses.
@@ -51,8 +59,11 @@ class Plan:
     shards: int
     workers: int
     restarts_max: int
+    shard_restarts_max: int
     grace_s: float
-    shard_command: Callable[[int], Sequence[str]]
+    state_dir: Path
+    is_state_private: bool
+    shard_command: Callable[[int, str, Path], Sequence[str]]
     worker_command: Sequence[str]
     shard_environ: Mapping[str, str]
     worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
@@ -63,7 +74,13 @@ class Launcher:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._policy = Policy(shards=plan.shards, workers=plan.workers, restarts_max=plan.restarts_max, grace_s=plan.grace_s)
+        self._policy = Policy(
+            state_dirs=[str(shard_path(plan.state_dir, index)) for index in range(plan.shards)],
+            workers=plan.workers,
+            restarts_max=plan.restarts_max,
+            shard_restarts_max=plan.shard_restarts_max,
+            grace_s=plan.grace_s,
+        )
         self._selector = selectors.DefaultSelector()
         self._children: dict[Name, Child] = {}
         self._lines: dict[Name, Lines] = {}
@@ -82,6 +99,12 @@ class Launcher:
         started_at = time.monotonic()
         with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
             self._selector.register(wakeups, selectors.EVENT_READ)
+            plan = self._plan
+            try:
+                self._state = StateDirectory(plan.state_dir, plan.run_id, plan.shards, is_private=plan.is_state_private)
+            except ConfigError as error:
+                self._say(f"error: {error}")
+                return EXIT_FAILURE
             try:
                 self._start_watchdog()
                 self._perform(self._policy.on_start(time.monotonic()))
@@ -167,7 +190,10 @@ class Launcher:
 
     def _start(self, name: Name) -> None:
         if name.kind == "shard":
-            command, environ = self._plan.shard_command(name.number), self._plan.shard_environ
+            # A shard that is started again is where the workers look for it, and where its parameters are.
+            listen = self._addresses.get(name.number, _ANY_PORT)
+            command = self._plan.shard_command(name.number, listen, self._state.shard(name.number))
+            environ = self._plan.shard_environ
         else:
             servers = [self._addresses[index] for index in range(self._plan.shards)]
             command, environ = self._plan.worker_command, self._plan.worker_environ(name.number, servers)
@@ -186,7 +212,12 @@ class Launcher:
     def _start_watchdog(self) -> None:
         self._watchdogs_left -= 1
         try:
-            self._watchdog = Watchdog(self._plan.run_id, [child.pid for child in self._children.values()])
+            self._watchdog = Watchdog(
+                self._plan.run_id,
+                self._state.lock_fd,
+                groups=[child.pid for child in self._children.values()],
+                directories=[self._state.path] if self._state.is_private else [],
+            )
         except OSError as error:
             self._say(f"cannot start the watchdog ({error}); if psd-run is killed, its processes may stay behind")
 
@@ -209,6 +240,8 @@ class Launcher:
         count = end_processes((), self._plan.run_id, _SWEEP_GRACE_S)
         if count:
             self._say(f"ended {count} processes that the workers had left behind")
+        if self._state.close(keep=self._policy.status != EXIT_OK):
+            self._say(f"the parameters are kept in {self._state.path}; psd-run with this --state-dir goes on with them")
         if self._watchdog is not None:
             self._watchdog.close()
 
@@ -221,10 +254,11 @@ class Launcher:
         for line in lines:
             text = line.decode(errors="replace")
             if ready := re.fullmatch(READY_PATTERN, text):
+                is_new = name.number not in self._addresses
                 self._addresses[name.number] = ready[3]
-                if len(self._addresses) == self._plan.shards:
+                if is_new and len(self._addresses) == self._plan.shards:
                     self._say_what_runs()
-                self._perform(self._policy.on_ready(name))
+                self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
 

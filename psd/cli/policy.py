@@ -4,26 +4,35 @@ Events come in as method calls with the time; what must happen comes out as a li
 out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
-    a worker fails                  started again with its rank, while --max-restarts (of all workers together) lasts and all
-                                    shards live; then the job is stopped, with the worker's status
-    a shard dies                    the job is stopped, with status 1: the shard's part of the parameters is gone
+    a worker fails                  started again with its rank, while --max-restarts (of all workers together) lasts and no
+                                    shard has ended; then the job is stopped, with the worker's status
+    a shard dies                    started again at its address with its state directory, while --max-shard-restarts (of all
+                                    shards together) lasts; the workers wait for it and know nothing. Then the job is stopped,
+                                    with status 1; at once, if the shard has never served; and if it is started in vain
+                                    SHARD_STARTS_MAX times in a row, as the next time will be no better
     SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N; the second one kills everything at once
 
 A job goes through the phases STARTING, RUNNING, WINDING_DOWN (all workers have finished, shards end by themselves), or from
 any of them STOPPING (workers got SIGTERM), STOPPING_SHARDS, KILLING, to ENDED. Every phase but RUNNING has a deadline, at which
-the next harder one begins: so a job that is to end does end, whatever its processes do.
+the next harder one begins: so a job that is to end does end, whatever its processes do. A shard that is being started has one,
+too.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, signal_name
 
 READY_TIMEOUT_S = 60.0
 """From the start of a shard to its ready line: loading gRPC on a crowded machine."""
+
+SHARD_STARTS_MAX = 3
+"""Of a shard that has died, in a row. More than one, as its port may be somebody else's for a moment: of a worker's own socket,
+when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
 
 SHARDS_END_S = 3.0
 """From the end of the last worker to that of the shards, which they reach by themselves if every worker has left."""
@@ -84,40 +93,66 @@ class Phase(enum.Enum):
 class Policy:
     """One job.
 
+    Args:
+        state_dirs: of the shards, for messages.
+        workers: how many.
+        restarts_max: of workers. shard_restarts_max: of shards.
+        grace_s: from SIGTERM to SIGKILL.
+
     Attributes:
         phase: where the job is.
         status: the exit status, once it is known; only a signal changes it then.
-        deadline: when `on_deadline` is to be called, on the clock whose times the events carry; None: never.
     """
 
-    def __init__(self, *, shards: int, workers: int, restarts_max: int, grace_s: float) -> None:
+    def __init__(
+        self, *, state_dirs: Sequence[str], workers: int, restarts_max: int, shard_restarts_max: int, grace_s: float
+    ) -> None:
         self.phase = Phase.STARTING
         self.status: int | None = None
-        self.deadline: float | None = None
-        self._shards = [Name("shard", index) for index in range(shards)]
+        self._state_dirs = state_dirs
+        self._shards = [Name("shard", index) for index in range(len(state_dirs))]
         self._workers = [Name("worker", rank) for rank in range(workers)]
         self._restarts_max = restarts_max
         self._restarts_left = restarts_max
+        self._shard_restarts_max = shard_restarts_max
+        self._shard_restarts_left = shard_restarts_max
         self._grace_s = grace_s
+        self._phase_ends_at: float | None = None
         self._alive: set[Name] = set()
-        self._ready: set[Name] = set()
+        self._ready: set[Name] = set()  # shards that serve
+        self._ready_by: dict[Name, float] = {}  # shards that have been started and do not serve yet
+        self._died_at: dict[Name, float] = {}  # shards that have served, died and do not serve again yet
+        self._starts_in_vain: dict[Name, int] = {}  # of each of those
         self._done: set[Name] = set()  # shards that have seen all workers leave
         self._signals = 0
 
+    @property
+    def deadline(self) -> float | None:
+        """When `on_deadline` is to be called, on the clock whose times the events carry; None: never."""
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return min(self._ready_by.values(), default=None)
+        return self._phase_ends_at
+
     def on_start(self, now: float) -> list[Action]:
         """The job begins."""
-        self.deadline = now + READY_TIMEOUT_S
-        self._alive.update(self._shards)
-        return [Start(name) for name in self._shards]
+        return [self._start_shard(shard, now) for shard in self._shards]
 
-    def on_ready(self, shard: Name) -> list[Action]:
+    def on_ready(self, shard: Name, now: float) -> list[Action]:
         """A shard serves. Workers start when all do."""
         self._ready.add(shard)
-        if self.phase is not Phase.STARTING or len(self._ready) < len(self._shards):
+        self._ready_by.pop(shard, None)
+        self._starts_in_vain.pop(shard, None)
+        died_at = self._died_at.pop(shard, None)
+        if self.phase not in (Phase.STARTING, Phase.RUNNING):
             return []
-        self.phase, self.deadline = Phase.RUNNING, None
-        self._alive.update(self._workers)
-        return [Start(name) for name in self._workers]
+        actions: list[Action] = []
+        if died_at is not None:
+            actions.append(Say(f"{shard} serves again, {now - died_at:.1f} s after its end"))
+        if self.phase is Phase.STARTING and len(self._ready) == len(self._shards):
+            self.phase = Phase.RUNNING
+            self._alive.update(self._workers)
+            actions += [Start(name) for name in self._workers]
+        return actions
 
     def on_done(self, shard: Name) -> None:
         """A shard has said that all workers have left it: its end is no death."""
@@ -145,17 +180,17 @@ class Policy:
         return [Say(f"{signal_name(signum)}: killing all processes"), *self._kill(now)]
 
     def on_deadline(self, now: float) -> list[Action]:
-        """The phase has lasted too long."""
+        """The phase, or a shard's start, has lasted too long."""
         late = self._names(self._alive)
-        if self.phase is Phase.STARTING:
-            shard = next(name for name in self._shards if name not in self._ready)
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            shard = min(self._ready_by, key=lambda name: (self._ready_by[name], name))
             text = f"{shard} was not ready after {READY_TIMEOUT_S:g} s; stopping the job"
             return self._stop(Say(text, quote=shard), EXIT_FAILURE, now) + self._advance(now)
         if self.phase is Phase.WINDING_DOWN:
             return [Say(f"all workers have ended, but not all have left {late}; draining"), *self._stop_shards(now)]
         if self.phase in (Phase.STOPPING, Phase.STOPPING_SHARDS):
             return [Say(f"not ended within {self._grace_s:g} s: {late}; killing"), *self._kill(now)]
-        self.phase, self.deadline = Phase.ENDED, None
+        self.phase, self._phase_ends_at = Phase.ENDED, None
         return [Say(f"SIGKILL did not end {late}; giving up")]
 
     def _on_worker_exit(self, worker: Name, returncode: int, now: float) -> list[Action]:
@@ -163,7 +198,7 @@ class Policy:
             return []
         if returncode == 0:
             if not self._living("worker"):
-                self.status, self.phase, self.deadline = EXIT_OK, Phase.WINDING_DOWN, now + SHARDS_END_S
+                self.status, self.phase, self._phase_ends_at = EXIT_OK, Phase.WINDING_DOWN, now + SHARDS_END_S
             return []
         death = f"{worker} {_describe(returncode)}"
         shards_gone = [name for name in self._shards if name not in self._alive]
@@ -179,30 +214,52 @@ class Policy:
         return self._stop(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
 
     def _on_shard_exit(self, shard: Name, returncode: int, now: float) -> list[Action]:
-        if self.phase is Phase.STARTING:
-            return self._stop(
-                Say(f"{shard} {_describe(returncode)} at its start; stopping the job", quote=shard), EXIT_FAILURE, now
-            )
-        if returncode == 0 and (shard in self._done or self.phase is not Phase.RUNNING):
-            return []
-        if self.phase is Phase.RUNNING:
-            text = f"{shard} {_describe(returncode)}, and with it its part of the parameters is gone; stopping the job"
+        has_served = shard in self._ready or shard in self._died_at
+        if shard in self._ready:
+            self._ready.remove(shard)
+            self._died_at[shard] = now
+        else:
+            self._starts_in_vain[shard] = self._starts_in_vain.get(shard, 0) + 1
+        self._ready_by.pop(shard, None)
+
+        death = f"{shard} {_describe(returncode)}"
+        if shard in self._done or self.phase not in (Phase.STARTING, Phase.RUNNING):
+            is_worth_saying = returncode != 0 and self.phase in (Phase.RUNNING, Phase.WINDING_DOWN)
+            return [Say(f"{death} after all workers had ended", quote=shard)] if is_worth_saying else []
+        if not has_served:
+            return self._stop(Say(f"{death} at its start; stopping the job", quote=shard), EXIT_FAILURE, now)
+        starts_in_vain = self._starts_in_vain.get(shard, 0)
+        if starts_in_vain:
+            death += " before it served again"
+        if starts_in_vain == SHARD_STARTS_MAX:
+            text = f"{death}, {starts_in_vain} times in a row; stopping the job"
             return self._stop(Say(text, quote=shard), EXIT_FAILURE, now)
-        if self.phase is Phase.WINDING_DOWN:
-            return [Say(f"{shard} {_describe(returncode)} after all workers had ended", quote=shard)]
-        return []
+        if not self._shard_restarts_left:
+            text = f"{death}; no restarts left (--max-shard-restarts {self._shard_restarts_max}); stopping the job"
+            return self._stop(Say(text, quote=shard), EXIT_FAILURE, now)
+        self._shard_restarts_left -= 1
+        text = (
+            f"{death}; starting it again, its parameters are in {self._state_dirs[shard.number]} "
+            f"({_restarts(self._shard_restarts_left)} left)"
+        )
+        return [Say(text, quote=None if returncode == -signal.SIGKILL else shard), self._start_shard(shard, now)]
+
+    def _start_shard(self, shard: Name, now: float) -> Action:
+        self._alive.add(shard)
+        self._ready_by[shard] = now + READY_TIMEOUT_S
+        return Start(shard)
 
     def _stop(self, say: Say, status: int, now: float) -> list[Action]:
         self.status = status
-        self.phase, self.deadline = Phase.STOPPING, now + self._grace_s
+        self.phase, self._phase_ends_at = Phase.STOPPING, now + self._grace_s
         return [say, *(Send(name, signal.SIGTERM) for name in self._living("worker"))]
 
     def _stop_shards(self, now: float) -> list[Action]:
-        self.phase, self.deadline = Phase.STOPPING_SHARDS, now + self._grace_s
+        self.phase, self._phase_ends_at = Phase.STOPPING_SHARDS, now + self._grace_s
         return [Send(name, signal.SIGTERM) for name in self._living("shard")]
 
     def _kill(self, now: float) -> list[Action]:
-        self.phase, self.deadline = Phase.KILLING, now + KILL_S
+        self.phase, self._phase_ends_at = Phase.KILLING, now + KILL_S
         return [Send(name, signal.SIGKILL) for name in sorted(self._alive)]
 
     def _advance(self, now: float) -> list[Action]:
@@ -211,7 +268,7 @@ class Policy:
         if self.phase is Phase.STOPPING and not self._living("worker"):
             actions = self._stop_shards(now)
         if not self._alive and self.phase not in (Phase.STARTING, Phase.RUNNING):
-            self.phase, self.deadline = Phase.ENDED, None
+            self.phase, self._phase_ends_at = Phase.ENDED, None
         return actions
 
     def _living(self, kind: str) -> list[Name]:

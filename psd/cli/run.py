@@ -3,7 +3,7 @@
     run.py        flags, help, the commands and environments of shards and workers
     launcher.py   the loop: output, deaths, signals
     policy.py     what to do about a death, a signal, a deadline
-    processes.py  one child;  output.py  its lines;  watchdog.py, sweep.py  no orphans
+    processes.py  one child;  output.py  its lines;  watchdog.py, sweep.py  no orphans;  state.py  the shards' state directories
 
 Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
 """
@@ -20,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from psd.cli import malloc
-from psd.cli.arguments import Parser, seconds, whole_number
+from psd.cli.arguments import Parser, add_checkpoint_options, checkpoint_options, seconds, whole_number
 from psd.cli.launcher import Launcher, Plan
+from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.processes import python_command
+from psd.cli.state import kept_run_id, private_path
 from psd.contract.config import TRANSPORTS, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES
@@ -31,6 +33,9 @@ from psd.contract.errors import InvalidRequest
 SHARDS_MAX = 256
 WORKERS_MAX = 4096
 RESTARTS_MAX = 1_000_000
+
+SHARD_RESTARTS = 100
+"""By default: a bound at all, for a shard that dies of each request, at about a second each."""
 
 _USAGE = """\
 psd-run [options] script.py [args ...]
@@ -59,17 +64,26 @@ standard output, psd-run's own messages to standard error. NO_COLOR=1 turns colo
 when something dies or is told to end:
   a worker fails       it is started again with its rank, while --max-restarts lasts; then the others
                        get SIGTERM, and after --grace SIGKILL. Status: the worker's
-  a shard dies         the job is stopped in the same way: its parameters are gone. Status: 1
+  a shard dies         it is started again at its address, and goes on where it was: its state directory
+                       has its parameters. Workers wait for it and send again what was unanswered. When
+                       --max-shard-restarts are used up, or it could not be started {starts} times in a
+                       row, or has never served, the job is stopped in the same way. Status: 1
   Ctrl-C, SIGTERM,     the job is stopped in the same way, the shards after the workers. A second one
   SIGHUP               kills everything at once. Status: 128 + the signal's number
-  psd-run is killed    its watchdog (a small process) ends all others, within seconds
+  psd-run is killed    its watchdog (a small process) ends all others, and removes their state, within
+                       seconds
   the watchdog dies    psd-run says so and starts another
   all workers end      the shards end, too, by themselves or, if a worker did not leave, by SIGTERM
+
+The shards' state lies in memory (a private directory under /dev/shm, or, where there is none, among
+temporary files), and is removed at the end, whichever end that is. With --state-dir it lies there, and
+is removed only if all workers end with status 0: else psd-run with the same --state-dir and --shards
+goes on with the parameters as they are, under the same PSD_RUN_ID, while scripts begin anew.
 
 exit status:
   0      all workers ended with status 0
   N      of the first worker that failed for good; 128 + N if signal N killed it
-  1      a shard died, or could not start
+  1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
@@ -77,7 +91,7 @@ exit status:
 def _parser() -> Parser:
     default = ServerConfig(0, 1)
     variables = "\n".join(f"  {name:20} {meaning}" for name, meaning in VARIABLES.items())
-    parser = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables))
+    parser = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables, starts=SHARD_STARTS_MAX))
     size = parser.add_argument_group("size")
     size.add_argument("--shards", type=whole_number, default=1, metavar="N", help="server processes (default: %(default)s)")
     size.add_argument("--workers", type=whole_number, default=1, metavar="N", help="training processes (default: %(default)s)")
@@ -90,6 +104,12 @@ def _parser() -> Parser:
         help="sync: close a round with K workers' gradients; late ones are dropped (default: all)",
     )
     job.add_argument("--reduce", choices=("mean", "sum"), help="how a round's gradients become one (default: mean)")
+    job.add_argument(
+        "--aggregation",
+        choices=("fast", "exact"),
+        help="fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
+        "whatever the timing and whichever shard is killed (default: fast)",
+    )
     job.add_argument("--transport", choices=TRANSPORTS, help="how bytes travel (default: auto)")
     faults = parser.add_argument_group("faults")
     faults.add_argument(
@@ -98,6 +118,19 @@ def _parser() -> Parser:
         default=0,
         metavar="R",
         help="start failed workers again, R times in all (default: %(default)s)",
+    )
+    faults.add_argument(
+        "--max-shard-restarts",
+        type=whole_number,
+        default=SHARD_RESTARTS,
+        metavar="R",
+        help="start shards that have died again, R times in all (default: %(default)s)",
+    )
+    faults.add_argument(
+        "--state-dir",
+        default="",
+        metavar="DIR",
+        help="where the shards' parameters lie, and stay if the job fails (default: a private directory in memory)",
     )
     faults.add_argument(
         "--lease",
@@ -113,6 +146,7 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help="from SIGTERM to SIGKILL, for workers and for shards (default: %(default)g)",
     )
+    add_checkpoint_options(parser)
     what = parser.add_argument_group("what to run (everything after it belongs to it)")
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a Python module, with its arguments, as a script"
@@ -132,19 +166,24 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         _check_count("--shards", args.shards, 1, SHARDS_MAX)
         _check_count("--workers", args.workers, 1, WORKERS_MAX)
         _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
-        ServerConfig(0, args.shards, lease_s=args.lease, grace_s=args.grace)
+        _check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
+        ServerConfig(0, args.shards, lease_s=args.lease, grace_s=args.grace, **checkpoint_options(args))
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         _check_quorum(args.quorum, args.workers, consistency)
+        _check_aggregation(args.aggregation, consistency)
         command = _worker_command(args.module, args.command)
+        run_id = _run_id(command)
+        state_dir = Path(args.state_dir).absolute() if args.state_dir else private_path(run_id)
+        run_id = kept_run_id(state_dir) or run_id
     except InvalidRequest as error:
         parser.error(f"--{error}")
     except ConfigError as error:
         parser.error(str(error))
 
-    run_id = _run_id(command)
     given = {
         "PSD_CONSISTENCY": consistency,
         "PSD_QUORUM": args.quorum,
+        "PSD_AGGREGATION": args.aggregation,
         "PSD_REDUCE": args.reduce,
         "PSD_TRANSPORT": args.transport,
     }
@@ -157,24 +196,29 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         **{name: str(value) for name, value in given.items() if value is not None},
     }
 
-    def shard_command(index: int) -> list[str]:
-        flags = ["--listen", "127.0.0.1:0", "--exit-when-done", "--run-id", run_id, "--log-level", "warning"]
-        flags += [
-            "--lease",
-            str(args.lease),
-            "--grace",
-            str(args.grace),
-            "--max-workers",
-            str(max(args.workers, Limits().workers_max)),
-        ]
-        return [*python_command("psd.cli.server"), "--shard", f"{index}/{args.shards}", *flags]
+    options = {
+        "--run-id": run_id,
+        "--lease": args.lease,
+        "--grace": args.grace,
+        "--max-workers": max(args.workers, Limits().workers_max),
+        "--log-level": "warning",
+        **{f"--{name.replace('_', '-')}": value for name, value in checkpoint_options(args).items()},
+    }
+    shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
+
+    def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
+        which = ["--shard", f"{index}/{args.shards}", "--listen", listen, "--state-dir", str(state_dir)]
+        return [*python_command("psd.cli.server"), *which, *shard_flags]
 
     return Plan(
         run_id=run_id,
         shards=args.shards,
         workers=args.workers,
         restarts_max=args.max_restarts,
+        shard_restarts_max=args.max_shard_restarts,
         grace_s=args.grace,
+        state_dir=state_dir,
+        is_state_private=not args.state_dir,
         shard_command=shard_command,
         worker_command=command,
         shard_environ=shared,
@@ -193,6 +237,11 @@ def _check_quorum(quorum: int | None, workers: int, consistency: str | None) -> 
     _check_count("--quorum", quorum, 1, workers)
     if consistency not in (None, "sync"):
         raise ConfigError(f"--quorum: is for sync only, where workers wait for each other; --consistency is {consistency}")
+
+
+def _check_aggregation(aggregation: str | None, consistency: str | None) -> None:
+    if aggregation == "exact" and consistency not in (None, "sync"):
+        raise ConfigError(f"--aggregation: exact is for sync only, where there are rounds; --consistency is {consistency}")
 
 
 def _worker_command(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:

@@ -18,7 +18,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from psd.cli import logs, malloc
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, exit_status, seconds, signal_name, whole_number
+from psd.cli.arguments import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    Parser,
+    add_checkpoint_options,
+    checkpoint_options,
+    exit_status,
+    seconds,
+    signal_name,
+    whole_number,
+)
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
@@ -52,20 +62,27 @@ examples:
   psd-server --shard 0/1                          a job with a single shard, on 127.0.0.1:7000
   psd-server --shard 0/2 --listen 0.0.0.0:7000    the first of two, reachable from other machines
   psd-server --shard 1/2 --listen 127.0.0.1:0     the second, on any free port (the ready line says which)
+  psd-server --shard 0/1 --run-id mine --state-dir /dev/shm/mine-0
+                                                  one that may be killed: the same command goes on where it was
 
 When the shard serves, it prints one line on standard output, and its gRPC health status is SERVING:
   psd-server: shard 0/2 ready at 127.0.0.1:7000
 
 SIGTERM or SIGINT drains it: new requests are refused, waiting ones are woken with the error Draining,
-running ones may finish within --grace. A second signal ends it at once. The parameters live in this
-process: when it ends, they are gone.
+running ones may finish within --grace. A second signal ends it at once.
+
+Without --state-dir the parameters end with the process, however that ends. With it they stay, also
+after kill -9, and the same command goes on with them: workers wait for it and send again what was
+unanswered. They are removed when all workers have left (--exit-when-done). What is kept outlives the
+process, and with a DIR on a disk often a reboot, but not reliably: for that there are checkpoints.
 
 There is no authentication yet: whoever reaches the port can train or read the model. Bind to a trusted
 network only.
 
 exit status:
   0     drained after a signal, or done (--exit-when-done)
-  1     failed: the address cannot be bound, or a defect, with a traceback
+  1     failed: the address cannot be bound, --state-dir holds something else or is damaged, or a defect,
+        with a traceback
   2     the options are wrong
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
 
@@ -103,6 +120,7 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help="a worker that is silent for this long is no longer waited for (default: %(default)g)",
     )
+    add_checkpoint_options(parser)
     end = parser.add_argument_group("the end")
     end.add_argument(
         "--grace",
@@ -165,6 +183,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             grace_s=args.grace,
             exit_when_done=args.exit_when_done,
             state_dir=args.state_dir,
+            **checkpoint_options(args),
             limits=Limits(
                 workers_max=args.max_workers,
                 tensors_max=args.max_tensors,

@@ -1,10 +1,11 @@
-"""Ends a job's processes when psd-run itself has been killed, so that no orphan trains on.
+"""Ends a job's processes when psd-run itself has been killed, so that no orphan trains on, and removes what they leave.
 
 A process of its own, in its own session, that does nothing but read a pipe. Only psd-run holds the write end, so the kernel
 itself reports psd-run's death, SIGKILL included, as the end of the file. The protocol is a line each:
 
     +4711   process group 4711 belongs to the job
     -4711   it has ended; its number may be used by others from now on
+    =/a/b   a directory to be removed with all that is in it, once the processes have ended; in the quoting of URLs
     end     the job is over; the end of the file that follows means nothing
 
 This file holds both sides: `Watchdog` is psd-run's, `main` the process. Knows nothing of shards and workers.
@@ -17,9 +18,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import quote, unquote_to_bytes
 
 from psd.cli.processes import python_command
+from psd.cli.state import remove_private
 from psd.cli.sweep import end_processes
 
 GRACE_S = 5.0
@@ -27,17 +32,27 @@ GRACE_S = 5.0
 
 
 class Watchdog:
-    """psd-run's handle on its watchdog. The job can go on without one; it is only unprotected then."""
+    """psd-run's handle on its watchdog. The job can go on without one; it is only unprotected then.
 
-    def __init__(self, run_id: str, groups: Iterable[int] = ()) -> None:
+    Args:
+        run_id: of the run.
+        lock_fd: a descriptor that it keeps open until it has ended, so that what this locks stays so while it works.
+        groups: process groups that live already.
+        directories: to be removed if psd-run dies.
+    """
+
+    def __init__(self, run_id: str, lock_fd: int, groups: Iterable[int] = (), directories: Iterable[Path] = ()) -> None:
         # Not a process of any run: an outer psd-run, in whose worker this one may run, must not find it by that run's id.
         environ = {name: value for name, value in os.environ.items() if name != "PSD_RUN_ID"}
         self._process = subprocess.Popen(  # noqa: S603, our own module
             [*python_command("psd.cli.watchdog"), run_id],
             stdin=subprocess.PIPE,
             env=environ,
+            pass_fds=(lock_fd,),
             start_new_session=True,
         )
+        for directory in directories:
+            self._write(f"={quote(os.fsencode(directory))}\n")
         for group in groups:
             self.add(group)
 
@@ -77,25 +92,41 @@ class Watchdog:
             self._process.stdin.flush()
 
 
-def watch(pipe: BinaryIO) -> set[int] | None:
-    """Read until psd-run ends; returns the groups that it leaves behind, or None after a proper end."""
-    groups: set[int] = set()
+@dataclass
+class Left:
+    """What psd-run leaves behind when it is killed."""
+
+    groups: set[int] = field(default_factory=set)
+    directories: list[Path] = field(default_factory=list)
+
+
+def watch(pipe: BinaryIO) -> Left | None:
+    """Read until psd-run ends; returns what it leaves behind, or None after a proper end."""
+    left = Left()
     for line in pipe:
         if line == b"end\n":
             return None
         if not line.endswith(b"\n"):  # cut off by the death of the writer
             break
-        (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
-    return groups
+        sign, text = line[:1], line[1:-1]
+        if sign == b"=":
+            left.directories.append(Path(os.fsdecode(unquote_to_bytes(text))))
+        elif sign == b"+":
+            left.groups.add(int(text))
+        else:
+            left.groups.discard(int(text))
+    return left
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process: watch, then end what was left."""
+    """The process: watch, then end and remove what was left."""
     (run_id,) = sys.argv[1:] if argv is None else argv
-    groups = watch(sys.stdin.buffer)
-    if groups is not None:
+    left = watch(sys.stdin.buffer)
+    if left is not None:
         _say(f"psd-run was killed; ending the processes of {run_id}")
-        count = end_processes(groups, run_id, GRACE_S)
+        count = end_processes(left.groups, run_id, GRACE_S)
+        for directory in left.directories:
+            remove_private(directory)
         _say(f"ended {count} processes of {run_id}")
     return 0
 

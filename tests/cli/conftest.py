@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from psd.cli.state import private_path
+
 TIMEOUT_S = 30.0
 
 # A shell that runs the tests in the background has them ignore SIGINT, and processes that they start would inherit that.
@@ -147,6 +149,11 @@ class Job(Process):
     def orphans(self) -> dict[int, str]:
         """What is left of the run."""
         return processes(self.run_id)
+
+    @property
+    def state_dir(self) -> Path:
+        """Of the run, unless it was given one."""
+        return private_path(self.run_id)
 
     def close(self) -> None:
         super().close()

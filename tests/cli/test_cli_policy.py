@@ -4,18 +4,41 @@ from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
-from psd.cli.policy import KILL_S, READY_TIMEOUT_S, SHARDS_END_S, Action, Name, Phase, Policy, Say, Send, Start
+from psd.cli.policy import (
+    KILL_S,
+    READY_TIMEOUT_S,
+    SHARD_STARTS_MAX,
+    SHARDS_END_S,
+    Action,
+    Name,
+    Phase,
+    Policy,
+    Say,
+    Send,
+    Start,
+)
 
 SHARDS = [Name("shard", 0), Name("shard", 1)]
 WORKERS = [Name("worker", 0), Name("worker", 1)]
 
 
-def running(restarts_max: int = 0) -> Policy:
-    """A job of two shards and two workers, all of which run."""
-    policy = Policy(shards=2, workers=2, restarts_max=restarts_max, grace_s=10)
+def starting(restarts_max: int = 0, shard_restarts_max: int = 10) -> Policy:
+    """A job of two shards and two workers, before anything is started."""
+    return Policy(
+        state_dirs=["/state/shard-0", "/state/shard-1"],
+        workers=2,
+        restarts_max=restarts_max,
+        shard_restarts_max=shard_restarts_max,
+        grace_s=10,
+    )
+
+
+def running(restarts_max: int = 0, shard_restarts_max: int = 10) -> Policy:
+    """The same, all of whose processes run."""
+    policy = starting(restarts_max, shard_restarts_max)
     policy.on_start(0)
     for shard in SHARDS:
-        policy.on_ready(shard)
+        policy.on_ready(shard, 0.5)
     return policy
 
 
@@ -30,11 +53,11 @@ def said(actions: list[Action]) -> str:
 
 
 def test_on_ready_when_all_shards_serve_then_the_workers_start():
-    policy = Policy(shards=2, workers=2, restarts_max=0, grace_s=10)
+    policy = starting()
 
     assert policy.on_start(0) == [Start(shard) for shard in SHARDS]
-    assert policy.on_ready(SHARDS[1]) == []
-    assert policy.on_ready(SHARDS[0]) == [Start(worker) for worker in WORKERS]
+    assert policy.on_ready(SHARDS[1], 1) == []
+    assert policy.on_ready(SHARDS[0], 1) == [Start(worker) for worker in WORKERS]
     assert policy.deadline is None
 
 
@@ -110,9 +133,51 @@ def test_on_exit_when_a_worker_fails_after_a_shard_has_ended_then_it_is_not_star
     assert "shard 0 has ended" in said(actions)
 
 
+@pytest.mark.parametrize(
+    ("returncode", "death"), [(-SIGKILL, "was killed by SIGKILL"), (1, "ended with status 1"), (0, "ended with status 0")]
+)
+def test_on_exit_when_a_shard_dies_then_it_alone_starts_again_and_the_message_says_where_its_parameters_are(returncode, death):
+    policy = running()
+
+    died = policy.on_exit(SHARDS[1], returncode, now=20)
+    deadline = policy.deadline
+    back = policy.on_ready(SHARDS[1], now=21.5)
+
+    assert deeds(died) == [Start(SHARDS[1])]
+    assert f"shard 1 {death}" in said(died)
+    assert "starting it again, its parameters are in /state/shard-1 (9 restarts left)" in said(died)
+    assert deadline == 20 + READY_TIMEOUT_S
+    assert back == [Say("shard 1 serves again, 1.5 s after its end")]
+    assert (policy.phase, policy.deadline) == (Phase.RUNNING, None)
+
+
+def test_on_exit_when_a_shard_dies_before_another_has_served_then_the_workers_start_when_both_do():
+    policy = starting()
+    policy.on_start(0)
+    policy.on_ready(SHARDS[0], now=1)
+
+    assert deeds(policy.on_exit(SHARDS[0], -SIGKILL, now=2)) == [Start(SHARDS[0])]
+    assert deeds(policy.on_ready(SHARDS[1], now=3)) == []
+    assert deeds(policy.on_ready(SHARDS[0], now=4)) == [Start(worker) for worker in WORKERS]
+
+
+def test_on_exit_when_shards_have_used_up_their_restarts_then_the_job_stops_with_status_1():
+    policy = running(shard_restarts_max=2)
+    for shard in SHARDS:
+        policy.on_exit(shard, -SIGKILL, now=1)
+        policy.on_ready(shard, now=2)
+
+    actions = policy.on_exit(SHARDS[0], -SIGKILL, now=3)
+
+    assert deeds(actions) == [Send(worker, SIGTERM) for worker in WORKERS]
+    assert "shard 0 was killed by SIGKILL" in said(actions)
+    assert "no restarts left (--max-shard-restarts 2); stopping the job" in said(actions)
+    assert (policy.phase, policy.status) == (Phase.STOPPING, 1)
+
+
 @pytest.mark.parametrize("returncode", [-SIGKILL, 1, 0])
-def test_on_exit_when_a_shard_dies_then_the_job_stops_with_status_1(returncode):
-    policy = running(restarts_max=2)
+def test_on_exit_when_shards_may_not_be_started_again_then_the_first_death_stops_the_job(returncode):
+    policy = running(restarts_max=2, shard_restarts_max=0)
 
     actions = policy.on_exit(SHARDS[1], returncode, now=1)
 
@@ -121,22 +186,80 @@ def test_on_exit_when_a_shard_dies_then_the_job_stops_with_status_1(returncode):
     assert (policy.phase, policy.status) == (Phase.STOPPING, 1)
 
 
+def test_on_exit_when_a_shard_is_started_in_vain_too_often_in_a_row_then_the_job_stops():
+    policy = running()
+    deaths = [policy.on_exit(SHARDS[1], 1, now=second) for second in range(1, SHARD_STARTS_MAX + 2)]
+
+    assert [deeds(actions) for actions in deaths[:-1]] == [[Start(SHARDS[1])]] * SHARD_STARTS_MAX
+    assert deeds(deaths[-1]) == [Send(worker, SIGTERM) for worker in WORKERS]
+    assert f"ended with status 1 before it served again, {SHARD_STARTS_MAX} times in a row; stopping" in said(deaths[-1])
+    assert policy.status == 1
+
+
+def test_on_ready_when_a_shard_serves_after_starts_in_vain_then_they_are_forgotten():
+    policy = running()
+    for _ in range(3):
+        for second in range(SHARD_STARTS_MAX):
+            assert deeds(policy.on_exit(SHARDS[1], 1, now=second)) == [Start(SHARDS[1])]
+        policy.on_ready(SHARDS[1], now=9)
+
+    assert policy.phase is Phase.RUNNING
+
+
+def test_on_deadline_when_a_shard_does_not_serve_again_in_time_then_the_job_stops():
+    policy = running()
+    policy.on_exit(SHARDS[0], -SIGKILL, now=10)
+    policy.on_exit(SHARDS[1], -SIGKILL, now=20)
+
+    assert policy.deadline == 10 + READY_TIMEOUT_S
+    actions = policy.on_deadline(10 + READY_TIMEOUT_S)
+
+    assert "shard 0 was not ready" in said(actions)
+    assert deeds(actions) == [Send(worker, SIGTERM) for worker in WORKERS]
+
+
+def test_on_exit_when_a_worker_fails_while_a_shard_starts_again_then_it_starts_again_too():
+    policy = running(restarts_max=1)
+    policy.on_exit(SHARDS[0], -SIGKILL, now=1)
+
+    assert deeds(policy.on_exit(WORKERS[0], 1, now=2)) == [Start(WORKERS[0])]
+
+
+def test_on_exit_when_a_shard_that_is_done_is_killed_then_it_is_not_started_again():
+    policy = running()
+    policy.on_done(SHARDS[0])
+
+    actions = policy.on_exit(SHARDS[0], -SIGKILL, now=1)
+
+    assert deeds(actions) == []
+    assert "after all workers had ended" in said(actions)
+    assert policy.phase is Phase.RUNNING
+
+
+def test_on_exit_when_a_shard_dies_while_the_job_stops_then_it_is_not_started_again():
+    policy = running()
+    policy.on_signal(SIGTERM, now=1)
+
+    assert policy.on_exit(SHARDS[0], -SIGKILL, now=2) == []
+    assert policy.deadline == 1 + 10
+
+
 def test_on_exit_when_a_shard_fails_at_its_start_then_the_others_end_and_no_worker_starts():
-    policy = Policy(shards=2, workers=2, restarts_max=0, grace_s=10)
+    policy = starting()
     policy.on_start(0)
 
     actions = policy.on_exit(SHARDS[0], 2, now=1)
 
     assert deeds(actions) == [Send(SHARDS[1], SIGTERM)]
-    assert policy.on_ready(SHARDS[1]) == []
+    assert policy.on_ready(SHARDS[1], 1) == []
     policy.on_exit(SHARDS[1], -SIGTERM, now=1)
     assert (policy.phase, policy.status) == (Phase.ENDED, 1)
 
 
 def test_on_deadline_when_a_shard_is_not_ready_in_time_then_the_job_stops():
-    policy = Policy(shards=2, workers=2, restarts_max=0, grace_s=10)
+    policy = starting()
     policy.on_start(0)
-    policy.on_ready(SHARDS[0])
+    policy.on_ready(SHARDS[0], 1)
 
     assert policy.deadline == READY_TIMEOUT_S
     actions = policy.on_deadline(READY_TIMEOUT_S)

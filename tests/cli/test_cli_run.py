@@ -11,6 +11,7 @@ import pytest
 
 from psd.cli.processes import python_command
 from psd.cli.run import main, parse
+from psd.cli.server import parse as parse_shard
 from psd.contract.environment import VARIABLES
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
@@ -84,6 +85,11 @@ def script(tmp_path):
         (["--consistency", "ssp", "true"], '--consistency: got \'ssp\'; expected "sync", "async" or "ssp:S"'),
         (["--quorum", "2", "true"], "--quorum: expected 1 to 1, got 2"),
         (["--workers", "2", "--quorum", "1", "--consistency", "async", "true"], "--quorum: is for sync only"),
+        (["--aggregation", "exact", "--consistency", "async", "true"], "--aggregation: exact is for sync only"),
+        (["--aggregation", "quick", "true"], "--aggregation: invalid choice: 'quick'"),
+        (["--max-shard-restarts", "-1", "true"], "--max-shard-restarts: expected 0 to 1000000, got -1"),
+        (["--checkpoint-secs", "60", "true"], "--checkpoint-dir: not given"),
+        (["--checkpoint-keep", "0", "true"], "--checkpoint-keep: expected 1 to 1000000, got 0"),
         (["--grace", "-1", "true"], "--grace: expected 0 to 3600 seconds, got -1"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
     ],
@@ -139,7 +145,8 @@ def test_parse_when_twice_then_the_runs_have_different_ids(script):
 
 
 def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
-    plan = parse(["--shards", "2", "--workers", "3", "--consistency", "ssp:3", "--reduce", "sum", script], {"HOME": "/home"})
+    options = "--shards 2 --workers 3 --consistency sync --aggregation exact --reduce sum"
+    plan = parse([*options.split(), script], {"HOME": "/home"})
 
     environ = plan.worker_environ(1, SERVERS)
 
@@ -148,7 +155,8 @@ def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
         "PSD_RANK": "1",
         "PSD_WORLD_SIZE": "3",
         "PSD_RUN_ID": plan.run_id,
-        "PSD_CONSISTENCY": "ssp:3",
+        "PSD_CONSISTENCY": "sync",
+        "PSD_AGGREGATION": "exact",
         "PSD_REDUCE": "sum",
     }
     assert environ["HOME"] == "/home"
@@ -177,6 +185,20 @@ def test_worker_environ_when_threads_are_not_set_then_the_cores_are_shared_out(s
     assert plan.worker_environ(0, SERVERS)["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(script):
+    checkpoints = "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2"
+    plan = parse([*f"--shards 2 --lease 3 --grace 4 {checkpoints}".split(), script], {})
+
+    command = plan.shard_command(1, "127.0.0.1:7001", Path("/state/shard-1"))
+    config, _ = parse_shard(command[command.index("psd.cli.server") + 1 :])
+
+    assert (config.shard_index, config.shard_count, config.listen) == (1, 2, "127.0.0.1:7001")
+    assert (config.run_id, config.state_dir, config.exit_when_done) == (plan.run_id, "/state/shard-1", True)
+    assert (config.lease_s, config.grace_s) == (3, 4)
+    assert (config.checkpoint_dir, config.checkpoint_secs) == ("s3://bucket/run", 60)
+    assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
+
+
 @pytest.mark.process
 def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job):
     run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum")
@@ -188,6 +210,7 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
         assert f"[shard {index}]  psd-server: shard {index}/2 done: all workers have left" in run.output
     assert all(re.match(r"\[(psd-run|shard \d|worker \d)\] ", line) for line in run.lines)
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -211,6 +234,7 @@ def test_job_when_a_worker_fails_then_the_others_are_stopped_and_its_status_and_
         r"\[psd-run\] +worker 1 ended with status 1; stopping the job; its last lines:\n\[psd-run\] +out of ideas", run.output
     )
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -223,6 +247,7 @@ def test_job_when_a_worker_is_killed_then_the_status_says_by_which_signal(job):
     assert run.end() == 128 + SIGKILL
     assert "worker 1 was killed by SIGKILL" in run.output
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -238,37 +263,14 @@ def test_job_when_a_killed_worker_may_be_restarted_then_training_goes_on_to_the_
     assert "[worker 0] trained to" in run.output
     assert "[worker 1] trained to" in run.output
     assert run.orphans() == {}
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("signum", [SIGKILL, SIGTERM])
-def test_job_when_a_shard_dies_then_the_job_stops_with_status_1_and_names_it(job, signum):
-    run = job(WAITING, "--shards", "2", "--workers", "2", "--max-restarts", "5")
-    run.line(r"\[worker 0\] pid")
-
-    os.kill(run.shard_pid(1), signum)
-
-    assert run.end() == 1
-    assert re.search(r"\[psd-run\] +shard 1 .*its part of the parameters is gone; stopping the job", run.output)
-    assert run.orphans() == {}
-
-
-@pytest.mark.process
-def test_job_when_a_shard_fails_at_its_start_then_its_output_is_shown(start, tmp_path):
-    (tmp_path / "grpc.py").write_text("raise ImportError('a broken installation')")
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-
-    run = start("psd.cli.run", "--", "true", environ={"PYTHONPATH": path})
-
-    assert run.end() == 1
-    assert "shard 0 ended with status 1 at its start; stopping the job; its last lines:" in run.output
-    assert "ImportError: a broken installation" in run.output.splitlines()[-2]
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
 def test_job_when_psd_run_is_killed_then_its_watchdog_ends_everything(job):
     run = job(LEAVING + WAITING, "--shards", "2", "--workers", "2")
     run.line(r"\[worker 0\] pid")
+    assert run.state_dir.exists()
     assert len(run.orphans()) >= 5  # two shards, two workers, and what worker 0 has started in a session of its own
 
     run.signal(SIGKILL)
@@ -276,6 +278,7 @@ def test_job_when_psd_run_is_killed_then_its_watchdog_ends_everything(job):
     assert run.end() == -SIGKILL
     assert "psd-run was killed; ending the processes of" in run.output
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -292,6 +295,7 @@ def test_job_when_the_watchdog_is_killed_then_another_one_takes_over(job):
     assert run.end() == -SIGKILL
     assert "psd-run was killed; ending the processes of" in run.output
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -308,6 +312,7 @@ def test_job_when_psd_run_is_signalled_then_the_workers_are_stopped_in_order(job
     assert "[worker 1] stopping" in run.output
     assert run.output.index("[worker 1] stopping") < run.output.index("draining")
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -322,6 +327,7 @@ def test_job_when_psd_run_is_signalled_twice_then_everything_is_killed_at_once(j
     assert run.end() == 128 + SIGINT
     assert "killing all processes" in run.output
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process
@@ -342,6 +348,7 @@ def test_job_when_a_worker_leaves_a_process_behind_then_it_is_ended(job):
     assert run.end() == 4
     assert "left behind" in run.output
     assert run.orphans() == {}
+    assert not run.state_dir.exists()
 
 
 @pytest.mark.process

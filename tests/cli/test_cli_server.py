@@ -28,6 +28,10 @@ def ready(start, *options):
         (["--shard", "0/1", "--lease", "0"], "--lease: expected 0.1 to 86400 seconds, got 0"),
         (["--shard", "0/1", "--lease", "soon"], "--lease: expected seconds, such as 10 or 0.5, got 'soon'"),
         (["--shard", "0/1", "--max-workers", "0"], "--max-workers: expected 1 to 100000, got 0"),
+        (["--shard", "0/1", "--checkpoint-steps", "100"], "--checkpoint-dir: not given"),
+        (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-secs", "-1"], "--checkpoint-secs: expected 0 to"),
+        (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-steps", "-1"], "--checkpoint-steps: expected 0 to"),
+        (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-keep", "0"], "--checkpoint-keep: expected 1 to 1000000"),
         (["--shard", "0/1", "--max-work", "1"], "unrecognized arguments: --max-work"),
     ],
 )
@@ -55,13 +59,16 @@ def test_main_when_asked_for_help_then_it_explains_exit_statuses(capsys):
 def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     options = (
         "--shard 1/4 --listen 0.0.0.0:0 --advertise host:7001 --run-id r --lease 3 --grace 2 --exit-when-done --max-workers 5 "
-        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error"
+        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --state-dir /state "
+        "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2"
     )
 
     config, log_level = parse(options.split())
 
     assert (config.shard_index, config.shard_count, config.listen, config.advertise) == (1, 4, "0.0.0.0:0", "host:7001")
     assert (config.run_id, config.lease_s, config.grace_s, config.exit_when_done) == ("r", 3, 2, True)
+    assert (config.state_dir, config.checkpoint_dir, config.checkpoint_secs) == ("/state", "s3://bucket/run", 60)
+    assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
     limits = config.limits
     assert (limits.workers_max, limits.tensors_max, limits.elements_max, limits.message_bytes_max) == (5, 6, 7, 8 << 20)
     assert log_level == "error"

@@ -1,0 +1,177 @@
+"""The state directory of a run of psd-run: where its shards keep their parameters, so that one that dies can go on.
+
+    <state directory>/run        the run's id, one line
+    <state directory>/lock       locked while the run lives, by psd-run and by its watchdog
+    <state directory>/shard-0    the --state-dir of shard 0, and so on; the shards fill and, at a proper end, remove them
+
+A *private* one lies in memory (/dev/shm) if there is such a thing, and ends with the run, however that ends: psd-run removes
+it, or its watchdog, or, if both were killed, the next psd-run. A *named* one is the user's: it is emptied when the run ends
+well; what is left in it by a run that did not, the next one that is given the directory goes on with, under the same id.
+
+Invariants: nothing is removed that psd-run has not made; no two runs have a directory, or an id, at the same time. Knows
+nothing of what shards write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from psd.contract.config import ConfigError
+
+_PRIVATE_PREFIX = "psd-run-"
+_LOCK = "lock"
+_RUN = "run"
+_RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+_ABANDONED_S = 60.0
+"""Since the last change of an abandoned directory. A younger one may be one that its run is just about to lock."""
+
+
+def private_path(run_id: str) -> Path:
+    """Where the run's private state directory lies: in memory, if there is such a place, else among temporary files."""
+    return _private_parent() / f"{_PRIVATE_PREFIX}{run_id}"
+
+
+def _private_parent() -> Path:
+    shm = Path("/dev/shm")  # noqa: S108, ours in it is made for this user alone
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def kept_run_id(path: Path) -> str | None:
+    """The id of the run that has left its state in a named directory; None if none has.
+
+    Raises:
+        ConfigError: the directory cannot be read, or is not psd-run's.
+    """
+    try:
+        text = (path / _RUN).read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--state-dir: cannot read {path / _RUN}: {error}") from error
+    if not text:  # psd-run was killed before it had written it, and so before there was anything else
+        return None
+    if not _RUN_ID.fullmatch(text):
+        raise ConfigError(f"--state-dir: {path / _RUN} does not hold the name of a run; is {path} psd-run's?")
+    return text
+
+
+class StateDirectory:
+    """The state directory of a living run.
+
+    Args:
+        path: made if need be, for this user alone.
+        run_id: of the run; if a named directory holds a run, that one's.
+        shards: how many.
+        is_private: removed at the end in any case.
+
+    Raises:
+        ConfigError: it cannot be made, is another run's, or not psd-run's.
+
+    Attributes:
+        path, is_private: as given.
+        lock_fd: whoever has it open keeps other runs out.
+    """
+
+    def __init__(self, path: Path, run_id: str, shards: int, *, is_private: bool) -> None:
+        self.path = path
+        self.is_private = is_private
+        self._shards = shards
+        if is_private:
+            clear_abandoned()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=not is_private)
+            if (path / "shard-0").exists() and not (path / _RUN).exists():
+                raise ConfigError(f"--state-dir: {path} holds something called shard-0 that is not psd-run's")
+            self.lock_fd = _take_lock(path)
+            held = kept_run_id(path)
+            if held is None:
+                (path / _RUN).write_text(f"{run_id}\n")
+            elif held != run_id:
+                raise ConfigError(f"--state-dir: {path} is in use by run {held}")
+        except OSError as error:
+            raise ConfigError(f"--state-dir: cannot use {path}: {error.strerror or error}") from error
+
+    def shard(self, index: int) -> Path:
+        """The state directory of one shard, which the shard makes."""
+        return shard_path(self.path, index)
+
+    def close(self, *, keep: bool) -> bool:
+        """Remove it, or what is in it if it is named; or leave it as it is, if it may be kept and there is anything to keep.
+
+        Returns:
+            Whether it was kept.
+        """
+        shards = [self.shard(index) for index in range(self._shards)]
+        is_kept = keep and not self.is_private and any(shard.exists() for shard in shards)
+        if self.is_private:
+            remove_private(self.path)
+        elif not is_kept:
+            for shard in shards:
+                shutil.rmtree(shard, ignore_errors=True)
+            for name in (_RUN, _LOCK):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink(missing_ok=True)
+        os.close(self.lock_fd)
+        return is_kept
+
+
+def shard_path(path: Path, index: int) -> Path:
+    """The state directory of one shard in that of its run."""
+    return path / f"shard-{index}"
+
+
+def remove_private(path: Path) -> None:
+    """Remove a private state directory whose processes have ended, as far as that is possible."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def clear_abandoned() -> None:
+    """Remove this user's private state directories whose run was killed with its watchdog and of whose shards none lives."""
+    for path in _private_parent().glob(f"{_PRIVATE_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not is_ours or time.time() - status.st_mtime < _ABANDONED_S:
+                continue
+            if all(_is_free(lock) for lock in (path / _LOCK, *path.glob("shard-*/lock"))):
+                remove_private(path)
+
+
+def _take_lock(path: Path) -> int:
+    """Lock the directory until the descriptor, and those that were inherited from it, are closed; kill -9 closes them, too."""
+    while True:
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(f"--state-dir: {path} is in use by another psd-run") from None
+        # Its last holder may have removed it between open and flock: then it locks nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), (path / _LOCK).stat()):
+                return fd
+        os.close(fd)
+
+
+def _is_free(lock: Path) -> bool:
+    """Whether nobody holds a lock. One that does not exist is about to be made."""
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True

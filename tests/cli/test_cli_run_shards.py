@@ -1,0 +1,243 @@
+"""psd-run when shards die: started again with their parameters, or not; and no state directory is left that nobody wants."""
+
+import os
+import re
+import socket
+from pathlib import Path
+from signal import SIGCONT, SIGINT, SIGKILL, SIGSTOP, SIGTERM
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_regression.py"
+
+TRAINING = """
+import os, pathlib, signal, sys
+import numpy as np
+import psd_client
+
+def signal_shard(index, signum):
+    run = f"PSD_RUN_ID={os.environ['PSD_RUN_ID']}".encode()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = run in (process / "environ").read_bytes().split(b"\\0")
+            if is_ours and f"--shard\\0{index}/".encode() in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signum)
+        except OSError:
+            continue
+
+signum, steps, status = map(int, sys.argv[1:])
+with psd_client.connect() as ps:
+    initial = {"w": np.zeros(300_000, np.float32), "b": np.zeros(5, np.float32)}
+    params = ps.declare(initial, optimizer=psd_client.SGD(lr=1.0))
+    start = params["w"][0]
+    for step in range(steps):
+        if signum and ps.rank == 0 and step % 2 == 1:
+            signal_shard(step // 2 % 2, signum)
+        params = ps.push_pull({"w": np.ones(300_000, np.float32), "b": np.ones(5, np.float32)})
+    ps.barrier("end")
+    if status:
+        os._exit(status)
+    params = ps.pull()
+values = {float(value) for array in params.values() for value in array}
+print("trained from", start, "to", values)
+"""
+"""Given a signal, a number of steps, and a status: worker 0 sends the signal to shard 0 before step 2, to shard 1 before step
+4, to shard 0 before step 6 and so on; 0 is no signal. In the end all workers fail with the status, unless it is 0."""
+
+STEADY = """
+import signal
+print("steady", flush=True)
+signal.pause()
+"""
+"""Never joins."""
+
+JOINED = """
+import signal
+import numpy as np
+import psd_client
+
+ps = psd_client.connect()
+ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+print("steady", flush=True)
+signal.pause()
+"""
+"""Has parameters on the shards, and does not leave."""
+
+
+def left_in(directory):
+    """Names of all that is in a directory."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("options", "signum"),
+    [("--aggregation exact", SIGKILL), ("--consistency async", SIGKILL), ("--aggregation fast", SIGTERM)],
+    ids=["exact", "async", "SIGTERM"],
+)
+def test_job_when_its_shards_are_killed_one_by_one_then_training_ends_as_if_nothing_had_happened(job, options, signum):
+    options = f"--shards 2 --workers 2 --reduce sum {options}"
+
+    run = job(TRAINING, *options.split(), args=(str(int(signum)), "4", "0"))
+
+    assert run.end() == 0
+    assert re.search(r"shard 0 .*; starting it again, its parameters are in \S+/shard-0 \(99 restarts left\)", run.output)
+    assert re.search(r"shard 1 .*; starting it again, its parameters are in \S+/shard-1 \(98 restarts left\)", run.output)
+    assert re.search(r"shard 1 serves again, \d+\.\d s after its end", run.output)
+    assert len(re.findall(r"trained from \S+ to {-8.0}", run.output)) == 2
+    assert run.orphans() == {}
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_example_when_its_shard_is_killed_while_it_runs_then_it_fits_the_line_all_the_same(job):
+    run = job(EXAMPLE.read_text(), "--workers", "2", args=("--steps", "600"))
+    run.line(r"step +20 ")
+
+    os.kill(run.shard_pid(0), SIGKILL)
+
+    assert run.end() == 0
+    assert "shard 0 was killed by SIGKILL" in run.output
+    weight, bias = re.search(r"step +600  weight +(\S+)  bias +(\S+) ", run.output).groups()
+    assert float(weight) == pytest.approx(2, abs=0.2)
+    assert float(bias) == pytest.approx(10, abs=0.2)
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_a_shard_is_killed_before_anybody_has_joined_then_it_starts_again_without_anything(job):
+    run = job(STEADY, "--shards", "2")
+    run.line("steady")
+
+    os.kill(run.shard_pid(1), SIGKILL)
+    run.line("shard 1 serves again")
+    run.signal(SIGINT)
+
+    assert run.end() == 128 + SIGINT
+    assert run.orphans() == {}
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signum", [SIGKILL, SIGTERM])
+def test_job_when_a_shard_may_not_be_started_again_then_its_death_stops_the_job_with_status_1_and_names_it(job, signum):
+    run = job(STEADY, "--shards", "2", "--workers", "2", "--max-restarts", "5", "--max-shard-restarts", "0")
+    run.line("steady")
+
+    os.kill(run.shard_pid(1), signum)
+
+    assert run.end() == 1
+    assert re.search(r"\[psd-run\] +shard 1 .*no restarts left .*; stopping the job", run.output)
+    assert run.orphans() == {}
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_a_shard_fails_at_its_start_then_its_output_is_shown(start, tmp_path):
+    (tmp_path / "grpc.py").write_text("raise ImportError('a broken installation')")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+    run = start("psd.cli.run", "--", "true", environ={"PYTHONPATH": path})
+
+    assert run.end() == 1
+    assert "shard 0 ended with status 1 at its start; stopping the job; its last lines:" in run.output
+    assert "ImportError: a broken installation" in run.output.splitlines()[-2]
+
+
+@pytest.mark.process
+def test_job_when_a_killed_shards_port_is_taken_then_the_job_stops_after_a_few_tries(job):
+    run = job(STEADY, "--shards", "2")
+    run.line("steady")
+    address = re.search(r"shard 1/2 ready at (\S+):(\d+)", run.output)
+
+    run.signal(SIGSTOP)
+    os.kill(run.shard_pid(1), SIGKILL)
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        while True:
+            try:
+                thief.bind((address[1], int(address[2])))
+                break
+            except OSError:  # the kernel has not ended the shard yet
+                continue
+        thief.listen()
+        run.signal(SIGCONT)
+        status = run.end()
+
+    assert status == 1
+    assert "shard 1 ended with status 1 before it served again, 3 times in a row; stopping the job" in run.output
+    assert run.orphans() == {}
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_a_killed_shards_state_is_damaged_then_the_job_stops_and_says_what_is_wrong(job):
+    run = job(JOINED, "--shards", "2")
+    run.line("steady")
+
+    run.signal(SIGSTOP)
+    with (run.state_dir / "shard-0" / "arena").open("r+b") as arena:
+        arena.write(b"scribble")
+    os.kill(run.shard_pid(0), SIGKILL)
+    run.signal(SIGCONT)
+
+    assert run.end() == 1
+    assert "shard 0 ended with status 1 before it served again, 3 times in a row; stopping the job" in run.output
+    assert re.search(r"psd-server: error: --state-dir: \S+/shard-0/arena: .*cannot go on", run.output)
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_psd_run_is_killed_in_mid_training_then_no_state_is_left(job):
+    run = job(JOINED, "--shards", "2")
+    run.line("steady")
+    assert (run.state_dir / "shard-1" / "arena").exists()
+
+    run.signal(SIGKILL)
+
+    assert run.end() == -SIGKILL
+    assert run.orphans() == {}
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_psd_run_is_killed_after_its_first_watchdog_then_no_state_is_left(job):
+    run = job(STEADY)
+    run.line("steady")
+    os.kill(run.watchdog_pid(), SIGKILL)
+    run.line("watchdog.* has died; started another")
+
+    run.signal(SIGKILL)
+
+    assert run.end() == -SIGKILL
+    assert not run.state_dir.exists()
+
+
+@pytest.mark.process
+def test_job_when_it_fails_with_a_state_directory_then_the_next_one_goes_on_with_its_parameters(job, tmp_path):
+    options = ("--shards", "2", "--workers", "2", "--reduce", "sum", "--state-dir", str(tmp_path / "state"))
+
+    failed = job(TRAINING, *options, args=("0", "3", "5"))
+    assert failed.end() == 5
+    assert f"the parameters are kept in {tmp_path / 'state'}; psd-run with this --state-dir goes on" in failed.output
+    second = job(TRAINING, *options, args=("0", "3", "0"))
+
+    assert second.end() == 0
+    assert second.run_id == failed.run_id
+    assert "trained from -6.0 to {-12.0}" in second.output
+    assert left_in(tmp_path / "state") == []
+
+
+@pytest.mark.process
+def test_job_when_its_state_directory_is_in_use_then_it_does_not_start_and_disturbs_nobody(job, start, tmp_path):
+    first = job(STEADY, "--state-dir", str(tmp_path))
+    first.line("steady")
+
+    second = start("psd.cli.run", "--state-dir", str(tmp_path), "true")
+
+    assert second.end() == 1
+    assert f"[psd-run]  error: --state-dir: {tmp_path} is in use by another psd-run" in second.output
+    first.signal(SIGTERM)
+    assert first.end() == 128 + SIGTERM
+    assert "shard 0 was" not in first.output
+    assert left_in(tmp_path) == ["script.py"]
