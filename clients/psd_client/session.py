@@ -282,8 +282,9 @@ class Session:
         if membership is None:
             return
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        left_at = time.time()
         for lane in self._shards.lanes:
-            request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed)
+            request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed, left_at=left_at)
             try:
                 lane.leave(request, max(deadline - time.monotonic(), 0.2))
             except (PsdError, Cancelled) as error:

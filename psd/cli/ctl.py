@@ -1,7 +1,8 @@
-"""psdctl: looks at a job from outside. Here is `status`; the commands for checkpoints are in psd/cli/checkpoints.py.
+"""psdctl: looks at a job from outside. Here are `status` and `checkpoint`, which ask the shards; the commands that work on the
+files of checkpoints are in psd/cli/checkpoints.py.
 
 A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status; so later
-ones slot in beside. This file asks the shards; what their answers mean together, and how they look, is psd/cli/report.py's.
+ones slot in beside. What the shards' answers mean together, and how they look, is psd/cli/report.py's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ reaches the shards, or the checkpoints."""
 _EPILOG = """\
 commands:
   status        the shards, the workers, who waits for whom, counters
+  checkpoint    take a checkpoint of a running job now
   checkpoints   list the checkpoints in a directory
   verify        read every byte of checkpoints and compare it with the checksums
   export        write the parameters of a checkpoint as a plain safetensors file
@@ -70,6 +72,23 @@ exit status:
   1     a shard did not answer, or the addresses are not those of one job's shards in their order
   2     the options are wrong
 A watch ends, by Ctrl-C, with the status of what it showed last."""
+
+
+_CHECKPOINT_USAGE = "psdctl checkpoint [--servers HOST:PORT,...] [--timeout SECONDS]"
+
+_CHECKPOINT_DESCRIPTION = """\
+Take a checkpoint of a running job now, and print its name when it is complete on all shards. The shards must
+have been started with --checkpoint-dir. A synchronous job is stored a few steps later, so it must go on
+training; training is not stopped."""
+
+_CHECKPOINT_EPILOG = """\
+examples:
+  psdctl checkpoint --servers 127.0.0.1:7000,127.0.0.1:7001
+
+exit status:
+  0     the checkpoint is complete; its name is printed
+  1     it was not taken, or not completed in time; the message says why
+  2     the options are wrong"""
 
 
 def query(servers: Sequence[str], timeout_s: float) -> list[Answer]:
@@ -114,10 +133,21 @@ def _show_status(args: argparse.Namespace) -> int:
     return EXIT_FAILURE if problems(answers) else EXIT_OK
 
 
-def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = commands.add_parser(
-        "status", prog="psdctl status", usage=_STATUS_USAGE, description=_STATUS_DESCRIPTION, epilog=_STATUS_EPILOG
-    )
+def _run_checkpoint(args: argparse.Namespace) -> int:
+    _check(args)
+    with grpc.insecure_channel(args.servers[0]) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout)
+        except grpc.RpcError as error:
+            call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
+            print(f"psdctl: error: shard 0 at {args.servers[0]}: {call.details()}", file=sys.stderr)
+            return EXIT_FAILURE
+    print(reply.name)
+    return EXIT_OK
+
+
+def _add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
     where = parser.add_argument_group("which job")
     where.add_argument(
         "--servers",
@@ -126,8 +156,28 @@ def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
         help="addresses of the shards, in their order (default: PSD_SERVERS)",
     )
     where.add_argument(
-        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="how long to wait for each (default: %(default)g)"
+        "--timeout", type=seconds, default=timeout_s, metavar="SECONDS", help=f"{timeout_help} (default: %(default)g)"
     )
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        prog="psdctl checkpoint",
+        usage=_CHECKPOINT_USAGE,
+        description=_CHECKPOINT_DESCRIPTION,
+        epilog=_CHECKPOINT_EPILOG,
+    )
+    _add_where(parser, 300.0, "how long to wait for it to be complete")
+    parser.add_information()
+    parser.set_defaults(run=_run_checkpoint, parser=parser, watch=None)
+
+
+def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "status", prog="psdctl status", usage=_STATUS_USAGE, description=_STATUS_DESCRIPTION, epilog=_STATUS_EPILOG
+    )
+    _add_where(parser, 5.0, "how long to wait for each")
     how = parser.add_argument_group("how to show it")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
     how.add_argument("--watch", type=seconds, metavar="SECONDS", help="again and again, this long apart, until Ctrl-C")
@@ -136,7 +186,7 @@ def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Turn the flags of `status` into values that are in range."""
+    """Turn the flags of commands that ask shards into values that are in range."""
     parser: Parser = args.parser
     if args.servers is None:
         parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them at its start")
@@ -155,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS, title=argparse.SUPPRESS)
     _add_status(commands)
+    _add_checkpoint(commands)
     checkpoints.add_commands(commands)
     parser.add_information()
     args = parser.parse_args(argv)

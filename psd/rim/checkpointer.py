@@ -190,7 +190,7 @@ class Checkpointer:
     def take_final(self) -> None:
         """Take this shard's part of a last checkpoint, now that no worker changes anything any more."""
         if self._shard.is_training:
-            self._shard.take_final_cut(FINAL_ID, self._wall())
+            self._shard.take_final_cut(FINAL_ID)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class ControlService:
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
         """See ControlService.Leave."""
         del context
-        self._shard.admission.leave(request.caller, failed=request.failed)
+        self._shard.admission.leave(request.caller, failed=request.failed, left_at=request.left_at)
         self._on_leave()
         return control_pb2.LeaveReply()
 

@@ -43,6 +43,8 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
     """Everything that psdctl shows of this shard. `progress`: of its checkpoints, if it takes any."""
     core = shard.core
     state = control_pb2.SHARD_STATE_SERVING if shard.is_initialized else control_pb2.SHARD_STATE_EMPTY
+    if core.is_tentative:
+        state = control_pb2.SHARD_STATE_RESTORING
     if shard.is_draining:
         state = control_pb2.SHARD_STATE_DRAINING
     reply = control_pb2.StatusReply(

@@ -5,6 +5,7 @@ Must not know gradients: psd/state/exchange.py has them.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -223,11 +224,12 @@ class Admission:
             self._core.settle()
         return self._core.waiting.open(worker.rank)
 
-    def leave(self, caller: job_pb2.Caller, *, failed: bool) -> None:
+    def leave(self, caller: job_pb2.Caller, *, failed: bool, left_at: float = 0.0) -> None:
         """End a session. Leaving again, or after having been fenced, changes nothing."""
         with self._core.lock:
             self._core.check_target(caller)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
+                worker.left_at = left_at if math.isfinite(left_at) else 0.0
                 self._core.on_session_end(worker)
         self._core.settle()

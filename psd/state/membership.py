@@ -35,7 +35,8 @@ class WorkerState(enum.Enum):
 
 @dataclass(slots=True)
 class Worker:
-    """One rank. `last_seen` is in the membership's time; negative if never. `has_pushed` is about the current session."""
+    """One rank. `last_seen` is in the membership's time; negative if never. `has_pushed` is about the current session. `left_at`:
+    as the worker said."""
 
     rank: int
     state: WorkerState = WorkerState.ABSENT
@@ -46,6 +47,7 @@ class Worker:
     host: str = ""
     pid: int = 0
     has_pushed: bool = False
+    left_at: float = 0.0
 
     @property
     def is_waited_for(self) -> bool:

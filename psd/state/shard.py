@@ -166,8 +166,9 @@ class Shard:
         self.cuts.begin(snapshot)
         return snapshot
 
-    def take_final_cut(self, cut_id: str, created_at: float) -> None:
+    def take_final_cut(self, cut_id: str) -> None:
         """Take this shard's part of a cut at the end of the job; the same on all shards if all workers have left in order."""
+        created_at = max(worker.left_at for worker in self.core.members.workers)
         cut = data_pb2.Cut(id=cut_id, step=self.progress, created_at=created_at)
         self.cuts.take_final(self.core.declared(), cut)
 
