@@ -101,7 +101,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="images per worker and step (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-2, help="learning rate (default %(default)s)")
-    parser.add_argument("--momentum", type=float, default=0.0, help="SGD's momentum (default %(default)s)")
+    parser.add_argument(
+        "--momentum",
+        type=float,
+        default=0.0,
+        help="SGD's momentum (default %(default)s); above 0.5 it may diverge in async mode",
+    )
     parser.add_argument("--data", help="folder with MNIST's four IDX files, or 'digits' for scikit-learn's small digits")
     args = parser.parse_args()
     try:

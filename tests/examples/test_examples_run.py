@@ -31,20 +31,21 @@ def psd_run(*arguments: str) -> str:
 def test_mnist_learns_digits(consistency):
     """The accuracy is shown every 10 steps, and the last line is for programs.
 
-    With momentum: of 40 initial models the worst is above 92 % after 100 steps then, and at 18 % without (90 % after 400).
+    A larger learning rate than the example's own makes up for the few steps: after 100 of them the worst of 16 initial models
+    is at 87 %, and at 0.01 at 18 %. Momentum would not do: with stale gradients it makes some runs diverge.
     """
     pytest.importorskip("torch")
 
     output = psd_run(
         "--shards", "2", "--workers", "2", "--consistency", consistency,
-        str(EXAMPLES / "mnist.py"), "--steps", "100", "--momentum", "0.9", "--data", "digits",
+        str(EXAMPLES / "mnist.py"), "--steps", "100", "--lr", "0.03", "--data", "digits",
     )  # fmt: skip
 
     assert "scikit-learn's digits: 1437 images for 2 workers, 360 for testing" in output
     assert [int(step) for step in re.findall(r"step +(\d+) of 100 +accuracy", output)] == list(range(10, 101, 10))
     result = json.loads(output.partition("result ")[2].splitlines()[0])
     assert result["steps"] == 100
-    assert result["accuracy"] >= 0.8
+    assert result["accuracy"] >= 0.7
     assert result["steps_per_s"] > 0
 
 
