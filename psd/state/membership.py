@@ -35,8 +35,12 @@ class WorkerState(enum.Enum):
 
 @dataclass(slots=True)
 class Worker:
-    """One rank. `last_seen` is in the membership's time; negative if never. `has_pushed` is about the current session. `left_at`:
-    as the worker said."""
+    """One rank.
+
+    Attributes:
+        last_seen: in the membership's time; negative if never. has_pushed: in the current session.
+        left_at: when it left, by its own clock, in seconds since 1970.
+    """
 
     rank: int
     state: WorkerState = WorkerState.ABSENT
