@@ -35,7 +35,7 @@ class Initialization:
 
     worker: Worker
     session: int
-    begun: int
+    choice: int
     is_accepted: bool
     values: dict[int, NDArray[Any]] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ class Admission:
         return min(others, default=worker.clock)
 
     def declare(self, request: control_pb2.DeclareRequest) -> tuple[control_pb2.DeclareReply, Ticket | None]:
-        """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `initializer`."""
+        """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `choice`."""
         spec = JobSpec.from_message(request.spec)
         spec.check_limits(self._core.config.limits)
         with self._core.lock:
@@ -158,16 +158,17 @@ class Admission:
             job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
-            is_initializer = self._core.initial.on_declare(worker)
+            choice = self._core.initial.on_declare(worker)
             ticket = None
-            if self._core.config.shard_index == 0 and not self._core.initial.is_set and not is_initializer:
+            if self._core.config.shard_index == 0 and not self._core.initial.is_set and not choice:
                 ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
             if self._core.initial.is_set and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker)))
             reply = control_pb2.DeclareReply(
                 layout_digest=job.layout.digest,
-                initializer=is_initializer,
+                initializer=choice > 0,
+                choice=choice,
                 initialized=self._core.initial.is_set,
                 clock=worker.clock,
                 client_state=self._core.client_states.at(None).get(worker.rank, b""),
@@ -175,13 +176,12 @@ class Admission:
         self._core.settle()
         return reply, ticket
 
-    def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes) -> Initialization:
+    def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes, choice: int) -> Initialization:
         """Check who offers initial values, and whether they are wanted."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
             self._core.declared().check_digest(layout_digest)
-            begun = self._core.initial.begin()
-            return Initialization(worker, caller.session, begun, self._core.initial.accepts(worker, begun))
+            return Initialization(worker, caller.session, choice, self._core.initial.accepts(worker, choice))
 
     def initialize_block(self, init: Initialization, block: int, payload: memoryview) -> None:
         """Take one block's values aside."""
@@ -192,10 +192,10 @@ class Admission:
             init.values[block] = values
 
     def end_initialize(self, init: Initialization) -> bool:
-        """Make the values the job's, all blocks or none; False if the shard has its values already."""
+        """Make the values the job's, all blocks or none; False if the shard has others already."""
         job = self._core.declared()
         if not init.is_accepted:
-            return False
+            return self._core.initial.has(init.choice)
         lacking = job.blocks.keys() - init.values.keys()
         if lacking:
             raise InvalidRequest(
@@ -203,12 +203,12 @@ class Admission:
             )
         with self._core.lock:
             self._core.members.check_session(init.worker.rank, init.session)
-            if not self._core.initial.accepts(init.worker, init.begun):
-                return False
+            if not self._core.initial.accepts(init.worker, init.choice):
+                return self._core.initial.has(init.choice)
             for index, values in init.values.items():
                 job.blocks[index].initialize(values)
-            job.arena.set_word("initialized", 1)
-            self._core.initial.on_set(init.worker, init.begun)
+            job.arena.set_word("initialized", init.choice)
+            self._core.initial.on_set(init.choice)
         self._core.settle()  # of what happened before there were blocks
         return True
 

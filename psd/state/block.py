@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
+from psd.contract.errors import StateLost
 from psd.state.consistency import Policy
 from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule
@@ -190,6 +191,7 @@ class BlockState:
             self._settle()
 
     def _settle(self) -> None:
+        self._fail_if_lost()
         while True:
             round_ = self._round
             if round_ is None:
@@ -200,6 +202,21 @@ class BlockState:
                 self._close(round_, None)
             else:
                 return
+
+    def _fail_if_lost(self) -> None:
+        """EXACT: end the waits for a round that cannot be completed any more."""
+        round_ = self._round
+        lost = round_.lost(self._waited_in(self.version)) if isinstance(round_, ExactRound) else 0
+        if lost:
+            ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
+            error = StateLost(
+                f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were lost "
+                "when this shard was killed, and those workers are gone",
+                ranks=ranks,
+            )
+            for tickets in self._tickets.values():
+                for ticket in tickets:
+                    ticket.fail(error)
 
     def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
@@ -277,6 +294,7 @@ class BlockState:
                 waiters = self._tickets.setdefault(version, [])
                 # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
                 waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
+                self._fail_if_lost()
 
     def missing_in(self, round_: int) -> int:
         """Mask of the workers whose gradients the open round lacks; 0 if `round_` has closed. Takes no lock: for messages."""

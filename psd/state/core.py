@@ -148,7 +148,7 @@ class ShardCore:
         self.restored_from = stored.restored_from
         self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
         members.keep(self._save_worker)
-        self.initial.on_recovered()
+        self.initial.on_recovered(arena.word("initialized"), is_read=job.version_max > 0 or bool(stored.restored_from))
         self.barriers.restore(self.storage.load_barriers())
         return True
 

@@ -5,6 +5,10 @@ and shard 0 last, so that "shard 0 has them" means that all have. If it dies bef
 values replace what the dead one left on the other shards: nobody has read those yet. Once a shard has values that anybody could
 have read, nothing overwrites them.
 
+Every choice has a number, larger than all before it. The other shards cannot know who was chosen last, because leases run out
+there at another time; they take the values of the largest number, so that a worker that was chosen earlier and is late changes
+nothing. The number is a session's or larger: so it grows over restarts of shard 0, too.
+
 Guarded by the shard's lock.
 """
 
@@ -22,32 +26,35 @@ class InitialValues:
         is_set: the shard has values.
         is_read: somebody may have read them, or built on them; then they are final.
         chosen: the worker that provides them (shard 0 only, until they are there).
+        choice: the number of the last choice (shard 0), or of the one whose values the shard has; 0: none.
     """
 
     def __init__(self, *, chooses: bool) -> None:
         self.is_set = False
         self.is_read = False
         self.chosen: Worker | None = None
+        self.choice = 0
         self._chooses = chooses
-        self._sessions: set[int] = set()  # that have provided values
-        self._begun = 0
-        self._taken = 0
         self._waiting: list[Ticket] = []
 
-    def on_declare(self, worker: Worker) -> bool:
-        """True if this worker is to provide the values."""
+    def on_declare(self, worker: Worker) -> int:
+        """The number of the choice if this worker is to provide the values, else 0."""
         if self.is_set or not self._chooses:
-            return False
+            return 0
         if self.chosen is None:
-            self.chosen = worker
-        return self.chosen is worker
+            self._choose(worker)
+        return self.choice if self.chosen is worker else 0
 
-    def on_recovered(self) -> None:
-        """The shard has come back with the job's values; they are final."""
-        self.is_set = self.is_read = True
+    def _choose(self, worker: Worker) -> None:
+        self.chosen = worker
+        self.choice = max(self.choice + 1, worker.session)
+
+    def on_recovered(self, choice: int, *, is_read: bool) -> None:
+        """The shard has come back with values. If nothing was built on them, they may still be a dead initializer's."""
+        self.is_set, self.is_read, self.choice = True, is_read, choice
 
     def wait(self, ticket: Ticket) -> None:
-        """Resolve the ticket with False when the values are there, or with True when its worker is chosen."""
+        """Resolve the ticket with 0 when the values are there, or with the number of the choice when its worker is chosen."""
         self._waiting = [t for t in self._waiting if not t.future.done()]
         self._waiting.append(ticket)
 
@@ -63,34 +70,37 @@ class InitialValues:
         while self._waiting:
             ticket = self._waiting.pop(0)
             if not ticket.future.done() and ticket.rank != rank:
-                self.chosen = workers[ticket.rank]
-                ticket.resolve(True)
+                self._choose(workers[ticket.rank])
+                ticket.resolve(self.choice)
                 return
 
-    def begin(self) -> int:
-        """A number for values that begin to arrive. Those that began later win: theirs is the worker that was chosen later."""
-        self._begun += 1
-        return self._begun
-
-    def accepts(self, worker: Worker, begun: int) -> bool:
+    def accepts(self, worker: Worker, choice: int) -> bool:
         """True if this worker's values are to be taken, False if the shard has its values already.
 
         Raises:
-            InvalidRequest: another worker was chosen to provide them.
+            InvalidRequest: another worker was chosen to provide them, or this one under another number.
         """
-        if self._chooses:
-            if not self.is_set and self.chosen is not worker:
-                other = "none" if self.chosen is None else f"worker {self.chosen.rank}"
-                raise InvalidRequest(f"caller: worker {worker.rank} was not chosen to initialize the job; {other} was")
-            return not self.is_set
-        return not self.is_set or not (self.is_read or worker.session in self._sessions or begun < self._taken)
+        if not self._chooses:
+            if choice < 1:
+                raise InvalidRequest("choice: must be the number that shard 0 gave to the worker that it chose, got 0")
+            return not self.is_set or (choice > self.choice and not self.is_read)
+        if self.is_set:
+            return False
+        if self.chosen is not worker:
+            other = "none" if self.chosen is None else f"worker {self.chosen.rank}"
+            raise InvalidRequest(f"caller: worker {worker.rank} was not chosen to initialize the job; {other} was")
+        if choice != self.choice:
+            raise InvalidRequest(f"choice: worker {worker.rank} was chosen under the number {self.choice}, got {choice}")
+        return True
 
-    def on_set(self, worker: Worker, begun: int) -> None:
-        """Note that the shard has the values of this worker."""
-        self.is_set = True
-        self._sessions.add(worker.session)
-        self._taken = begun
+    def has(self, choice: int) -> bool:
+        """True if the shard's values are those of this choice."""
+        return self.is_set and self.choice == choice
+
+    def on_set(self, choice: int) -> None:
+        """Note that the shard has the values of this choice."""
+        self.is_set, self.choice = True, choice
         self.chosen = None
         waiting, self._waiting = self._waiting, []
         for ticket in waiting:
-            ticket.resolve(False)
+            ticket.resolve(0)

@@ -272,6 +272,10 @@ class ExactRound(_Sum):
         """See Round."""
         return (self._waited() if self.members is None else self.members) & ~self._staged()
 
+    def lost(self, waited: int) -> int:
+        """Mask of the members whose gradients are not here, and will not come: they are not waited for any more."""
+        return 0 if self.members is None else self.members & ~self._staged() & ~waited
+
     def end(self) -> None:
         """See Round."""
         for rank in list(self._parts):
