@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from psd.contract import frames
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import psd_error
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
@@ -165,10 +165,10 @@ class GrpcLane(Lane):
     # Data plane.
 
     def initialize(
-        self, caller: job_pb2.Caller, digest: bytes, blocks: Sequence[Block], values: FlatBuffers, call: Call
+        self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call
     ) -> bool:
         """Provide the initial values."""
-        frames_out = _initial_frames(caller, digest, blocks, values)
+        frames_out = _initial_frames(first, blocks, values)
         reply = self._send("Initialize", frames_out, data_pb2.InitializeReply, call, is_wait=False)
         self.sent_bytes += sum(block.nbytes for block in blocks)
         return reply.accepted
@@ -261,11 +261,12 @@ class GrpcLane(Lane):
             yield frames.join(message.SerializeToString(), payload)
 
 
-def _initial_frames(caller: job_pb2.Caller, digest: bytes, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
-    first = data_pb2.InitializeFrame(caller=caller, layout_digest=digest)
+def _initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
     if not blocks:
         yield first.SerializeToString()
     for block in blocks:
-        message = first if block is blocks[0] else data_pb2.InitializeFrame()
+        message = data_pb2.InitializeFrame()
+        if block is blocks[0]:
+            message.CopyFrom(first)
         message.block = block.index
         yield frames.join(message.SerializeToString(), values.block(block.index))

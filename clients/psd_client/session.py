@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import InternalError, LayoutMismatch, PsdError, SessionFenced, ShardRestarted
+from psd.contract.errors import LayoutMismatch, PsdError, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
@@ -186,9 +186,19 @@ class Session:
         Returns:
             True if `values` are the job's parameters now; False if those are to be pulled.
         """
-        provided = self.while_fenced(lambda: self._declare(spec, values))
+        provided = self.while_fenced(lambda: self._declare_first(spec, values))
         self._spec, self._values = spec, values
         return provided
+
+    def _declare_first(self, spec: JobSpec, values: FlatBuffers, rejoins_max: int = REJOINS_MAX) -> bool:
+        try:
+            return self._declare(spec, values)
+        except StateLost:
+            if rejoins_max == 0:
+                raise
+        # A shard that was killed before the job had its values comes back knowing nothing; nothing is lost by beginning anew.
+        self.join()
+        return self._declare_first(spec, values, rejoins_max - 1)
 
     def _declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         message = spec.to_message()
@@ -207,27 +217,50 @@ class Session:
         lanes, timeout_s = self._shards.lanes, self._config.wait_timeout_s
         replies = self._shards.run(declare_at, timeout_s, lanes[:1])
         replies += self._shards.run(declare_at, timeout_s, lanes[1:])
-        provided = False
-        if replies[0].initializer:
+        provided, choice = False, replies[0].choice
+        if choice:
             # Shard 0 last: when it has its values, so have all.
-            accepted = self._initialize(lanes[1:], values)
-            accepted += self._initialize(lanes[:1], values)
-            provided = all(accepted)
+            accepted = self._initialize(lanes[1:], values, choice)
+            if not all(accepted):
+                self._check_still_chosen(choice, accepted.index(False) + 1, declare_at)
+                return self._declare(spec, values)
+            provided = all(self._initialize(lanes[:1], values, choice))
         elif not all(reply.initialized for reply in replies):
-            raise InternalError("the shards disagree on whether the job has its initial values")
+            shard = next(i for i, reply in enumerate(replies) if not reply.initialized)
+            raise StateLost(
+                f"shard {shard} at {lanes[shard].address} has no parameters, but the job has begun: it came back without what "
+                "it held",
+                shard=shard,
+            )
         self.clock = max(self.clock, *(reply.clock for reply in replies))
         self.stored_state = replies[0].client_state
         return provided
 
-    def _initialize(self, lanes: Sequence[Lane], values: FlatBuffers) -> list[bool]:
+    def _initialize(self, lanes: Sequence[Lane], values: FlatBuffers, choice: int) -> list[bool]:
         layout = values.layout
-        return self._shards.run(
-            lambda lane, call: lane.initialize(
-                self.caller(lane.shard), layout.digest, layout.blocks_of(lane.shard), values, call
-            ),
-            self._config.wait_timeout_s + transfer_s(layout, lanes),
-            lanes,
-        )
+
+        def initialize_at(lane: Lane, call: Call) -> bool:
+            first = data_pb2.InitializeFrame(caller=self.caller(lane.shard), layout_digest=layout.digest, choice=choice)
+            return lane.initialize(first, layout.blocks_of(lane.shard), values, call)
+
+        return self._shards.run(initialize_at, self._config.wait_timeout_s + transfer_s(layout, lanes), lanes)
+
+    def _check_still_chosen(
+        self, choice: int, shard: int, declare_at: Callable[[Lane, Call], control_pb2.DeclareReply]
+    ) -> None:
+        """After `shard` has refused this worker's initial values: it has its successor's, or those of a job that goes on.
+
+        Raises:
+            StateLost: this worker is still the one whose values count, so the shard's belong to a job that shard 0 has lost.
+            SessionFenced: it is not.
+        """
+        (reply,) = self._shards.run(declare_at, self._config.wait_timeout_s, self._shards.lanes[:1])
+        if reply.choice == choice:
+            raise StateLost(
+                f"shard {shard} at {self._shards.lanes[shard].address} holds the parameters of this job, and shard 0 has lost "
+                "its part of them; the job cannot go on",
+                shard=0,
+            )
 
     def go_back(self) -> None:
         """Join anew after the job has gone back to a checkpoint, bringing all shards to it if need be."""

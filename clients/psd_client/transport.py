@@ -140,8 +140,14 @@ class Lane(ABC):
         """Say that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
 
     @abstractmethod
-    def initialize(self, caller: Any, digest: bytes, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
-        """Provide the initial values of the blocks; False if the shard had some already, which then hold."""
+    def initialize(
+        self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call
+    ) -> bool:
+        """Provide the initial values of the blocks; False if the shard has others already, which then hold.
+
+        Args:
+            first: the head of the first frame: caller, layout digest and choice.
+        """
 
     @abstractmethod
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:

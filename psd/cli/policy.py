@@ -239,7 +239,7 @@ class Policy:
             return self._stop(Say(text, quote=shard), EXIT_FAILURE, now)
         self._shard_restarts_left -= 1
         text = (
-            f"{death}; starting it again, its parameters are in {self._state_dirs[shard.number]} "
+            f"{death}; starting it again, its state is in {self._state_dirs[shard.number]} "
             f"({_restarts(self._shard_restarts_left)} left)"
         )
         return [Say(text, quote=None if returncode == -signal.SIGKILL else shard), self._start_shard(shard, now)]

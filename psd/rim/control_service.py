@@ -78,7 +78,8 @@ class ControlService:
         """See ControlService.Declare."""
         reply, ticket = self._shard.admission.declare(request)
         if ticket is not None:
-            reply.initializer = Waiter(self._shard, context).wait(ticket)
+            reply.choice = Waiter(self._shard, context).wait(ticket)
+            reply.initializer = reply.choice > 0
             reply.initialized = not reply.initializer
         return reply
 

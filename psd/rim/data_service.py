@@ -132,7 +132,7 @@ class DataService:
             if init is None:
                 if not head.HasField("caller"):
                     raise InvalidRequest("caller: the first frame of an initialization must have one")
-                init = self._shard.admission.begin_initialize(head.caller, head.layout_digest)
+                init = self._shard.admission.begin_initialize(head.caller, head.layout_digest, head.choice)
             elif head.HasField("caller"):
                 raise InvalidRequest("caller: stands on a frame that is not the first")
             if head.HasField("block"):

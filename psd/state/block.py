@@ -210,8 +210,8 @@ class BlockState:
         if lost:
             ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
             error = StateLost(
-                f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were lost "
-                "when this shard was killed, and those workers are gone",
+                f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
+                "lost when this shard was killed, and those workers are gone",
                 ranks=ranks,
             )
             for tickets in self._tickets.values():

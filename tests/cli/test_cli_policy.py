@@ -136,7 +136,7 @@ def test_on_exit_when_a_worker_fails_after_a_shard_has_ended_then_it_is_not_star
 @pytest.mark.parametrize(
     ("returncode", "death"), [(-SIGKILL, "was killed by SIGKILL"), (1, "ended with status 1"), (0, "ended with status 0")]
 )
-def test_on_exit_when_a_shard_dies_then_it_alone_starts_again_and_the_message_says_where_its_parameters_are(returncode, death):
+def test_on_exit_when_a_shard_dies_then_it_alone_starts_again_and_the_message_says_where_its_state_is(returncode, death):
     policy = running()
 
     died = policy.on_exit(SHARDS[1], returncode, now=20)
@@ -145,7 +145,7 @@ def test_on_exit_when_a_shard_dies_then_it_alone_starts_again_and_the_message_sa
 
     assert deeds(died) == [Start(SHARDS[1])]
     assert f"shard 1 {death}" in said(died)
-    assert "starting it again, its parameters are in /state/shard-1 (9 restarts left)" in said(died)
+    assert "starting it again, its state is in /state/shard-1 (9 restarts left)" in said(died)
     assert deadline == 20 + READY_TIMEOUT_S
     assert back == [Say("shard 1 serves again, 1.5 s after its end")]
     assert (policy.phase, policy.deadline) == (Phase.RUNNING, None)

@@ -81,8 +81,8 @@ def test_job_when_its_shards_are_killed_one_by_one_then_training_ends_as_if_noth
     run = job(TRAINING, *options.split(), args=(str(int(signum)), "4", "0"))
 
     assert run.end() == 0
-    assert re.search(r"shard 0 .*; starting it again, its parameters are in \S+/shard-0 \(99 restarts left\)", run.output)
-    assert re.search(r"shard 1 .*; starting it again, its parameters are in \S+/shard-1 \(98 restarts left\)", run.output)
+    assert re.search(r"shard 0 .*; starting it again, its state is in \S+/shard-0 \(99 restarts left\)", run.output)
+    assert re.search(r"shard 1 .*; starting it again, its state is in \S+/shard-1 \(98 restarts left\)", run.output)
     assert re.search(r"shard 1 serves again, \d+\.\d s after its end", run.output)
     assert len(re.findall(r"trained from \S+ to {-8.0}", run.output)) == 2
     assert run.orphans() == {}

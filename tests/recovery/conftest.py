@@ -1,4 +1,4 @@
-"""Shards as processes."""
+"""Shards as processes; the long forms, which `make chaos` runs, are left out unless asked for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ import pytest
 from shard_processes import ShardProcess
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `chaos` take minutes: -m chaos runs them."""
+    if config.getoption("-m"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("chaos") is not None]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture
 def shard_processes(tmp_path: Path) -> Iterator[Callable[..., list[ShardProcess]]]:
     """Starts shards as processes: shard_processes(count, *flags). Killed when the test ends."""
     started: list[ShardProcess] = []
 
-    def start(count: int, *flags: str) -> list[ShardProcess]:
+    def start(count: int, *flags: str, crash_point: str = "") -> list[ShardProcess]:
         shards = [ShardProcess(i, count, tmp_path / f"shard-{len(started)}-{i}", *flags) for i in range(count)]
         for shard in shards:
-            shard.start()
+            shard.start(crash_point)
             started.append(shard)
         return shards
 

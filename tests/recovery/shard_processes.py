@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import grpc
+
+from psd.v1 import control_pb2, control_pb2_grpc
 
 READY = re.compile(r"ready at (\S+)")
 
@@ -23,35 +29,59 @@ class ShardProcess:
         self._flags = flags
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, **environ: str) -> None:
+    def start(self, crash_point: str = "") -> None:
+        """Returns when it serves. `crash_point`: PSD_CRASH_POINT of this life only."""
         command = [sys.executable, "-m", "psd.cli.server", "--shard", f"{self.index}/{self.count}", "--listen", self.address]
         command += ["--state-dir", str(self.directory), "--exit-when-done", "--log-level", "error", *self._flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environ)
+        environ = os.environ | {"PSD_CRASH_POINT": crash_point}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         found = READY.search(line)
         assert found is not None, f"shard {self.index} did not start: {line!r}, status {self._process.wait(30)}"
         self.address = found[1]
 
-    def kill(self) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._end()
+        return self._process.pid
 
-    def wait(self) -> int:
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60) -> int:
         """The exit status, once it has ended by itself."""
         assert self._process is not None
-        status = self._process.wait(60)
-        self._end()
+        status = self._process.wait(timeout_s)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
         return status
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.wait(60)
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._process = None
+    def lose_state(self) -> None:
+        """As if its machine had died, too."""
+        shutil.rmtree(self.directory)
+
+    def status(self) -> control_pb2.StatusReply:
+        with grpc.insecure_channel(self.address) as channel:
+            return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=30)
+
+    def checkpoint(self) -> str:
+        """Take a checkpoint; its name."""
+        with grpc.insecure_channel(self.address) as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=60).name
 
     def close(self) -> None:
         if self._process is not None:
             self.kill()
+
+
+def servers_of(shards: Sequence[ShardProcess]) -> str:
+    """As clients take them."""
+    return ",".join(shard.address for shard in shards)

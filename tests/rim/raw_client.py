@@ -85,7 +85,7 @@ class RawWorker:
                 data_pb2.InitializeFrame(block=b, payload=payload) for b in (range(self.groups) if blocks is None else blocks)
             ]
             frames[0].caller.CopyFrom(self.caller)
-            frames[0].layout_digest = self.digest
+            frames[0].layout_digest, frames[0].choice = self.digest, reply.choice
             assert self.data.Initialize(iter(frames), timeout=TIMEOUT_S).accepted
 
     def frames(

@@ -44,7 +44,9 @@ def main():
         declared = control.Declare(control_pb2.DeclareRequest(caller=caller, spec=spec), timeout=TIMEOUT_S)
         digest = declared.layout_digest
         if declared.initializer:
-            first = data_pb2.InitializeFrame(caller=caller, layout_digest=digest, block=0, payload=packed([1, 2, 3, 4, 5]))
+            first = data_pb2.InitializeFrame(
+                caller=caller, layout_digest=digest, choice=declared.choice, block=0, payload=packed([1, 2, 3, 4, 5])
+            )
             assert data.Initialize(iter([first]), timeout=TIMEOUT_S).accepted
 
         def pull(clock):
