@@ -52,6 +52,7 @@ class ShardCore:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
+        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
         now: monotonic seconds.
     """
 
@@ -73,6 +74,7 @@ class ShardCore:
         self.timeline = 0
         self.restored_from = ""
         self.is_tentative = False
+        self.awaits_declaration = False
         self._gates_min_clock: int | None = None
 
     @property

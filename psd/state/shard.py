@@ -63,7 +63,7 @@ class Shard:
         self.restoration = Restoration(self.core, self.cuts, directory)
         self.is_recovered = self.core.recover()
         self.restored_from = None if self.is_recovered else self.restoration.load_newest()
-        self.admission = Admission(self.core, wall)
+        self.admission = Admission(self.core, wall, self.restoration.redeclare)
         self.exchange = Exchange(self.core, self.cuts)
         self.is_draining = False
         self._started = now()
