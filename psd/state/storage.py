@@ -107,8 +107,7 @@ class Storage:
             )
         except ArenaFull as error:
             raise OutOfSpace(
-                f"{self.directory} has no room for this job's parameters and slots (another place can be given by --state-dir): "
-                f"{error}"
+                f"{self.directory} has no room for this job's parameters and slots; --state-dir can name another place: {error}"
             ) from error
         if self._is_private:  # also when the shard is dropped without being closed
             self._clean_up = weakref.finalize(self, self.arena.close, remove=True)
