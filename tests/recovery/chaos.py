@@ -6,6 +6,7 @@ makes the sequence of disturbances, though not their exact instants, the same ag
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from proxy import Fault, Proxy
+from proxy import DIRECTIONS, Fault, Proxy
 from shard_processes import ShardProcess
 
 from psd.checkpoint import CheckpointDirectory
@@ -35,13 +36,27 @@ class Chaos:
     """Kills and faults in random order, each after a few more steps of the job.
 
     Args:
-        proxies: one per shard, for all workers.
+        proxies: one per shard, for all workers. directions: in which bulk data flows.
+
+    Attributes:
+        done: everything has struck.
     """
 
-    def __init__(self, shards: Sequence[ShardProcess], proxies: Sequence[Proxy], seed: int, kills: int, faults: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[ShardProcess],
+        proxies: Sequence[Proxy],
+        *,
+        seed: int,
+        kills: int,
+        faults: int,
+        directions: Sequence[str] = DIRECTIONS,
+    ) -> None:
         self.kills = 0
+        self.done = threading.Event()
         self._shards = shards
         self._proxies = proxies
+        self._directions = directions
         self._random = random.Random(seed)
         self._events = ["kill"] * kills + ["fault"] * faults
         self._random.shuffle(self._events)
@@ -49,15 +64,22 @@ class Chaos:
         print(f"chaos: seed {seed}, {self._events}")  # noqa: T201 - for whoever has to repeat a failure
 
     def on_step(self) -> None:
-        """To be called by one of the workers after each step."""
+        """One of the workers has finished a step."""
         self._steps.release()
 
     def run(self) -> None:
+        """Returns when everything has struck, or raises."""
+        try:
+            self._run()
+        finally:
+            self.done.set()
+
+    def _run(self) -> None:
         for event in self._events:
             for _ in range(self._random.randrange(1, STEPS_BETWEEN_MAX + 1)):
                 assert self._steps.acquire(timeout=100), f"the job has stopped; {self.kills} kills so far"
             if event == "fault":
-                self._random.choice(self._proxies).arm(Fault.drawn(self._random))
+                self._random.choice(self._proxies).arm(Fault.drawn(self._random, self._directions))
                 continue
             threading.Event().wait(self._random.random() * INSTANT_MAX_S)  # the instant itself is random
             shard = self._random.choice(self._shards)
@@ -82,28 +104,33 @@ def proxies_of(shards: Sequence[ShardProcess]) -> Iterator[list[Proxy]]:
 def run_disturbed(
     shards: Sequence[ShardProcess],
     world_size: int,
-    work: Callable[[str, int, Callable[[], None]], Any],
+    work: Callable[[str, int, Callable[[], bool]], Any],
     *,
-    seed: int,
     kills: int,
     faults: int,
+    **disturbances: Any,
 ) -> list[Any]:
-    """What work(servers, rank, on_step) returned for each rank, in threads; every disturbance has struck."""
+    """What work(servers, rank, on_step) returned for each rank, in threads; every disturbance has struck.
+
+    The workers call on_step() after each step; it returns True when everything has struck.
+    """
     with proxies_of(shards) as proxies:
-        chaos = Chaos(shards, proxies, seed, kills, faults)
+        chaos = Chaos(shards, proxies, kills=kills, faults=faults, **disturbances)
+
+        def on_step(rank: int) -> bool:
+            if rank == 0:
+                chaos.on_step()
+            return chaos.done.is_set()
+
         servers = ",".join(proxy.address for proxy in proxies)
         with ThreadPoolExecutor(world_size + 1) as pool:
             disturbing = pool.submit(chaos.run)
-            jobs = [pool.submit(work, servers, rank, chaos.on_step if rank == 0 else _nothing) for rank in range(world_size)]
+            jobs = [pool.submit(work, servers, rank, functools.partial(on_step, rank)) for rank in range(world_size)]
             results = [job.result() for job in jobs]
             disturbing.result()
         assert chaos.kills == kills
         assert sum(len(proxy.fired) for proxy in proxies) == faults
     return results
-
-
-def _nothing() -> None:
-    pass
 
 
 def final_state(shards: Sequence[ShardProcess], url: str) -> dict[str, NDArray[Any]]:

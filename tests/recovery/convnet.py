@@ -28,7 +28,7 @@ def _model() -> nn.Sequential:
     return model
 
 
-def train(servers: str, rank: int, on_step: Callable[[], None], steps: int) -> dict[str, NDArray[Any]]:
+def train(servers: str, rank: int, on_step: Callable[[], object], steps: int) -> dict[str, NDArray[Any]]:
     """Synchronous, exact; the learning rate changes, the batches differ in size. Returns the model's values."""
     torch.set_num_threads(1)
     model = _model()

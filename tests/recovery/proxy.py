@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PIECE_BYTES = 1 << 16
@@ -37,8 +38,8 @@ class Fault:
     seconds: float = 0.3
 
     @classmethod
-    def drawn(cls, source: random.Random) -> Fault:
-        return cls(source.choice(KINDS), source.choice(DIRECTIONS), source.random(), 0.1 + 0.4 * source.random())
+    def drawn(cls, source: random.Random, directions: Sequence[str]) -> Fault:
+        return cls(source.choice(KINDS), source.choice(directions), source.random(), 0.1 + 0.4 * source.random())
 
 
 class Proxy:
@@ -122,17 +123,22 @@ class Proxy:
             return fault
 
     def _swallow(self, source: socket.socket, seconds: float) -> None:
-        timer = threading.Timer(seconds, lambda: source.shutdown(socket.SHUT_RD))
+        timer = threading.Timer(seconds, _shut, [source])
         timer.daemon = True
         timer.start()
         while source.recv(PIECE_BYTES):
             pass
 
 
+def _shut(each: socket.socket) -> None:
+    """Let a thread that waits in recv() go on; the other side may have done so already."""
+    with contextlib.suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)
+
+
 def _reset(each: socket.socket) -> None:
     """Close without the TCP farewell, as if the path had gone."""
     with contextlib.suppress(OSError):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    with contextlib.suppress(OSError):
-        each.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv()
+    _shut(each)
     each.close()
