@@ -238,9 +238,10 @@ class Admission:
         return self._core.waiting.open(worker.rank)
 
     def leave(self, caller: job_pb2.Caller, *, failed: bool, left_at: float = 0.0) -> None:
-        """End a session. Leaving again, or after having been fenced, changes nothing."""
+        """End a session. Leaving again, or after having been fenced, changes nothing; nor does it matter which life of the shard
+        the worker knew, since a worker that ends will not resume."""
         with self._core.lock:
-            self._core.check_target(caller)
+            self._core.check_run_id(caller)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
                 worker.left_at = left_at if math.isfinite(left_at) else 0.0

@@ -175,10 +175,14 @@ class ShardCore:
             raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
         self._check_timeline()
 
-    def check_target(self, caller: job_pb2.Caller) -> None:
-        """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
+    def check_run_id(self, caller: job_pb2.Caller) -> None:
+        """Raise ForeignRun unless the caller means this run."""
         if caller.run_id != self.run_id:
             raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+
+    def check_target(self, caller: job_pb2.Caller) -> None:
+        """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
+        self.check_run_id(caller)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "

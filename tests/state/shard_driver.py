@@ -53,6 +53,7 @@ def job_spec(
     reduction: str = "mean",
     quorum: int = 0,
     dtype: str = "float64",
+    aggregation: str = "fast",
 ) -> JobSpec:
     """A job of so many blocks: every group is a space of its own, and a small space is one block."""
     return JobSpec(
@@ -62,6 +63,7 @@ def job_spec(
         Consistency.parse(mode),
         reduction,
         quorum,
+        aggregation,
     )
 
 
@@ -100,11 +102,13 @@ class Driver:
             control_pb2.DeclareRequest(caller=seat.caller, spec=(spec or self.spec).to_message())
         )
 
-    def begin_initialize(self, seat: Seat) -> Any:
-        return self.shard.admission.begin_initialize(seat.caller, self.layout.digest)
+    def begin_initialize(self, seat: Seat, choice: int = 0) -> Any:
+        """With shard 0's last choice, or 1 on another shard, unless `choice` says which."""
+        last = self.core.initial.choice if self.config.shard_index == 0 else 1
+        return self.shard.admission.begin_initialize(seat.caller, self.layout.digest, choice or last)
 
-    def initialize(self, seat: Seat, value: float = 0.0) -> bool:
-        init = self.begin_initialize(seat)
+    def initialize(self, seat: Seat, value: float = 0.0, choice: int = 0) -> bool:
+        init = self.begin_initialize(seat, choice)
         self.offer(init, value)
         return self.shard.admission.end_initialize(init)
 
