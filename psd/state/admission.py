@@ -238,8 +238,10 @@ class Admission:
         return self._core.waiting.open(worker.rank)
 
     def leave(self, caller: job_pb2.Caller, *, failed: bool, left_at: float = 0.0) -> None:
-        """End a session. Leaving again, or after having been fenced, changes nothing; nor does it matter which life of the shard
-        the worker knew, since a worker that ends will not resume."""
+        """End a session. Leaving again, or after having been fenced, changes nothing.
+
+        It does not matter which life of the shard the worker knew: a worker that ends will not resume.
+        """
         with self._core.lock:
             self._core.check_run_id(caller)
             worker = self._core.members.worker(caller.rank)
