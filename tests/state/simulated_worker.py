@@ -228,9 +228,8 @@ class SimulatedWorker:
                 self.world.check_alive(index, caller)
                 shard.admission.initialize_block(init, block.index, memoryview(np.full(block.length, value, block.dtype)))
             self.world.check_alive(index, caller)
-            self.world.oracle.initializing[index] = value
-            accepted = shard.admission.end_initialize(init)
-            del self.world.oracle.initializing[index]
+            with self.world.oracle.initializing(index, value):
+                accepted = shard.admission.end_initialize(init)
             if accepted:
                 self.world.oracle.initial[index] = value
             if accepted and index == 0:

@@ -43,7 +43,7 @@ class Oracle:
     def __init__(self, world: Simulation) -> None:
         self.world = world
         self.initial: dict[int, float] = {}
-        self.initializing: dict[int, float] = {}  # by shard, what is being set
+        self.unsure_initial: dict[int, float] = {}  # by shard, what was being set when it died
         self.counted: dict[int, list[Counted]] = defaultdict(list)
         self.in_flight: dict[int, tuple[int, Counted]] = {}  # by shard, what it was doing when it died
         self.versions: dict[int, int] = defaultdict(int)
@@ -74,6 +74,15 @@ class Oracle:
             assert self.decided.setdefault(decision.round, mask) == mask, f"round {decision.round} was decided twice"
 
     @contextmanager
+    def initializing(self, index: int, value: float) -> Iterator[None]:
+        """Initial values are being set; if the shard dies meanwhile, `on_restart` finds out whose it has."""
+        try:
+            yield
+        except Killed:
+            self.unsure_initial[index] = value
+            raise
+
+    @contextmanager
     def counting(self, block: int, rank: int, sent: Sent) -> Iterator[Counted]:
         """A block is being offered a gradient; if the shard dies meanwhile, `on_restart` finds out whether it was counted."""
         part = Counted(rank, sent.session, sent.clock, sent.weight, sent.value + block)
@@ -96,12 +105,12 @@ class Oracle:
 
     def on_restart(self, index: int, shard: Shard) -> None:
         """The shard is back: what was durable counts, what was in open rounds does not."""
-        in_flight, initializing = self.in_flight.pop(index, None), self.initializing.pop(index, None)
+        in_flight, initial = self.in_flight.pop(index, None), self.unsure_initial.pop(index, None)
         if not shard.is_recovered:
             assert not self.world.was_initialized, f"shard {index} came back without its values"
             self.initial.pop(index, None)
             return
-        if initializing is not None:
+        if initial is not None:
             self.initial[index] = float(next(iter(shard.core.declared().blocks.values()))._page.parameter[0])
         for block, state in shard.core.declared().blocks.items():
             assert state.version >= self.versions[block], f"block {block}: version went back over a restart"
@@ -142,6 +151,8 @@ class Oracle:
         states = self._exact.setdefault(block, [(self.initial[block % len(self.world.shards)], 0.0, 0)])
         while len(states) <= version:
             round_ = len(states) - 1
+            if round_ not in self.decided:
+                self.world.learn_decisions()
             assert round_ in self.decided, f"block {block} closed round {round_}, which nobody has decided"
             mask = self.decided[round_]
             members = [
