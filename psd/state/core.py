@@ -176,8 +176,8 @@ class ShardCore:
         self._check_timeline()
 
     def check_run_id(self, caller: job_pb2.Caller) -> None:
-        """Raise ForeignRun unless the caller means this run."""
-        if caller.run_id != self.run_id:
+        """Raise ForeignRun if the caller means another run. A shard that knows none yet is met by its incarnation."""
+        if self.run_id and caller.run_id != self.run_id:
             raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
 
     def check_target(self, caller: job_pb2.Caller) -> None:
