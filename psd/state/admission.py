@@ -97,7 +97,7 @@ class Admission:
             members = self._membership_for(request.world_size)
             earlier = members.worker(request.rank).session
             session = request.session or self._next_session()
-            if request.resume and session == earlier:
+            if request.resume:
                 worker = members.check_session(request.rank, session)
                 members.on_return(worker, host=request.host, pid=request.pid, now=self._core.now())
             else:

@@ -23,6 +23,15 @@ SGD = (1.0, 0.0, 0.0, 0.0)  # lr, momentum, dampening, weight_decay
 INCARNATION = 7
 
 
+_open_shards: list[Shard] = []
+
+
+def close_all() -> None:
+    """Close the shards of all drivers."""
+    while _open_shards:
+        _open_shards.pop().close(keep=False)
+
+
 class FakeTime:
     """A clock that moves when it is told to."""
 
@@ -77,8 +86,27 @@ class Driver:
         self.spec = spec if spec is not None else job_spec()
         self.layout = Layout(self.spec, shards)
         self.config = ServerConfig(shard, shards, lease_s=lease_s, **config)
-        self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=INCARNATION)
+        self.incarnation = INCARNATION
+        self._start()
+
+    def _start(self, **arguments: Any) -> None:
+        self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=self.incarnation, **arguments)
         self.core = self.shard.core
+        _open_shards.append(self.shard)
+
+    def kill(self) -> None:
+        """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
+        _open_shards.remove(self.shard)
+        if self.core.storage.arena is not None:
+            self.core.storage.arena.close(remove=False)
+
+    def restart(self, *seats: Seat, **arguments: Any) -> None:
+        """Kill the process and start it again on its state directory, where these workers resume."""
+        self.kill()
+        self.incarnation += 1
+        self._start(**arguments)
+        for seat in seats:
+            self.resume(seat)
 
     # -- coming and going --
 
@@ -96,6 +124,23 @@ class Driver:
         reply = self.shard.admission.join(request)
         caller = job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)
         return Seat(rank, reply.session, reply.clock, caller)
+
+    def resume(self, seat: Seat, *, timeline: int = 0) -> control_pb2.JoinReply:
+        """Go on with the same session at the shard's next incarnation."""
+        reply = self.shard.admission.join(
+            control_pb2.JoinRequest(
+                run_id=seat.caller.run_id,
+                shard_index=self.config.shard_index,
+                shard_count=self.config.shard_count,
+                rank=seat.rank,
+                world_size=self.spec.world_size,
+                session=seat.session,
+                resume=True,
+                timeline=timeline,
+            )
+        )
+        seat.caller.incarnation, seat.clock = reply.incarnation, reply.clock
+        return reply
 
     def declare(self, seat: Seat, spec: JobSpec | None = None) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         return self.shard.admission.declare(

@@ -53,9 +53,7 @@ class SimulatedWorker:
         self.sent: Sent | None = None
 
     def caller(self, index: int) -> job_pb2.Caller:
-        return job_pb2.Caller(
-            run_id=RUN_ID, incarnation=self.incarnations[index], rank=self.rank, session=self.session
-        )
+        return job_pb2.Caller(run_id=RUN_ID, incarnation=self.incarnations[index], rank=self.rank, session=self.session)
 
     # -- calls --
 
@@ -130,8 +128,12 @@ class SimulatedWorker:
         world, rng = self.world, self.world.rng
         yield from self.enter()
         while self.clock < world.steps[self.rank]:
-            sent = Sent(self.session, self.clock, rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20)),
-                        float(rng.choice((0, 1, 1, 2, 7))))
+            sent = Sent(
+                self.session,
+                self.clock,
+                rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20)),
+                float(rng.choice((0, 1, 1, 2, 7))),
+            )
             world.oracle.on_send(self.rank, sent)
             clocks: list[int] = []
             yield from self.at_all(lambda index: self.push(index, sent, clocks))
@@ -174,13 +176,13 @@ class SimulatedWorker:
         self.session, self.incarnations, self.sent = 0, [], None
         session, clocks = 0, []
         for index in range(len(self.world.shards)):
-            shard = yield from self.world.running(index)
-            try:
-                reply = shard.admission.join(self.join_request(index, session))
-            except Killed:
-                self.world.kill(index)
+            reply = None
+            while reply is None:
                 shard = yield from self.world.running(index)
-                reply = shard.admission.join(self.join_request(index, session))
+                try:
+                    reply = shard.admission.join(self.join_request(index, session))
+                except Killed:
+                    self.world.kill(index)
             if index == 0:
                 session, self.decisions = reply.session, list(reply.decisions)
             self.incarnations.append(reply.incarnation)
@@ -314,9 +316,7 @@ class SimulatedWorker:
         clock, caller = self.sent.clock, self.caller(0)
         self.world.check_alive(0, caller)
         self.world.oracle.on_commit(self.rank, self.sent)
-        ticket = shard.exchange.commit(
-            control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting)
-        )
+        ticket = shard.exchange.commit(control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting))
         if ticket is not None:
             yield ticket
             ticket.future.result(0)
@@ -335,9 +335,7 @@ class SimulatedWorker:
         world, clock, exchange, caller = self.world, self.clock, shard.exchange, self.caller(index)
         world.check_alive(index, caller)
         pull, blocks = exchange.begin_pull(
-            data_pb2.PullRequest(
-                caller=caller, clock=clock, layout_digest=world.layout.digest, decisions=self.decisions
-            )
+            data_pb2.PullRequest(caller=caller, clock=clock, layout_digest=world.layout.digest, decisions=self.decisions)
         )
         while (ticket := exchange.gate(pull, clock)) is not None:
             yield ticket

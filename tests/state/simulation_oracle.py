@@ -117,7 +117,9 @@ class Oracle:
             if in_flight is not None and in_flight[0] == block:
                 part, page = in_flight[1], state._page
                 if (page.sessions[part.rank], page.clocks[part.rank]) == (part.session, part.clock + 1):
-                    if not any((c.rank, c.session, c.clock) == (part.rank, part.session, part.clock) for c in self.counted[block]):
+                    if not any(
+                        (c.rank, c.session, c.clock) == (part.rank, part.session, part.clock) for c in self.counted[block]
+                    ):
                         self.on_counted(block, part)
             if self.world.has_rounds:
                 self.counted[block] = [c for c in self.counted[block] if c.clock < state.version]
@@ -183,7 +185,9 @@ class Oracle:
         if self.world.is_exact:
             parameter, momentum, steps = self.exactly(block, version)
             found = page.parameter[0], page.slots[0][0], int(page.steps[0])
-            assert (page.parameter == parameter).all(), f"block {block}, version {version}: {found}, not {parameter, momentum, steps}"
+            assert (page.parameter == parameter).all(), (
+                f"block {block}, version {version}: {found}, not {parameter, momentum, steps}"
+            )
             assert (page.slots[0] == momentum).all(), f"block {block}, version {version}: slot {found[1]}, not {momentum}"
             assert (page.steps == steps).all(), f"block {block}, version {version}: steps {found[2]}, not {steps}"
             return
