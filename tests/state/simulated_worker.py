@@ -1,8 +1,8 @@
 """A worker of the simulated world: what psd_client does, as generators over Shard objects.
 
-It joins, declares, provides initial values, pushes, commits (exact aggregation) and pulls. Where a shard has come back as another
-incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds also its last push, until it has
-pulled the round: see psd_client/session.py and exchange.py, which this must follow.
+It joins, declares, provides initial values, pushes, commits (exact aggregation) and pulls. Where a shard has come back as
+another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds also its last push, until
+it has pulled the round: see psd_client/session.py and exchange.py, which this must follow.
 """
 
 from __future__ import annotations
@@ -128,27 +128,26 @@ class SimulatedWorker:
         world, rng = self.world, self.world.rng
         yield from self.enter()
         while self.clock < world.steps[self.rank]:
-            sent = Sent(
-                self.session,
-                self.clock,
-                rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20)),
-                float(rng.choice((0, 1, 1, 2, 7))),
-            )
-            world.oracle.on_send(self.rank, sent)
-            clocks: list[int] = []
-            yield from self.at_all(lambda index: self.push(index, sent, clocks))
-            if world.trouble and rng.random() < 0.2:  # the reply was lost
-                yield from self.at_all(lambda index: self.push(index, sent, []))
-            world.oracle.on_acknowledged(self.rank, sent)
+            value = rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20))
+            sent = Sent(self.session, self.clock, value, float(rng.choice((0, 1, 1, 2, 7))))
+            yield from self.push_everywhere(sent)
             if world.has_rounds:
                 self.sent = sent
-            self.clock = max(self.clock + 1, *clocks)
             if world.is_exact:
                 if rng.random() < 0.3:
                     yield from self.call(0, lambda shard: self.commit(shard, without_waiting=True))
                 yield from self.call(0, lambda shard: self.commit(shard, without_waiting=False))
             yield from self.at_all(self.pull)
             self.sent = None
+
+    def push_everywhere(self, sent: Sent) -> Iterator[Any]:
+        self.world.oracle.on_send(self.rank, sent)
+        clocks: list[int] = []
+        yield from self.at_all(lambda index: self.push(index, sent, clocks))
+        if self.world.trouble and self.world.rng.random() < 0.2:  # the reply was lost
+            yield from self.at_all(lambda index: self.push(index, sent, []))
+        self.world.oracle.on_acknowledged(self.rank, sent)
+        self.clock = max(self.clock + 1, *clocks)
 
     def at_all(self, begin: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         """Do something at all shards at once; raises what the first one raised, when all have ended."""
@@ -191,10 +190,9 @@ class SimulatedWorker:
         self.session, self.clock = session, max(clocks)
 
     def declare(self) -> Iterator[Any]:
-        choices = []
-        for index in range(len(self.world.shards)):
-            choices.append((yield from self.call(index, self.declare_at(index))))
-        choice = choices[0]
+        choice = yield from self.call(0, self.declare_at(0))
+        for index in range(1, len(self.world.shards)):
+            yield from self.call(index, self.declare_at(index))
         if choice:
             for index in (*range(1, len(self.world.shards)), 0):
                 if not (yield from self.call(index, self.initialize_at(index, choice))):

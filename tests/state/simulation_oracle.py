@@ -1,8 +1,8 @@
 """What the simulated world must compute: kept beside it, from what was sent, counted and decided.
 
-With `fast` aggregation and without rounds it follows which gradient each block counted; what an open round of a killed shard had
-counted is forgotten, as the shard forgets it. With `exact` it knows only what shard 0 decided, and computes all parameters, slots
-and step counts from that, to the bit.
+With `fast` aggregation and without rounds it follows which gradient each block counted; what an open round of a killed shard
+had counted is forgotten, as the shard forgets it. With `exact` it knows only what shard 0 decided, and computes all parameters,
+slots and step counts from that, to the bit.
 """
 
 from __future__ import annotations
@@ -116,11 +116,10 @@ class Oracle:
             assert state.version >= self.versions[block], f"block {block}: version went back over a restart"
             if in_flight is not None and in_flight[0] == block:
                 part, page = in_flight[1], state._page
-                if (page.sessions[part.rank], page.clocks[part.rank]) == (part.session, part.clock + 1):
-                    if not any(
-                        (c.rank, c.session, c.clock) == (part.rank, part.session, part.clock) for c in self.counted[block]
-                    ):
-                        self.on_counted(block, part)
+                is_in_page = (page.sessions[part.rank], page.clocks[part.rank]) == (part.session, part.clock + 1)
+                known = {(c.rank, c.session, c.clock) for c in self.counted[block]}
+                if is_in_page and (part.rank, part.session, part.clock) not in known:
+                    self.on_counted(block, part)
             if self.world.has_rounds:
                 self.counted[block] = [c for c in self.counted[block] if c.clock < state.version]
 
