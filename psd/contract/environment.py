@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
@@ -24,7 +25,7 @@ VARIABLES = {
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
     "PSD_AGGREGATION": "fast or exact, unless the script says which",
     "PSD_REDUCE": "mean or sum, unless the script says which",
-    "PSD_CRASH_POINT": "for tests of psd itself: NAME:N kills a shard at the Nth time that it comes to that step",
+    "PSD_CRASH_POINT": "for tests of psd itself: PATTERN:N kills a shard at the Nth step of a name like that",
     "PSD_TRANSPORT": "auto or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
@@ -103,14 +104,14 @@ def memory_directory() -> Path:
 
 def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None]:
     """What a shard calls at each named step at which its process may die: nothing, unless PSD_CRASH_POINT says to die there."""
-    name, colon, count = environ.get("PSD_CRASH_POINT", "").rpartition(":")
+    pattern, colon, count = environ.get("PSD_CRASH_POINT", "").rpartition(":")
     if not colon or not count.isdigit():
         return lambda _: None
     left = int(count)
 
     def hook(point: str) -> None:
         nonlocal left
-        if point == name:
+        if fnmatchcase(point, pattern):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

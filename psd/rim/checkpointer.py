@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 TAKE_S_MAX = 3600.0
 
+SNAPSHOTS_MAX = 2
+"""One that is being written and one that waits: each may pin another version of every block."""
+
 FINAL_ID = "final"
 """Cut id of the checkpoint that is taken when all workers have left."""
 
@@ -76,6 +79,7 @@ class Checkpointer:
         self._now = now
         self._wall = wall
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._unwritten = 0
         self._announced: dict[str, _Announced] = {}
         self._lock = threading.Lock()
         self._due_lock = threading.Lock()
@@ -92,7 +96,14 @@ class Checkpointer:
 
     def on_ready(self, snapshot: Snapshot) -> None:
         """Take a snapshot over; returns at once."""
-        self._queue.put(snapshot)
+        with self._lock:
+            is_taken = self._unwritten < SNAPSHOTS_MAX or snapshot.cut.id == FINAL_ID
+            self._unwritten += is_taken
+        if is_taken:
+            self._queue.put(snapshot)
+        else:
+            self._shard.cuts.abandon(snapshot)
+            self._fail(snapshot.cut, CheckpointFailed("those before are not written yet: the storage is too slow for this pace"))
 
     def on_missed(self, cut: data_pb2.Cut, why: str) -> None:
         """A cut cannot be completed on this shard."""
@@ -112,6 +123,9 @@ class Checkpointer:
     def _announce_due(self, config: ServerConfig) -> None:
         if self._shard.core.timeline != self._timeline:
             self._timeline, self._last_step = self._shard.core.timeline, 0
+        with self._lock:
+            if self._unwritten:
+                return  # by steps or by time: not faster than they can be written
         step = self._shard.progress
         if config.checkpoint_steps:
             due = self._next_multiple(step)
@@ -119,7 +133,9 @@ class Checkpointer:
                 self._announce(due)
         if config.checkpoint_secs and self._now() - self._last_announced_at >= config.checkpoint_secs:
             self._last_announced_at = self._now()
-            if step > self._last_step and not self._shard.cuts.open:
+            with self._lock:  # beside readers' cuts
+                is_open = any(cut.id in self._announced for cut in self._shard.cuts.open)
+            if step > self._last_step and not is_open:
                 self._announce(step + AHEAD if self._shard.has_rounds else step)
 
     def _next_multiple(self, step: int) -> int | None:
@@ -212,6 +228,8 @@ class Checkpointer:
                 self._fail(snapshot.cut, CheckpointFailed(str(error)))
             finally:
                 self._shard.release_snapshot(snapshot)
+                with self._lock:
+                    self._unwritten -= 1
                 with self._idle:
                     self._idle.notify_all()
 

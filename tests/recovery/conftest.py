@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def shard_processes(tmp_path: Path) -> Iterator[Callable[..., list[ShardProcess]]]:
-    """Starts shards as processes: shard_processes(count, *flags). Killed when the test ends."""
+    """Starts shards as processes: shard_processes(count, *flags). Killed when the test ends.
+
+    `crash_points`: PSD_CRASH_POINT of each one's first life.
+    """
     started: list[ShardProcess] = []
 
-    def start(count: int, *flags: str, crash_point: str = "") -> list[ShardProcess]:
+    def start(count: int, *flags: str, crash_points: Sequence[str] = ()) -> list[ShardProcess]:
         shards = [ShardProcess(i, count, tmp_path / f"shard-{len(started)}-{i}", *flags) for i in range(count)]
-        for shard in shards:
+        for shard, crash_point in itertools.zip_longest(shards, crash_points, fillvalue=""):
             shard.start(crash_point)
             started.append(shard)
         return shards

@@ -58,7 +58,7 @@ def test_when_a_shard_dies_at_a_step_then_training_ends_in_the_same_bits(
     """Each life ends at its step, by SIGKILL from within; the next one goes on."""
     points = STEPS[when]
     stop = crash_job.Stop()
-    (shard,) = shard_processes(1, "--checkpoint-dir", str(tmp_path / "disturbed"), crash_point=points[0])
+    (shard,) = shard_processes(1, "--checkpoint-dir", str(tmp_path / "disturbed"), crash_points=[points[0]])
 
     crash_job.run(shard.address, stop, "exact", lambda: crash_job.die_at_each(shard, points, stop))
     disturbed = final_state([shard], str(tmp_path / "disturbed"))

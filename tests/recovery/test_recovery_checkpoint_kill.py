@@ -1,0 +1,76 @@
+"""A shard that dies at each operation on files of its checkpoints: the last good one is found, and training goes on or resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import crash_job
+import pytest
+from chaos import assert_same_bits, final_state
+from shard_processes import ShardProcess, servers_of
+
+from psd.checkpoint import CheckpointDirectory
+
+pytestmark = pytest.mark.process
+
+STEPS_BETWEEN = 5
+
+OPERATIONS = {
+    "first": ["make directory *:1", "fsync directory *:1", "make directory *:1", "create shard-*.safetensors:1"],
+    "data": ["write *.safetensors:1", "write *.safetensors:9", "fsync *.safetensors:1", "rename *.safetensors:1"],
+    "documents": ["create *.json:1", "write *.json:1", "fsync *.json:1", "rename *.json:1"],
+    "manifest": ["create manifest.json:1", "write manifest.json:1", "rename manifest.json:1"],
+    "removal": ["remove manifest.json:1", "remove *.json:3", "remove directory *:1"],
+}
+"""Of shard 0, which announces the cuts; in lives one after the other."""
+
+
+def newest_step(url: str) -> int:
+    """Of the newest checkpoint that can be relied on: every byte of it is read. 0 if there is none."""
+    directory = CheckpointDirectory(url)
+    manifest = directory.newest()
+    if manifest is None:
+        return 0
+    assert directory.verify(manifest.name) == []
+    return manifest.step
+
+
+def die_at_each(shards: Sequence[ShardProcess], operations: Sequence[str], stop: crash_job.Stop, url: str) -> None:
+    """Shard 0, which has been started with the first one, dies there, and so on; then both die, and lose their memory."""
+    newest = 0
+    for following in [*operations[1:], ""]:
+        assert shards[0].wait() == -9
+        found = newest_step(url)
+        assert found >= newest
+        newest = found
+        shards[0].start(following)
+    while newest_step(url) <= newest:
+        stop.wait_steps(STEPS_BETWEEN, 1)
+    for shard in shards:
+        shard.kill()
+    for shard in shards:
+        shard.lose_state()
+        shard.start()
+
+
+IN_SUITE = {"documents", "manifest"}
+"""The others are for make chaos: tests/checkpoint goes through every operation without the rest of a shard."""
+
+
+@pytest.mark.parametrize("what", [pytest.param(w, marks=[] if w in IN_SUITE else [pytest.mark.chaos]) for w in OPERATIONS])
+def test_when_a_shard_dies_while_it_stores_then_a_good_checkpoint_is_found_and_training_ends_in_the_same_bits(
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, what: str
+) -> None:
+    """Goes on from its arena after each death, and from a checkpoint when the arenas of both shards are gone."""
+    stop = crash_job.Stop()
+    url = str(tmp_path / "disturbed")
+    flags = ("--checkpoint-steps", f"{STEPS_BETWEEN}", "--checkpoint-keep", "2")
+    shards = shard_processes(2, "--checkpoint-dir", url, *flags, crash_points=[OPERATIONS[what][0]])
+
+    crash_job.run(servers_of(shards), stop, "exact", lambda: die_at_each(shards, OPERATIONS[what], stop, url))
+    disturbed = final_state(shards, url)
+    others = shard_processes(2, "--checkpoint-dir", str(tmp_path / "undisturbed"))
+    crash_job.run(servers_of(others), crash_job.Stop(stop.clock), "exact")
+
+    assert_same_bits(disturbed, final_state(others, str(tmp_path / "undisturbed")))
