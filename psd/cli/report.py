@@ -156,6 +156,8 @@ def as_text(answers: Sequence[Answer]) -> str:
         parts.append("\n".join(wait_text(merged.wait) for merged in waits))
     if replies:
         parts.append(_traffic_table(replies))
+    if stored := [reply for reply in replies if reply.checkpoint_dir]:
+        parts.append(_checkpoint_table(stored))
     if trouble := problems(answers):
         parts.append("\n".join(f"problem: {text}" for text in trouble))
     return "\n\n".join(parts)
@@ -189,10 +191,11 @@ def _job_line(replies: Sequence[pb.StatusReply]) -> str:
         return f"run {run_id or '-'}: nothing declared yet"
     job = declared[0]
     quorum = f", quorum {job.quorum}" if 0 < job.quorum < job.world_size else ""
+    restored = f", gone on from checkpoint {job.restored_from}" if job.restored_from else ""
     return (
         f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, {job.tensor_count} tensors, "
         f"{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
-        f"{size(sum(reply.slot_bytes for reply in replies))} slots"
+        f"{size(sum(reply.slot_bytes for reply in replies))} slots{restored}"
     )
 
 
@@ -250,6 +253,23 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
         for reply in replies
     ]
     return table(rows, left={0})
+
+
+def _checkpoint_table(replies: Sequence[pb.StatusReply]) -> str:
+    """Each shard's part of the last one; then, in full, what went wrong at the last attempt, once for all shards that say so."""
+    rows = [("SHARD", "CHECKPOINTS IN", "LAST", "AGE", "SIZE", "TOOK")]
+    errors: dict[str, list[str]] = {}
+    for reply in replies:
+        shard = f"{reply.shard_index}/{reply.shard_count}"
+        last = ("none yet", "-", "-", "-")
+        if reply.checkpoint_last:
+            age, took = duration(reply.checkpoint_age_s), duration(reply.checkpoint_took_s)
+            last = (reply.checkpoint_last, age, size(reply.checkpoint_bytes), took)
+        rows.append((shard, reply.checkpoint_dir, *last))
+        if reply.checkpoint_error:
+            errors.setdefault(reply.checkpoint_error, []).append(shard)
+    lines = [f"checkpoint error of shard {', '.join(shards)}: {error}" for error, shards in errors.items()]
+    return "\n".join([table(rows, left={0, 1, 2}), *lines])
 
 
 def table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:

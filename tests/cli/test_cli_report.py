@@ -158,3 +158,31 @@ def test_as_json_when_written_and_read_then_numbers_are_exact_and_zeros_present(
 def test_size_and_duration_when_shown_to_people_then_three_digits_are_enough():
     assert [size(n) for n in (0, 1023, 1536, 200 << 20, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "200 MiB", "5.0 TiB"]
     assert [duration(s) for s in (0.04, 12.4, 200, 18_420)] == ["0.0 s", "12 s", "3 min 20 s", "5 h 7 min"]
+
+
+def test_as_text_when_checkpoints_are_taken_then_each_shards_last_one_and_every_error_are_shown():
+    stored = {
+        "checkpoint_dir": "/data/checkpoints",
+        "checkpoint_last": "timeline-00000-step-000000000040-ab",
+        "checkpoint_age_s": 130,
+        "checkpoint_bytes": 3 << 20,
+        "checkpoint_took_s": 0.25,
+    }
+    full = {"checkpoint_dir": "/data/checkpoints", "checkpoint_error": "cannot write x: No space left on device"}
+
+    text = as_text(answers(shard(0, **stored), shard(1, **full)))
+
+    _, checkpoints = text.split("SHARD  CHECKPOINTS IN")
+    assert checkpoints.split("\n")[1].split() == (
+        "0/2 /data/checkpoints timeline-00000-step-000000000040-ab 2 min 10 s 3.0 MiB 0.2 s".split()
+    )
+    assert checkpoints.split("\n")[2].split() == "1/2 /data/checkpoints none yet - - -".split()
+    assert checkpoints.endswith("checkpoint error of shard 1/2: cannot write x: No space left on device")
+    assert "CHECKPOINTS" not in as_text(answers(shard(0), shard(1)))
+
+
+def test_as_text_when_a_job_has_come_from_a_checkpoint_and_a_shard_waits_then_both_are_said():
+    text = as_text(answers(shard(0, restored_from="step-7"), shard(1, state=pb.SHARD_STATE_RESTORING)))
+
+    assert "slots, gone on from checkpoint step-7" in text
+    assert "restoring" in text

@@ -74,8 +74,7 @@ class ShardProcess:
         shutil.rmtree(self.directory)
 
     def status(self) -> control_pb2.StatusReply:
-        with grpc.insecure_channel(self.address) as channel:
-            return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=30)
+        return status_at(self.address)
 
     def checkpoint(self) -> str:
         """Take a checkpoint; its name."""
@@ -91,3 +90,9 @@ class ShardProcess:
 def servers_of(shards: Sequence[ShardProcess]) -> str:
     """As clients take them."""
     return ",".join(shard.address for shard in shards)
+
+
+def status_at(address: str) -> control_pb2.StatusReply:
+    """What a shard says of itself."""
+    with grpc.insecure_channel(address) as channel:
+        return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=30)

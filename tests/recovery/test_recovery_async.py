@@ -65,7 +65,7 @@ def work(
 @pytest.mark.parametrize(
     ("kills", "faults", "seed"),
     [
-        pytest.param(3, 4, 30, id="short"),
+        pytest.param(2, 4, 30, id="short"),
         pytest.param(50, 30, 31, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],
 )
