@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import LayoutMismatch, PsdError, SessionFenced, ShardRestarted, StateLost
+from psd.contract.errors import LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
@@ -275,7 +275,13 @@ class Session:
         """Go on as a new session after this one was fenced; raises `error` if somebody else has the rank now."""
         if error.detail.get("cause") != "expired":
             raise error
+        before = self._membership
         self.join()
+        after = self._membership
+        if self._spec is not None and before is not None and after is not None and after.timeline != before.timeline:
+            raise RolledBack(
+                f"the job went back to a checkpoint while worker {self._config.rank} was out of it", timeline=after.timeline
+            )
         if self._spec is not None:
             assert self._values is not None
             self._declare(self._spec, self._values)

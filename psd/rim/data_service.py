@@ -191,5 +191,5 @@ class DataService:
             head = data_pb2.PullFrame(block=block.plan.index, version=version)
             return frames.join(head.SerializeToString(), page.parameter if with_payload else None)
         finally:
-            self._exchange.release(page)
+            self._exchange.release(block, page)
             self._exchange.count_bytes(sent=block.plan.nbytes if with_payload else 0)

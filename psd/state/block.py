@@ -278,6 +278,10 @@ class BlockState:
         """The current page, pinned."""
         return self._arena.pin(self._slot)
 
+    def unpin(self, page: Page) -> None:
+        """Give a pinned page back."""
+        self._arena.unpin(page)
+
     def read(self, version_min: int) -> tuple[int, Page] | None:
         """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`."""
         with self.lock:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, WrongShard
+from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, ShardRestarted, WrongShard
 from psd.contract.rules import check_weight
 from psd.state.block import BlockState, Outcome
 from psd.state.core import ShardCore
@@ -100,7 +100,7 @@ class Exchange:
     def _enter(self, push: Push, job: Job) -> None:
         """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
-            self._core.members.check_session(push.worker.rank, push.session)
+            self._check_session(push)
             job.agree_on_scalars(push.clock, push.scalars, push.worker.rank)
             self._core.initial.is_read = True
             push.worker.has_pushed = True
@@ -127,7 +127,13 @@ class Exchange:
             return ticket
 
     def _check_session(self, call: Push | Pull) -> None:
-        """Raise SessionFenced if the session has ended since the call began. Takes no lock: it is asked for every block."""
+        """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
+        checkpoint. Takes no lock: it is asked for every block."""
+        if call.worker is not self._core.members.worker(call.worker.rank):
+            raise ShardRestarted(
+                f"shard {self._core.config.shard_index} has gone back to a checkpoint since the call began",
+                shard=self._core.config.shard_index,
+            )
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
 
@@ -184,7 +190,7 @@ class Exchange:
         counted, late = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.LATE]
         clock = push.clock + 1
         with self._core.lock:
-            self._core.members.check_session(push.worker.rank, push.session)
+            self._check_session(push)
             self._core.members.on_step(push.worker, clock)
             if counted or job.trained_count == 0:
                 self._core.counters.pushes_accepted += 1
@@ -291,6 +297,7 @@ class Exchange:
         """The block of that index; BlockOutOfRange if it is not this shard's."""
         return self._core.initialized().block(index)
 
-    def release(self, page: Page) -> None:
-        """Give back a page that was read."""
-        self._core.declared().arena.unpin(page)
+    @staticmethod
+    def release(block: BlockState, page: Page) -> None:
+        """Give back a page that was read. The block's arena has it, which may no longer be the job's."""
+        block.unpin(page)

@@ -99,6 +99,9 @@ class Target:
         for clock, rank in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)):
             self.push(rank, clock)
 
+    def close(self) -> None:
+        self.shard.close(keep=False)
+
     def _join(self, rank: int) -> job_pb2.Caller:
         reply = self.shard.admission.join(control_pb2.JoinRequest(shard_count=2, rank=rank, world_size=WORLD))
         return job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
@@ -40,6 +41,21 @@ class FakeTime:
 
     def __call__(self) -> float:
         return self.value
+
+
+class Killed(BaseException):
+    """The shard's process dies here."""
+
+
+class Fuse:
+    """A crash point that kills `steps` steps after that has been set."""
+
+    steps = 0
+
+    def __call__(self, _: str) -> None:
+        self.steps -= 1
+        if self.steps == 0:
+            raise Killed
 
 
 @dataclass
@@ -80,14 +96,21 @@ class Driver:
     """One shard and the calls on it, as plain values."""
 
     def __init__(
-        self, spec: JobSpec | None = None, *, shard: int = 0, shards: int = 1, lease_s: float = 10.0, **config: Any
+        self,
+        spec: JobSpec | None = None,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        lease_s: float = 10.0,
+        directory: CheckpointDirectory | None = None,
+        **config: Any,
     ) -> None:
         self.time = FakeTime()
         self.spec = spec if spec is not None else job_spec()
         self.layout = Layout(self.spec, shards)
         self.config = ServerConfig(shard, shards, lease_s=lease_s, **config)
         self.incarnation = INCARNATION
-        self._start()
+        self._start(directory=directory)
 
     def _start(self, **arguments: Any) -> None:
         self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=self.incarnation, **arguments)
@@ -239,7 +262,7 @@ class Driver:
                 found[block.plan.index] = answer
             else:
                 found[block.plan.index] = answer[1].parameter.copy()
-                self.shard.exchange.release(answer[1])
+                self.shard.exchange.release(block, answer[1])
         return found
 
     def values(self, block: int = 0) -> list[float]:

@@ -1,8 +1,8 @@
 """A worker of the simulated world: what psd_client does, as generators over Shard objects.
 
 It joins, declares, provides initial values, pushes, commits (exact aggregation) and pulls. Where a shard has come back as
-another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds also its last push, until
-it has pulled the round: see psd_client/session.py and exchange.py, which this must follow.
+another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds also its last push,
+until it has pulled the round: see psd_client/session.py and exchange.py, which this must follow.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from shard_driver import Killed
 
 from psd.contract.errors import SessionFenced, ShardRestarted, StateLost
 from psd.state.block import Outcome
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from simulation import Simulation
 
 RUN_ID = "simulated"
-
-
-class Killed(BaseException):
-    """The shard's process dies here."""
 
 
 @dataclass
@@ -346,7 +343,7 @@ class SimulatedWorker:
                 world.check_alive(index, caller)
             version, page = found
             world.oracle.on_read(self.rank, clock, block.plan.index, version, page)
-            exchange.release(page)
+            exchange.release(block, page)
             if block.plan.index % 3 == 2:
                 yield None
                 world.check_alive(index, caller)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from simulated_worker import RUN_ID, Killed, SimulatedWorker
+from shard_driver import Fuse, Killed
+from simulated_worker import RUN_ID, SimulatedWorker
 from simulation_oracle import Oracle
 
 from psd.contract.config import ServerConfig
@@ -74,7 +75,7 @@ class Simulation:
         self.layout = Layout(spec, shards)
         self.directory = tempfile.TemporaryDirectory(prefix="psd-simulated-", dir=MEMORY if MEMORY.is_dir() else None)
         self.shards: list[Shard | None] = [None] * shards
-        self.fuses: dict[int, int] = {}
+        self.fuses: dict[int, Fuse] = {}
         self.kills_left = kills
         self.kills = self.resumes = self.pushes_again = self.rejoins = self.duplicates = 0
         self.was_initialized = self.is_lost = False
@@ -206,13 +207,7 @@ class Simulation:
     # -- shards --
 
     def start_shard(self, index: int) -> None:
-        def crash_point(_: str) -> None:
-            if index in self.fuses:
-                self.fuses[index] -= 1
-                if self.fuses[index] <= 0:
-                    del self.fuses[index]
-                    raise Killed
-
+        self.fuses[index] = Fuse()
         shard = Shard(
             ServerConfig(
                 index,
@@ -224,7 +219,7 @@ class Simulation:
             now=lambda: self.now,
             wall=lambda: 1e9 + self.now + self.turns * 1e-3,
             incarnation=self.rng.getrandbits(60) + 1,
-            crash_point=crash_point,
+            crash_point=self.fuses[index],
         )
         self.shards[index] = shard
         self.oracle.on_restart(index, shard)
@@ -232,13 +227,13 @@ class Simulation:
     def kill_some_shard(self) -> None:
         """Now, or at one of the next crash points that some shard comes to."""
         index = self.rng.randrange(len(self.shards))
-        if self.shards[index] is None or index in self.fuses:
+        if self.shards[index] is None or self.fuses[index].steps > 0:
             return
         self.kills_left -= 1
         if self.rng.random() < 0.5:
             self.kill(index)
         else:
-            self.fuses[index] = self.rng.randrange(1, 30)
+            self.fuses[index].steps = self.rng.randrange(1, 30)
 
     def kill(self, index: int) -> None:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
@@ -246,7 +241,6 @@ class Simulation:
         shard = self.shards[index]
         assert shard is not None
         self.shards[index] = None
-        self.fuses.pop(index, None)
         self.kills += 1
         if shard.core.storage.arena is not None:
             shard.core.storage.arena.close(remove=False)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from simulated_worker import Killed, Sent
+from shard_driver import Killed
+from simulated_worker import Sent
 
 from psd.state.decisions import members_mask
 from psd.state.shard import Shard

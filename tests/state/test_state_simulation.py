@@ -57,9 +57,9 @@ def test_killed_shards_lose_nothing(mode):
     block, once, and nobody waits for ever. Exact: parameters, slots and steps to the bit."""
     worlds = [simulate(seed, mode, trouble=False, kills=5) for seed in range(2000, 2000 + SEEDS_PER_CASE)]
 
-    assert sum(world.kills for world in worlds) > 2 * SEEDS_PER_CASE, "nobody was killed"
+    assert sum(world.kills for world in worlds) > SEEDS_PER_CASE, "nobody was killed"
     assert sum(world.resumes for world in worlds) > 2 * SEEDS_PER_CASE, "nobody resumed"
-    assert mode.startswith(("ssp", "async")) or sum(world.pushes_again for world in worlds) > SEEDS_PER_CASE / 5
+    assert mode.startswith(("ssp", "async")) or sum(world.pushes_again for world in worlds) > SEEDS_PER_CASE / 10
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,164 @@
+"""Shards that have lost what they held, and others that live on: all come onto one timeline, whoever sees to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from psd.contract.errors import CheckpointCorrupt, StateLost
+from psd.v1 import control_pb2
+from psd_client.timeline import join_one_timeline
+
+
+@dataclass
+class FakeShard:
+    """A shard as far as timelines go; `rollbacks` are those that took effect."""
+
+    timeline: int = 0
+    checkpoint: str = ""
+    is_tentative: bool = False
+    rollbacks: list[tuple[str, int]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def join(self) -> control_pb2.JoinReply:
+        return control_pb2.JoinReply(
+            run_id="r", timeline=self.timeline, checkpoint=self.checkpoint, is_tentative=self.is_tentative
+        )
+
+    def rollback(self, request: control_pb2.RollbackRequest, call: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.timeline >= request.timeline and not self.is_tentative:
+            return
+        self.timeline, self.checkpoint, self.is_tentative = request.timeline, request.checkpoint, False
+        self.rollbacks.append((request.checkpoint, request.timeline))
+
+
+class FakeShards:
+    """All shards of a job; `between` runs once before the first rollback of this worker reaches the shard of that index."""
+
+    def __init__(self, shards: Sequence[FakeShard], between: tuple[int, Callable[[], object]] | None = None) -> None:
+        self.shards = shards
+        self._between = between
+
+    def run(self, operation: Callable[[Any, Any], Any], timeout_s: float) -> list[Any]:
+        results = []
+        for index, shard in enumerate(self.shards):
+            if self._between is not None and self._between[0] == index:
+                (_, action), self._between = self._between, None
+                action()
+            results.append(operation(shard, None))
+        return results
+
+
+def bring_together(shards: Sequence[FakeShard], between: tuple[int, Callable[[], object]] | None = None) -> Any:
+    joins = []
+
+    def join_all() -> list[control_pb2.JoinReply]:
+        joins.append(1)
+        return [shard.join() for shard in shards]
+
+    fakes: Any = FakeShards(shards, between)
+    return join_one_timeline(join_all, fakes, uniform=lambda: -1.0), len(joins)
+
+
+def places(shards: Sequence[FakeShard]) -> set[tuple[int, str, bool]]:
+    return {(shard.timeline, shard.checkpoint, shard.is_tentative) for shard in shards}
+
+
+def test_join_when_all_are_on_one_timeline_then_is_done_at_once() -> None:
+    """The usual case costs one join and no rollback."""
+    shards = [FakeShard(3, "c"), FakeShard(3, "c")]
+
+    replies, joins = bring_together(shards)
+
+    assert ([reply.timeline for reply in replies], joins) == ([3, 3], 1)
+    assert [shard.rollbacks for shard in shards] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("shards", "end"),
+    [
+        # All begin from a checkpoint: a restored cluster.
+        ([FakeShard(0, "c2", True), FakeShard(0, "c2", True)], (1, "c2", False)),
+        # They found different ones: the older, which all have.
+        ([FakeShard(0, "c2", True), FakeShard(0, "c1", True)], (1, "c1", False)),
+        ([FakeShard(1, "c3", True), FakeShard(0, "c2", True), FakeShard(1, "c3", True)], (2, "c2", False)),
+        # One has lost its memory, the others live on, further ahead, on the same timeline or a later one.
+        ([FakeShard(0, "", False), FakeShard(0, "c2", True)], (1, "c2", False)),
+        ([FakeShard(4, "c1", False), FakeShard(2, "c2", True), FakeShard(4, "c1", False)], (5, "c2", False)),
+        # Somebody has begun to bring them together, and died.
+        ([FakeShard(3, "c2", False), FakeShard(2, "c1", False)], (3, "c2", False)),
+        ([FakeShard(3, "c2", False), FakeShard(2, "c1", False), FakeShard(2, "c2", True)], (4, "c2", False)),
+    ],
+)
+def test_join_when_shards_are_mixed_then_all_go_back_to_one_checkpoint(
+    shards: list[FakeShard], end: tuple[int, str, bool]
+) -> None:
+    """Whatever the mixture: one checkpoint, one timeline later than all, nobody tentative."""
+    replies, _ = bring_together(shards)
+
+    assert places(shards) == {end}
+    assert {(reply.timeline, reply.checkpoint, reply.is_tentative) for reply in replies} == {end}
+
+
+def test_join_when_another_worker_is_putting_it_in_order_then_leaves_it_to_it() -> None:
+    """A mixture that is gone at the second look was another worker's rollback in progress."""
+    shards = [FakeShard(1, "c1"), FakeShard(0, "c1", True)]
+    looks = []
+
+    def join_all() -> list[control_pb2.JoinReply]:
+        looks.append(1)
+        if len(looks) == 2:
+            shards[1].rollback(control_pb2.RollbackRequest(checkpoint="c1", timeline=1), None)
+        return [shard.join() for shard in shards]
+
+    fakes: Any = FakeShards(shards)
+    join_one_timeline(join_all, fakes, uniform=lambda: -1.0)
+
+    assert len(looks) == 2
+    assert shards[0].rollbacks == []
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("tentative", [(1,), (0, 1), (0, 1, 2)])
+def test_join_when_two_workers_do_it_at_once_then_they_agree(index: int, tentative: tuple[int, ...]) -> None:
+    """The second one overtakes the first before any of its rollbacks: both end on the same timeline, none goes back twice."""
+    shards = [FakeShard(2, "c1", i in tentative) for i in range(3)]
+    second: list[Any] = []
+
+    first, _ = bring_together(shards, (index, lambda: second.append(bring_together(shards)[0])))
+
+    assert len(places(shards)) == 1
+    assert first[0].timeline == shards[0].timeline
+    assert not shards[0].is_tentative
+    assert max(len(shard.rollbacks) for shard in shards) <= 2
+    assert second
+
+
+def test_join_when_a_shard_cannot_read_the_checkpoint_then_says_so() -> None:
+    """The error of the shard; what the others have done is put in order by the next attempt."""
+    shards = [FakeShard(0, "c1", True), FakeShard(0, "c1", True, error=CheckpointCorrupt("block 3"))]
+
+    with pytest.raises(CheckpointCorrupt, match="block 3"):
+        bring_together(shards)
+
+    shards[1].error = None
+    bring_together(shards)
+    assert len(places(shards)) == 1
+
+
+def test_join_when_it_never_comes_together_then_gives_up() -> None:
+    """Two jobs that restore each other's shards for ever: an error instead of a loop."""
+    shards = [FakeShard(0, "c1", True), FakeShard(0, "c1", True)]
+
+    def join_all() -> list[control_pb2.JoinReply]:
+        shards[0].is_tentative = True
+        return [shard.join() for shard in shards]
+
+    fakes: Any = FakeShards(shards)
+    with pytest.raises(StateLost, match="could not be brought onto one timeline"):
+        join_one_timeline(join_all, fakes, uniform=lambda: -1.0)

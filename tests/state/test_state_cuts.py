@@ -1,0 +1,219 @@
+"""Cuts: each block's page at exactly the version that was announced, pinned while training goes on, and given back."""
+
+from __future__ import annotations
+
+import pytest
+from shard_driver import Driver, job_spec
+
+from psd.contract.errors import InvalidRequest
+from psd.state.cuts import CLIENT_STATE_BYTES_MAX, CLIENT_STATES_KEPT, ClientStates, check_client_state, check_cuts
+from psd.v1 import data_pb2
+
+
+class Taker:
+    """Takes complete snapshots, and hears of those that cannot be had."""
+
+    def __init__(self, driver):
+        self.ready, self.missed, self.progressed = [], [], 0
+        driver.shard.cuts.hand_to(self.ready.append, lambda cut, why: self.missed.append((cut.id, why)), self._progress)
+
+    def _progress(self):
+        self.progressed += 1
+
+
+def cut(id_="c1", step=2):
+    return data_pb2.Cut(id=id_, step=step, created_at=5.0)
+
+
+def pins(driver):
+    return [block._page.pins for block in driver.core.job.blocks.values()]
+
+
+def test_a_snapshot_has_every_block_at_the_version_of_the_cut():
+    """Both blocks' pages are those of version 2, and later updates leave them alone."""
+    driver = Driver(job_spec(1, blocks=2))
+    taker = Taker(driver)
+    (a,) = driver.start()
+    driver.shard.learn_cuts([cut()])
+    for clock in range(2):
+        driver.push(a, clock, 1.0)
+    assert [snapshot.cut.id for snapshot in taker.ready] == ["c1"]
+    driver.push(a, 2, 1.0)
+
+    (snapshot,) = taker.ready
+
+    assert {index: page.version for index, page in snapshot.pages.items()} == {0: 2, 1: 2}
+    assert [page.parameter.tolist() for page in snapshot.pages.values()] == [[-2.0] * 3] * 2
+    assert (snapshot.worker_clocks, taker.progressed) == ({0: 2}, 3)
+    driver.shard.release_snapshot(snapshot)
+    assert (pins(driver), snapshot.pages) == ([1, 1], {})
+
+
+def test_a_snapshot_is_complete_only_with_its_last_block():
+    """Half a push reaches the cut with one block; the snapshot waits for the other."""
+    driver = Driver(job_spec(1, blocks=2))
+    taker = Taker(driver)
+    (a,) = driver.start()
+    driver.shard.learn_cuts([cut(step=1)])
+    push = driver.begin_push(a, 0)
+    driver.push_block(push, 0, 1.0)
+    assert taker.ready == []
+    assert [c.id for c in driver.shard.cuts.open] == ["c1"]
+
+    driver.push_block(push, 1, 1.0)
+
+    assert [sorted(snapshot.pages) for snapshot in taker.ready] == [[0, 1]]
+    assert driver.shard.cuts.open == []
+
+
+def test_static_blocks_belong_to_a_cut_as_they_are():
+    """They have no rounds; their page is taken when the cut is announced."""
+    spec = job_spec(1, blocks=2)
+    spec = type(spec)(1, spec.tensors, (spec.groups[0], type(spec.groups[0])("static")))
+    driver = Driver(spec)
+    taker = Taker(driver)
+    seats = driver.start(value=5.0)
+    driver.shard.learn_cuts([cut(step=1)])
+    header = driver.header(seats[0], 0)
+    header.scalars[1].ClearField("values")
+
+    push = driver.shard.exchange.begin_push(header)
+    driver.push_block(push, 0, 1.0)
+
+    assert {index: page.version for index, page in taker.ready[0].pages.items()} == {0: 1, 1: 0}
+
+
+@pytest.mark.parametrize("is_ahead", [1, 2])
+def test_a_cut_that_comes_too_late_is_missed_and_nothing_stays_pinned(is_ahead):
+    """A block that is beyond the cut's version has no page of it any more: that cut fails, by name, and training goes on."""
+    driver = Driver(job_spec(1, blocks=2))
+    taker = Taker(driver)
+    (a,) = driver.start()
+    driver.push(a, 0, 1.0)
+    push = driver.begin_push(a, 1)
+    for block in range(is_ahead):
+        driver.push_block(push, block, 1.0)
+
+    driver.shard.learn_cuts([cut(step=1)])
+
+    assert taker.ready == []
+    assert taker.missed == [("c1", "block 0 is at version 2, beyond the cut's 1")]
+    driver.push(a, 1, 1.0)
+    assert (pins(driver), driver.shard.cuts.open) == ([1, 1], [])
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:2"])
+def test_without_rounds_all_blocks_are_taken_at_one_instant(mode):
+    """Whatever their versions are; each page says its own."""
+    driver = Driver(job_spec(1, blocks=2, mode=mode))
+    taker = Taker(driver)
+    (a,) = driver.start()
+    driver.push(a, 0, 1.0)
+    push = driver.begin_push(a, 1)
+    driver.push_block(push, 0, 1.0)
+
+    driver.shard.learn_cuts([cut(step=77)])
+    driver.push_block(push, 1, 1.0)
+
+    (snapshot,) = taker.ready
+    assert {index: page.version for index, page in snapshot.pages.items()} == {0: 2, 1: 1}
+    assert snapshot.worker_clocks == {0: 1}
+
+
+def test_workers_carry_cuts_from_shard_to_shard():
+    """The reply to a push names the cuts; the next push brings them to a shard that has not heard of them."""
+    first, second = Driver(job_spec(1)), Driver(job_spec(1, blocks=2), shard=1, shards=2)
+    Taker(first)
+    taker = Taker(second)
+    (a,) = first.start()
+    b = second.join(0, session=1)
+    second.declare(b)
+    second.initialize(b)
+    first.shard.learn_cuts([cut(step=3)])
+
+    reply = first.push(a, 0, 1.0)
+    header = second.header(b, 0)
+    header.cuts.extend(reply.cuts)
+    second.push_block(second.shard.exchange.begin_push(header), 1, 1.0)
+
+    assert [c.id for c in second.shard.cuts.open] == ["c1"]
+    for clock in (0, 1, 2):
+        header.clock = clock
+        second.push_block(second.shard.exchange.begin_push(header), 1, 1.0)
+    assert [snapshot.pages[1].version for snapshot in taker.ready] == [3], "known cuts are not begun again"
+
+
+def test_a_shard_that_stores_nothing_takes_no_part():
+    """Without --checkpoint-dir it ignores cuts."""
+    driver = Driver(job_spec(1))
+    driver.start()
+
+    driver.shard.learn_cuts([cut()])
+
+    assert (driver.shard.cuts.open, driver.shard.cuts.latest()) == ([], [])
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+def test_the_final_cut_takes_blocks_as_they_are_if_all_are_at_the_end(is_even):
+    """After an orderly end all blocks are at the last round; else there is no final checkpoint, and the reason is said."""
+    driver = Driver(job_spec(1, blocks=2))
+    taker = Taker(driver)
+    (a,) = driver.start()
+    driver.push(a, 0, 1.0)
+    push = driver.begin_push(a, 1)
+    for block in range(2 if is_even else 1):
+        driver.push_block(push, block, 1.0)
+    driver.leave(a)
+
+    driver.shard.take_final_cut("final")
+
+    if is_even:
+        assert [(s.cut.step, sorted(s.pages)) for s in taker.ready] == [(2, [0, 1])]
+    else:
+        assert taker.missed == [("final", "blocks are at versions [1, 2], the last round is 2")]
+        assert pins(driver) == [1, 1]
+
+
+def test_going_back_gives_up_open_cuts():
+    """Their versions will come again, in another timeline."""
+    driver = Driver(job_spec(1, blocks=2))
+    taker = Taker(driver)
+    (a,) = driver.start()
+    driver.shard.learn_cuts([cut(step=1)])
+    push = driver.begin_push(a, 0)
+    driver.push_block(push, 0, 1.0)
+
+    driver.shard.cuts.forget(driver.core.job)
+    driver.push_block(push, 1, 1.0)
+
+    assert (taker.ready, driver.shard.cuts.open, driver.shard.cuts.latest()) == ([], [], [])
+    assert pins(driver) == [1, 1]
+
+
+def test_what_is_no_cut_is_refused_by_name():
+    """Names end up in file names; their number in every reply."""
+    for id_ in ("", "a/b", "..", "x" * 65, "é"):
+        with pytest.raises(InvalidRequest, match=r"cuts\.id"):
+            check_cuts([cut(id_)])
+    with pytest.raises(InvalidRequest, match="cuts: 9 are above the limit of 8"):
+        check_cuts([cut(f"c{i}") for i in range(9)])
+    with pytest.raises(InvalidRequest, match="client_state: has 1048577 bytes"):
+        check_client_state(bytes(CLIENT_STATE_BYTES_MAX + 1))
+
+
+def test_client_states_are_those_that_apply_at_the_step_of_the_cut():
+    """What came with the push of clock c says how to go on at c + 1; an empty one changes nothing."""
+    states = ClientStates()
+    for clock in range(3):
+        states.on_push(0, clock, b"after %d" % clock)
+    states.on_push(1, 0, b"other")
+    states.on_push(1, 1, b"")
+
+    assert states.at(0) == {}
+    assert states.at(2) == {0: b"after 1", 1: b"other"}
+    assert states.at(None) == {0: b"after 2", 1: b"other"}
+    for clock in range(3, 20):
+        states.on_push(0, clock, b"later")
+    assert len(states._states[0]) == CLIENT_STATES_KEPT
+    states.restore({0: b"restored"}, 5)
+    assert (states.at(4), states.at(5), states.at(None)) == ({}, {0: b"restored"}, {0: b"restored"})
