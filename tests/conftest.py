@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from psd.contract.config import ServerConfig
+from psd.contract.environment import memory_directory
 from psd.rim.server import ShardServer
 
 
@@ -23,9 +26,18 @@ class Cluster:
         return ",".join(shard.address for shard in self.shards)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_arena_is_left() -> Iterator[None]:
+    """What this process's shards kept in memory-backed files is gone when all tests have ended."""
+    yield
+    gc.collect()
+    arenas = [arena.parent for arena in memory_directory().glob(f"psd-{os.getuid()}-*/arena")]
+    assert [str(path) for path in arenas if (path / "lock").read_bytes()[:16].strip() == b"%d" % os.getpid()] == []
+
+
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped at the end."""
+    """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped in the end."""
     started: list[ShardServer] = []
 
     def start(shard_count: int = 1, *, only: int | None = None, listen: str = "127.0.0.1:0", **config: Any) -> Cluster:

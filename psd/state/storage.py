@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _BARRIERS_NAME = "barriers"
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
+_MAKING_S_MAX = 60.0
+"""A private directory that has no arena after that will get none."""
 
 
 class Storage:
@@ -138,13 +141,18 @@ class Storage:
     def _clear_abandoned() -> None:
         for path in memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
             try:
+                age_s = time.time() - path.stat().st_mtime
                 arena = Arena.open(path)
             except ArenaCorrupt:  # nobody holds its lock, and nobody can ever use it
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             except (ArenaBusy, OSError):
                 continue
-            if arena is not None:
+            if arena is None:
+                # Killed while it made its arena; or another shard that is just about to.
+                if age_s > _MAKING_S_MAX:
+                    shutil.rmtree(path, ignore_errors=True)
+            else:
                 (path / _BARRIERS_NAME).unlink(missing_ok=True)
                 arena.close(remove=True)
                 logger.info("cleared %s, which a killed shard had left", path)

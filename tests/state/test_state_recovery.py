@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from shard_driver import INCARNATION, Driver, Fuse, Killed, job_spec
 
@@ -360,3 +362,22 @@ def test_client_states_come_again_with_the_pushes(driver_of):
     reply = driver.shard.admission.declare(control_pb2.DeclareRequest(caller=a.caller, spec=driver.spec.to_message()))[0]
 
     assert (reply.initialized, reply.client_state) == (True, b"")
+
+
+def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, monkeypatch):
+    """Whole arenas at once; directories in which none was made yet only when nobody can be about to."""
+    monkeypatch.setattr("psd.state.storage.memory_directory", lambda: tmp_path)
+    driver = Driver()
+    driver.start()
+    left = driver.core.storage.directory
+    driver.kill()
+    driver.core.storage._clean_up.detach()
+    young, old = left.with_name(f"{left.name}1"), left.with_name(f"{left.name}2")
+    for path in (young, old):
+        path.mkdir()
+    os.utime(old, (1, 1))
+    assert (left / "arena").exists()
+
+    Driver()
+
+    assert sorted(tmp_path.iterdir()) == [young]
