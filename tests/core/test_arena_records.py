@@ -48,14 +48,14 @@ def test_an_unfinished_arena_counts_as_nothing_and_is_removed(memory_path):
 
 def test_a_finished_arena_is_replaced_on_demand_only(memory_path):
     arena = create(memory_path)
-    arena.set_word("cut", 5)
+    arena.set_word("tentative", 5)
     arena.close(remove=False)
 
     with pytest.raises(ArenaError, match="holds an arena already"):
         create(memory_path)
     arena = create(memory_path, replace=True)
 
-    assert arena.word("cut") == 0
+    assert arena.word("tentative") == 0
     arena.close(remove=True)
 
 
@@ -177,7 +177,7 @@ def test_words_are_kept(memory_path):
     with pytest.raises(KeyError):
         arena.word("unheard_of")
     with pytest.raises(OverflowError):
-        arena.set_word("cut", 1 << 64)
+        arena.set_word("tentative", 1 << 64)
     arena.close(remove=True)
 
 
