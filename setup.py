@@ -29,6 +29,7 @@ kernels = Extension(
     depends=sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "psd_core/csrc").glob("*.h")),
     include_dirs=["psd_core/csrc"],
     extra_compile_args=COMPILE_ARGS,
+    libraries=["m"],
 )
 arena = Extension(
     "psd_core._arena",

@@ -25,7 +25,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped when the test ends."""
+    """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped at the end."""
     started: list[ShardServer] = []
 
     def start(shard_count: int = 1, *, only: int | None = None, listen: str = "127.0.0.1:0", **config: Any) -> Cluster:

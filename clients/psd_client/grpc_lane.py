@@ -164,9 +164,7 @@ class GrpcLane(Lane):
 
     # Data plane.
 
-    def initialize(
-        self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call
-    ) -> bool:
+    def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         """Provide the initial values."""
         frames_out = _initial_frames(first, blocks, values)
         reply = self._send("Initialize", frames_out, data_pb2.InitializeReply, call, is_wait=False)

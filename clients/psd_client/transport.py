@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,9 +139,7 @@ class Lane(ABC):
         """Say that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
 
     @abstractmethod
-    def initialize(
-        self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call
-    ) -> bool:
+    def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         """Provide the initial values of the blocks; False if the shard has others already, which then hold.
 
         Args:

@@ -37,7 +37,8 @@ def train(servers: str, rank: int, world_size: int, until: int, **declaration: A
 def run(servers: str, world_size: int, until: int, **declaration: Any) -> dict[str, Any]:
     with ThreadPoolExecutor(world_size) as pool:
         jobs = [pool.submit(train, servers, rank, world_size, until, **declaration) for rank in range(world_size)]
-        return [job.result() for job in jobs][0]
+        results = [job.result() for job in jobs]
+        return results[0]
 
 
 @pytest.mark.parametrize("restored_count", [1, 2, 3, 5])

@@ -76,9 +76,7 @@ def run_workers(shards: Sequence[ShardProcess], world_size: int, work: Callable[
 
 
 @pytest.mark.parametrize("use_push_pull", [True, False], ids=["push_pull", "push then pull"])
-def test_exact_training_ends_in_the_same_bits(
-    shard_processes: Callable[..., list[ShardProcess]], use_push_pull: bool
-) -> None:
+def test_exact_training_ends_in_the_same_bits(shard_processes: Callable[..., list[ShardProcess]], use_push_pull: bool) -> None:
     """Synchronous, exact, 3 workers x 2 shards: killed shards leave no trace in the result."""
     world_size, steps, kills, seed = 3, 40, 5, 20
     results = []
@@ -89,9 +87,7 @@ def test_exact_training_ends_in_the_same_bits(
         thread.start()
 
         def work(servers: str, rank: int, killer: Killer = killer) -> Any:
-            return train(
-                servers, rank, world_size, steps, killer, use_push_pull, consistency="sync", aggregation="exact"
-            )
+            return train(servers, rank, world_size, steps, killer, use_push_pull, consistency="sync", aggregation="exact")
 
         results.append(run_workers(shards, world_size, work, kills, seed))
         thread.join()
