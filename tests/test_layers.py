@@ -37,7 +37,7 @@ OUTSIDE = {
     "asyncio": (),
     "multiprocessing": ("psd_client",),
     "subprocess": ("psd.cli",),
-    "signal": ("psd.cli", "psd_client"),
+    "signal": ("psd.cli", "psd_client", "psd.contract.environment"),
     "pickle": (),
     "fsspec": ("psd.checkpoint",),
 }

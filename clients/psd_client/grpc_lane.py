@@ -36,9 +36,9 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A shard that restarts is to be found again soon: gRPC's own back-off would grow to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A shard that is back within a second is to be found again at once: gRPC's own back-off would grow to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the time that one attempt to connect may take
     ("grpc.enable_retries", 0),  # retry.py retries
     ("grpc.service_config_disable_resolution", 1),

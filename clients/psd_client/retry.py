@@ -18,7 +18,7 @@ from psd.contract.errors import Draining, Overloaded, PsdError, ShardUnavailable
 RETRIED: tuple[type[PsdError], ...] = (ShardUnavailable, Overloaded, Draining)
 
 BACKOFF_FIRST_S = 0.05
-BACKOFF_MAX_S = 2.0
+BACKOFF_MAX_S = 0.5
 
 ResultT = TypeVar("ResultT")
 

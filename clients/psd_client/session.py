@@ -112,7 +112,9 @@ class Session:
             return lane.join(own, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
 
         def join_all() -> list[control_pb2.JoinReply]:
-            request.run_id, request.session = config.run_id, 0
+            # A shard that has lost everything takes the run's name from whoever joins first, so all must say the same one.
+            request.run_id = config.run_id if self._membership is None else self._membership.run_id
+            request.session = 0
             replies = self._shards.run(join_at, timeout_s, lanes[:1])
             request.run_id, request.session = replies[0].run_id, replies[0].session
             return replies + self._shards.run(join_at, timeout_s, lanes[1:])

@@ -20,11 +20,11 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import time
 from pathlib import Path
 
 from psd.contract.config import ConfigError
+from psd.contract.environment import memory_directory
 
 _PRIVATE_PREFIX = "psd-run-"
 _LOCK = "lock"
@@ -37,12 +37,7 @@ _ABANDONED_S = 60.0
 
 def private_path(run_id: str) -> Path:
     """Where the run's private state directory lies: in memory, if there is such a place, else among temporary files."""
-    return _private_parent() / f"{_PRIVATE_PREFIX}{run_id}"
-
-
-def _private_parent() -> Path:
-    shm = Path("/dev/shm")  # noqa: S108, ours in it is made for this user alone
-    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    return memory_directory() / f"{_PRIVATE_PREFIX}{run_id}"
 
 
 def kept_run_id(path: Path) -> str | None:
@@ -136,7 +131,7 @@ def remove_private(path: Path) -> None:
 
 def clear_abandoned() -> None:
     """Remove this user's private state directories whose run was killed with its watchdog and of whose shards none lives."""
-    for path in _private_parent().glob(f"{_PRIVATE_PREFIX}*"):
+    for path in memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
@@ -91,6 +93,12 @@ def client_config(
         transport=transport or environ.get("PSD_TRANSPORT", "auto"),
         **{name: value for name, value in seconds.items() if value is not None},
     )
+
+
+def memory_directory() -> Path:
+    """Where files live in memory: /dev/shm if there is such a place, else among temporary files. Ours in it are private."""
+    shm = Path("/dev/shm")  # noqa: S108
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None]:

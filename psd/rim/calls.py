@@ -138,8 +138,8 @@ class Guard:
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 return method(self._before(request, while_draining=while_draining), context)
-            except grpc.RpcError:  # the caller hung up; nobody is there to answer
-                return None
+            except grpc.RpcError:  # the caller hung up; nobody is there to answer, and gRPC knows its own error
+                raise
             except Exception as error:  # noqa: BLE001 - the rim is where every error becomes a status
                 self._refuse(context, error)
 

@@ -19,10 +19,9 @@ from psd.contract.errors import CutMissed, InvalidRequest, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
 from psd.state.block import BlockState
 from psd.state.cuts import Snapshot
-from psd.state.exchange import Pull, Push
+from psd.state.exchange import Found, Pull, Push
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
-from psd_core.arena import Page
 
 SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
@@ -90,7 +89,7 @@ class DataService:
                 raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
-                yield self._frame(snapshot.job.blocks[index], page.version, page)
+                yield self._frame(snapshot.job.blocks[index], (page.version, page))
         finally:
             self._shard.cuts.abandon(snapshot)
 
@@ -113,7 +112,7 @@ class DataService:
             if len(push.covered) > covered:
                 pending.append(self._exchange.block(frame.head.block))
             while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                yield self._frame(pending.popleft(), *found)
+                yield self._frame(pending.popleft(), found)
             if not is_last:
                 frame = self._next(requests)
         reply = self._exchange.end_push(push)
@@ -183,10 +182,11 @@ class DataService:
         while True:
             found = self._exchange.read(block, pull)
             if isinstance(found, tuple):
-                return self._frame(block, *found, with_payload=with_payload)
+                return self._frame(block, found, with_payload=with_payload)
             waiter.wait(found)
 
-    def _frame(self, block: BlockState, version: int, page: Page, *, with_payload: bool = True) -> bytes:
+    def _frame(self, block: BlockState, found: Found, *, with_payload: bool = True) -> bytes:
+        version, page = found
         try:
             head = data_pb2.PullFrame(block=block.plan.index, version=version)
             return frames.join(head.SerializeToString(), page.parameter if with_payload else None)

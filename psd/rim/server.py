@@ -23,9 +23,13 @@ from psd.rim.control_service import SERVICE as CONTROL
 from psd.rim.control_service import ControlService
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
-from psd.state.shard import Shard
+from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
+
+READY = "psd.ready"
+"""Health of the shard's part of the job: SERVING once it can be trained, which is a readiness probe's question. The other names
+answer for the process, which also serves while it waits for a job."""
 
 CALLS_PER_WORKER = 4  # a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them
 CALLS_BESIDE = 64  # status, health, reflection
@@ -80,6 +84,7 @@ class ShardServer:
         )
         self._server.add_generic_rpc_handlers((DataService(self.shard).handler(), control.handler()))
         reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._is_ending = False
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
 
@@ -122,6 +127,12 @@ class ShardServer:
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", DATA, CONTROL):
             self._health.set(service, status)
+        self._update_readiness()
+
+    def _update_readiness(self) -> None:
+        is_ready = self.shard.state is ShardState.SERVING and not self._is_ending
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        self._health.set(READY, serving if is_ready else not_serving)
 
     def _tick(self) -> None:
         interval_s = min(1.0, self._config.lease_s / 4)
@@ -134,6 +145,7 @@ class ShardServer:
                     worker.clock,
                 )
             self._check_done()
+            self._update_readiness()
             if self._checkpointer is not None:
                 self._checkpointer.announce_due()
 
@@ -143,6 +155,7 @@ class ShardServer:
 
     def drain(self, grace_s: float) -> None:
         """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; returns when stopped."""
+        self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._checkpointer is not None and not self.done.is_set():
             self._checkpointer.take_before_drain(grace_s / 2)

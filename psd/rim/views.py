@@ -42,15 +42,10 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
 def shard_status(shard: Shard, address: str, progress: Progress | None) -> control_pb2.StatusReply:
     """Everything that psdctl shows of this shard. `progress`: of its checkpoints, if it takes any."""
     core = shard.core
-    state = control_pb2.SHARD_STATE_SERVING if shard.is_initialized else control_pb2.SHARD_STATE_EMPTY
-    if core.is_tentative:
-        state = control_pb2.SHARD_STATE_RESTORING
-    if shard.is_draining:
-        state = control_pb2.SHARD_STATE_DRAINING
     reply = control_pb2.StatusReply(
         shard_index=core.config.shard_index,
         shard_count=core.config.shard_count,
-        state=state,
+        state=shard.state.value,  # type: ignore[arg-type]
         run_id=core.run_id,
         incarnation=core.incarnation,
         address=address,

@@ -41,10 +41,16 @@ class Initialization:
 
 
 class Admission:
-    """The desk for workers that come and go. `wall` gives seconds since the epoch, for sessions that grow over restarts."""
+    """The desk for workers that come and go.
 
-    def __init__(self, core: ShardCore, wall: Callable[[], float]) -> None:
+    Args:
+        wall: gives seconds since the epoch, for sessions that grow over restarts.
+        redeclare: takes a restored job to another spec.
+    """
+
+    def __init__(self, core: ShardCore, wall: Callable[[], float], redeclare: Callable[[JobSpec], None]) -> None:
         self._core = core
+        self._redeclare = redeclare
         self._wall = wall
         self._last_session = 0
 
@@ -91,7 +97,7 @@ class Admission:
             members = self._membership_for(request.world_size)
             earlier = members.worker(request.rank).session
             session = request.session or self._next_session()
-            if request.resume and session == earlier:
+            if request.resume:
                 worker = members.check_session(request.rank, session)
                 members.on_return(worker, host=request.host, pid=request.pid, now=self._core.now())
             else:
@@ -117,7 +123,10 @@ class Admission:
 
     def _membership_for(self, world_size: int) -> Membership:
         members = self._core.membership
-        if members is None or (self._core.job is None and not any(w.state is WorkerState.LIVE for w in members.workers)):
+        is_open = self._core.job is None or (
+            self._core.awaits_declaration and members is not None and len(members.workers) != world_size
+        )
+        if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return Membership(world_size, self._core.config.lease_s)
         if len(members.workers) != world_size:
             raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
@@ -156,8 +165,12 @@ class Admission:
             if self._core.job is None:
                 self._core.declare(spec, self._core.members)
             job = self._core.declared()
+            if job.spec != spec and self._core.awaits_declaration:
+                self._redeclare(spec)
+                job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
+            self._core.awaits_declaration = False
             choice = self._core.initial.on_declare(worker)
             ticket = None
             if self._core.config.shard_index == 0 and not self._core.initial.is_set and not choice:
@@ -225,9 +238,12 @@ class Admission:
         return self._core.waiting.open(worker.rank)
 
     def leave(self, caller: job_pb2.Caller, *, failed: bool, left_at: float = 0.0) -> None:
-        """End a session. Leaving again, or after having been fenced, changes nothing."""
+        """End a session. Leaving again, or after having been fenced, changes nothing.
+
+        It does not matter which life of the shard the worker knew: a worker that ends will not resume.
+        """
         with self._core.lock:
-            self._core.check_target(caller)
+            self._core.check_run_id(caller)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
                 worker.left_at = left_at if math.isfinite(left_at) else 0.0

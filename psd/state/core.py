@@ -52,6 +52,7 @@ class ShardCore:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
+        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
         now: monotonic seconds.
     """
 
@@ -73,6 +74,7 @@ class ShardCore:
         self.timeline = 0
         self.restored_from = ""
         self.is_tentative = False
+        self.awaits_declaration = False
         self._gates_min_clock: int | None = None
 
     @property
@@ -173,10 +175,14 @@ class ShardCore:
             raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
         self._check_timeline()
 
+    def check_run_id(self, caller: job_pb2.Caller) -> None:
+        """Raise ForeignRun if the caller means another run. A shard that knows none yet is met by its incarnation."""
+        if self.run_id and caller.run_id != self.run_id:
+            raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
-        if caller.run_id != self.run_id:
-            raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+        self.check_run_id(caller)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "

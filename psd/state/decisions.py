@@ -90,10 +90,13 @@ class Decisions:
         return self._members.waited_in(self.next_round) & ~self._committed
 
     def settle(self) -> None:
-        """Decide the next round if it is complete now."""
-        round_ = self.next_round
-        if not self._committed or not self._policy.closes(self._committed, self._members.waited_in(round_)):
-            return
+        """Decide the next round if it is complete now, and those that everybody skips."""
+        while self._committed or self._members.is_void(self.next_round):
+            if self._committed and not self._policy.closes(self._committed, self._members.waited_in(self.next_round)):
+                return
+            self._decide(self.next_round)
+
+    def _decide(self, round_: int) -> None:
         mask, self._committed = self._committed, 0
         self._arena.record_decision(round_, mask)
         self._arena.set_word(_WORD, round_ + 1)

@@ -25,6 +25,9 @@ from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaFull, Page
 
+Found = tuple[int, Page]
+"""A block's version, and its page, pinned: to be given back by `Exchange.release`."""
+
 
 @dataclass(slots=True)
 class Push:
@@ -259,7 +262,7 @@ class Exchange:
             self._core.counters.pulls += 1
         return Pull(push.worker, push.session, push.clock + 1)
 
-    def read(self, block: BlockState, pull: Pull) -> tuple[int, Page] | Ticket:
+    def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
         """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
 
         The caller gives the page back with `release`.
@@ -277,7 +280,7 @@ class Exchange:
             self._core.counters.bytes_received += received
             self._core.counters.bytes_sent += sent
 
-    def peek(self, block: BlockState, pull: Pull) -> tuple[int, Page] | None:
+    def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
         policy = self._core.initialized().policy
         if policy.has_rounds:

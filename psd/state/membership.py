@@ -148,7 +148,10 @@ class Membership:
     # -- events; those that return True changed whom others wait for -----------------------------------------------------
 
     def on_join(self, rank: int, session: int, *, host: str, pid: int, now: float) -> Worker:
-        """Enter a session; SessionFenced if the rank has had a later one. The same session again changes nothing."""
+        """Enter a session; SessionFenced if the rank has had a later one. The same session again changes nothing.
+
+        A new one is saved by `on_enter`, together with its clock: a shard that dies before has never seen it.
+        """
         worker = self.worker(rank)
         if session < worker.session:
             self.check_session(rank, session)
@@ -157,7 +160,6 @@ class Membership:
             worker.state, worker.has_pushed = WorkerState.LIVE, False
         worker.last_seen = now
         self._refresh()
-        self._changed(worker)
         return worker
 
     def on_return(self, worker: Worker, *, host: str, pid: int, now: float) -> None:

@@ -11,7 +11,9 @@ import logging
 import secrets
 
 from psd.checkpoint import CheckpointDirectory, Manifest
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, RolledBack
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, RolledBack, SpecMismatch
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts
 from psd.state.initial import InitialValues
@@ -68,12 +70,39 @@ class Restoration:
                 if self._directory is None:
                     raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
                 manifest = self._directory.load(request.checkpoint)
+                layout = Layout(manifest.spec, core.config.shard_count)
+                for _ in self._directory.read_blocks(manifest, layout, core.config.shard_index):
+                    pass  # every byte is checked before what is here is given up
                 self._load(manifest, timeline=request.timeline, is_tentative=False)
             core.incarnation = secrets.randbits(62) + 1
             logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
-    def _load(self, manifest: Manifest, *, timeline: int, is_tentative: bool) -> None:
+    def redeclare(self, spec: JobSpec) -> None:
+        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction.
+
+        Raises:
+            SpecMismatch: the tensors or the groups are not those of the checkpoint.
+        """
         core = self._core
+        stored = core.declared().spec
+        if (spec.tensors, spec.groups) != (stored.tensors, stored.groups):
+            raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
+        assert self._directory is not None
+        manifest = self._directory.load(core.restored_from)
+        self._load(manifest, timeline=core.timeline, is_tentative=False, spec=spec, members=core.members)
+
+    def _load(
+        self,
+        manifest: Manifest,
+        *,
+        timeline: int,
+        is_tentative: bool,
+        spec: JobSpec | None = None,
+        members: Membership | None = None,
+    ) -> None:
+        """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members."""
+        core = self._core
+        spec = spec if spec is not None else manifest.spec
         with core.lock:
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():
@@ -81,12 +110,13 @@ class Restoration:
             if core.job is not None:
                 self._cuts.forget(core.job)
             core.run_id = core.run_id or manifest.run_id
-            members = Membership(manifest.spec.world_size, core.config.lease_s)
+            members = members if members is not None else Membership(spec.world_size, core.config.lease_s)
             for worker in members.workers:
-                worker.clock = manifest.worker_clocks.get(worker.rank, 0)
+                if not worker.session:
+                    worker.clock = manifest.worker_clocks.get(worker.rank, 0)
             core.initial = InitialValues(chooses=core.config.shard_index == 0)
             core.gates = []
-            job = core.declare(manifest.spec, members, manifest.name)
+            job = core.declare(spec, members, manifest.name)
             assert self._directory is not None
             for restored in self._directory.read_blocks(manifest, job.layout, core.config.shard_index):
                 job.blocks[restored.block.index].restore(restored)
@@ -97,4 +127,4 @@ class Restoration:
             job.arena.set_word("initialized", 1)
             core.timeline, core.restored_from, core.is_tentative = timeline, manifest.name, is_tentative
             core.client_states.restore(dict(manifest.client_states), manifest.step)
-            core.initial.is_set = True
+            core.initial.is_set = core.awaits_declaration = True

@@ -10,6 +10,7 @@ gRPC, sockets, flags or the environment.
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,15 @@ from psd.v1 import control_pb2, data_pb2
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
+
+
+class ShardState(enum.Enum):
+    """Values are those of psd.v1.ShardState."""
+
+    EMPTY = 1
+    SERVING = 2
+    DRAINING = 3
+    RESTORING = 4
 
 
 class Shard:
@@ -63,7 +73,7 @@ class Shard:
         self.restoration = Restoration(self.core, self.cuts, directory)
         self.is_recovered = self.core.recover()
         self.restored_from = None if self.is_recovered else self.restoration.load_newest()
-        self.admission = Admission(self.core, wall)
+        self.admission = Admission(self.core, wall, self.restoration.redeclare)
         self.exchange = Exchange(self.core, self.cuts)
         self.is_draining = False
         self._started = now()
@@ -207,6 +217,15 @@ class Shard:
             return self.core.membership is not None and self.core.membership.all_done(
                 self.core.now(), ABANDONED_LEASES * self.core.config.lease_s
             )
+
+    @property
+    def state(self) -> ShardState:
+        """What the shard is good for now."""
+        if self.is_draining:
+            return ShardState.DRAINING
+        if self.core.is_tentative:
+            return ShardState.RESTORING
+        return ShardState.SERVING if self.is_initialized else ShardState.EMPTY
 
     @property
     def is_initialized(self) -> bool:

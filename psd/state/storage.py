@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import tempfile
+import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.environment import memory_directory
 from psd.contract.errors import OutOfSpace
 from psd.v1 import storage_pb2
 from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
@@ -29,11 +30,6 @@ _BARRIERS_NAME = "barriers"
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 
 
-def _memory_directory() -> Path:
-    shm = Path("/dev/shm")  # noqa: S108 - memory-backed, and our directory in it is private
-    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-
-
 class Storage:
     """The place of one shard's arena."""
 
@@ -42,7 +38,7 @@ class Storage:
         self._crash_point = crash_point
         self._is_private = not config.state_dir
         self.directory = (
-            _memory_directory() / f"{_PRIVATE_PREFIX}{secrets.token_hex(6)}" if self._is_private else Path(config.state_dir)
+            memory_directory() / f"{_PRIVATE_PREFIX}{secrets.token_hex(6)}" if self._is_private else Path(config.state_dir)
         )
         self.arena: Arena | None = None
         self._clean_up: weakref.finalize[..., Storage] | None = None
@@ -110,7 +106,9 @@ class Storage:
                 replace=replace,
             )
         except ArenaFull as error:
-            raise OutOfSpace(f"--state-dir {self.directory}: no room for this job's parameters and slots: {error}") from error
+            raise OutOfSpace(
+                f"{self.directory} has no room for this job's parameters and slots; --state-dir can name another place: {error}"
+            ) from error
         if self._is_private:  # also when the shard is dropped without being closed
             self._clean_up = weakref.finalize(self, self.arena.close, remove=True)
         return self.arena
@@ -138,10 +136,13 @@ class Storage:
 
     @staticmethod
     def _clear_abandoned() -> None:
-        for path in _memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
+        for path in memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
             try:
                 arena = Arena.open(path)
-            except (ArenaBusy, ArenaCorrupt, OSError):
+            except ArenaCorrupt:  # nobody holds its lock, and nobody can ever use it
+                shutil.rmtree(path, ignore_errors=True)
+                continue
+            except (ArenaBusy, OSError):
                 continue
             if arena is not None:
                 (path / _BARRIERS_NAME).unlink(missing_ok=True)

@@ -6,13 +6,14 @@ import pytest
 
 from psd.cli import state
 from psd.cli.state import StateDirectory, clear_abandoned, kept_run_id, private_path
+from psd.contract import environment
 from psd.contract.config import ConfigError
 
 
 @pytest.fixture
 def parent(tmp_path, monkeypatch):
     """Where private state directories lie in this test."""
-    monkeypatch.setattr(state, "_private_parent", lambda: tmp_path)
+    monkeypatch.setattr(state, "memory_directory", lambda: tmp_path)
     return tmp_path
 
 
@@ -30,8 +31,8 @@ def fill(directory):
 
 def test_private_path_when_memory_can_be_written_then_it_is_there(tmp_path, monkeypatch):
     assert private_path("run-1").name == "psd-run-run-1"
-    monkeypatch.setattr(state.os, "access", lambda *_: False)
-    monkeypatch.setattr(state.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(environment.os, "access", lambda *_: False)
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
     assert private_path("run-1") == tmp_path / "psd-run-run-1"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -218,10 +220,13 @@ def test_connect_when_servers_are_in_the_wrong_order_then_says_so(cluster: Start
 
 def test_connect_when_nobody_listens_then_names_shard_and_address() -> None:
     """After the retry timeout, not after minutes."""
-    with pytest.raises(ShardUnavailable, match=r"shard 0 at 127\.0\.0\.1:1 could not be reached") as caught:
-        connect("127.0.0.1:1", 0, 1, retry_timeout=0.2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # without listening: nobody answers, and nobody else gets the port
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ShardUnavailable, match=rf"shard 0 at {re.escape(address)} could not be reached") as caught:
+            connect(address, 0, 1, retry_timeout=0.2)
 
-    assert caught.value.detail == {"shard": 0, "address": "127.0.0.1:1"}
+    assert caught.value.detail == {"shard": 0, "address": address}
 
 
 def test_calls_when_out_of_order_then_say_what_is_missing(cluster: Start) -> None:

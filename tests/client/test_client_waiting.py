@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
+from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable, StateLost
 from psd.v1 import control_pb2
 from psd_client.heartbeat import Heartbeats
 from psd_client.session import Membership
+from psd_client.transport import Cancelled
 from psd_client.waiting import Health, WaitReporter, merge
 
 BEHIND = control_pb2.WorkerStatus(rank=3, state=control_pb2.WORKER_STATE_LIVE, clock=40, last_seen_s=12)
@@ -128,6 +129,13 @@ class FakeSession:
 
     membership: Membership | None = None
     clock: int = 41
+    resumed: list[int] = field(default_factory=list)
+    refusal: PsdError | None = None
+
+    def resume(self, lane: Any, call: Any, error: ShardRestarted) -> None:
+        self.resumed.append(lane.shard)
+        if self.refusal is not None:
+            raise self.refusal
 
 
 class FakeLane:
@@ -159,7 +167,7 @@ class Rig:
         self.clock = FakeClock()
         self.lanes = [FakeLane(0), FakeLane(1)]
         self.reporter = reporter_at(self.clock)
-        self.session = FakeSession(Membership(rank=0, run_id="r", session=5, incarnations=(11, 22), lease_s=9))
+        self.session = FakeSession(Membership(rank=0, run_id="r", session=5, incarnations=(11, 22), lease_s=9, timeline=0))
         lanes: Any = self.lanes
         session: Any = self.session
         health = Health([lane.address for lane in lanes], self.clock)
@@ -228,13 +236,26 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
 
 
 def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(caplog: pytest.LogCaptureFixture) -> None:
-    """Expired: the operation joins again. Superseded, or a shard that restarted: worth a warning."""
+    """Expired: the operation joins again. Superseded: worth a warning."""
     rig = Rig()
     rig.lanes[0].answer = SessionFenced("x", cause="expired")
     rig.heartbeats.step()
     assert caplog.messages == []
 
-    rig.lanes[0].answer = ShardRestarted("shard 0 is another one")
+    rig.lanes[0].answer = SessionFenced("somebody has the rank", cause="superseded")
     rig.run_for(9)
 
-    assert caplog.messages == ["psd: worker 0: shard 0 at h:7000 does not take its heartbeat: shard 0 is another one"]
+    assert caplog.messages == ["psd: worker 0: shard 0 at h:7000 does not take its heartbeat: somebody has the rank"]
+
+
+@pytest.mark.parametrize("refusal", [None, StateLost("lost"), SessionFenced("ended"), ShardUnavailable("gone"), Cancelled()])
+def test_step_when_a_shard_was_restarted_then_resumes_there(refusal: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that computes for long must not lose its lease there. What that meets is the next operation's to raise."""
+    rig = Rig()
+    rig.lanes[1].answer = ShardRestarted("shard 1 is another one")
+    rig.session.refusal = refusal
+
+    rig.run_for(3)
+
+    assert rig.session.resumed == [1]
+    assert caplog.messages == []

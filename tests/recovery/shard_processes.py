@@ -46,6 +46,12 @@ class ShardProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """By itself, or by its crash point."""
+        assert self._process is not None
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.wait()

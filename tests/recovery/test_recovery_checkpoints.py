@@ -37,8 +37,7 @@ def train(servers: str, rank: int, world_size: int, until: int, **declaration: A
 def run(servers: str, world_size: int, until: int, **declaration: Any) -> dict[str, Any]:
     with ThreadPoolExecutor(world_size) as pool:
         jobs = [pool.submit(train, servers, rank, world_size, until, **declaration) for rank in range(world_size)]
-        results = [job.result() for job in jobs]
-        return results[0]
+        return [job.result() for job in jobs].pop()
 
 
 @pytest.mark.parametrize("restored_count", [1, 2, 3, 5])
@@ -108,3 +107,40 @@ def test_all_roll_back_when_one_shard_has_lost_its_memory(cluster: Callable[...,
     assert rolled_back[0] % 10 == 0
     for name in SHAPES:
         np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
+
+
+def test_a_job_goes_on_with_other_workers_and_another_mode(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """2 synchronous workers, then 3 asynchronous ones: they find the parameters and the clock of the checkpoint."""
+    url = str(tmp_path / "checkpoints")
+    first = cluster(2, checkpoint_dir=url)
+    stored = run(first.servers, 2, 10, consistency="sync")
+    for shard in first.shards:
+        assert shard.done.wait(10)
+        shard.drain(5)
+    second = cluster(3, checkpoint_dir=url)
+
+    def look(rank: int) -> tuple[int, dict[str, Any]]:
+        with psd_client.connect(second.servers, rank, 3, wait_timeout=60) as ps:
+            params = ps.declare(initial_values(2), psd_client.SGD(lr=0.1, momentum=0.9), consistency="async")
+            return ps.clock, params
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(look, range(3)))
+
+    for _, params in found:
+        for name in SHAPES:
+            np.testing.assert_array_equal(stored[name], params[name], err_msg=name)
+
+
+def test_other_tensors_than_the_checkpoints_are_refused(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """The message names the checkpoint and the first difference."""
+    url = str(tmp_path / "checkpoints")
+    first = cluster(1, checkpoint_dir=url)
+    run(first.servers, 1, 3)
+    first.shards[0].drain(5)
+
+    with (
+        psd_client.connect(cluster(1, checkpoint_dir=url).servers, 0, 1) as ps,
+        pytest.raises(psd_client.SpecMismatch, match="checkpoint timeline-00000-step-000000000003-final: tensor 0"),
+    ):
+        ps.declare({"other": np.zeros(3, np.float32)}, psd_client.SGD(lr=0.1, momentum=0.9))

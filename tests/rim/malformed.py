@@ -32,13 +32,19 @@ def good_push(target: Target) -> data_pb2.PushFrame:
 def good_requests(target: Target) -> list[tuple[str, Any]]:
     """One valid request of each kind, as a message."""
     caller = target.callers[ME]
-    init = data_pb2.InitializeFrame(caller=caller, layout_digest=LAYOUT.digest, block=TRAINED, payload=bytes(4 * LENGTH))
+    init = data_pb2.InitializeFrame(
+        caller=caller, layout_digest=LAYOUT.digest, choice=target.choice, block=TRAINED, payload=bytes(4 * LENGTH)
+    )
     return [
         (_data("Push"), good_push(target)),
         (_data("PushPull"), good_push(target)),
         (_data("Pull"), data_pb2.PullRequest(caller=caller, clock=2, layout_digest=LAYOUT.digest, blocks=[TRAINED, STATIC])),
         (_data("Initialize"), init),
+        (_data("Read"), data_pb2.ReadRequest(layout_digest=LAYOUT.digest, cut=data_pb2.Cut(id="c", step=2))),
         (_control("Join"), control_pb2.JoinRequest(shard_count=2, rank=ME, world_size=WORLD, host="h", pid=9)),
+        (_control("Describe"), control_pb2.DescribeRequest(shard_count=2)),
+        (_control("Commit"), control_pb2.CommitRequest(caller=caller, clock=2)),
+        (_control("Rollback"), control_pb2.RollbackRequest(checkpoint="step-0")),
         (_control("Declare"), control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message())),
         (_control("Heartbeat"), control_pb2.HeartbeatRequest(caller=caller, clock=2)),
         (_control("Leave"), control_pb2.LeaveRequest(caller=caller)),
@@ -63,10 +69,25 @@ def wrong_caller(rng: random.Random, caller: job_pb2.Caller) -> tuple[tuple[str,
     return ("SessionFenced",), "session"
 
 
+def wrong_decisions(rng: random.Random, decisions: Any) -> tuple[tuple[str, ...], str]:
+    if rng.random() < 0.5:
+        decisions.add(round=rng.randrange(5), members=rng.choice((b"\x08", b"\xff", b"\0\1", bytes(100) + b"\1")))
+        return ("InvalidRequest",), "decisions.members"
+    for _ in range(rng.randrange(9, 40)):
+        decisions.add(round=2, members=b"\x07")
+    return ("InvalidRequest",), "decisions"
+
+
 def wrong_header(rng: random.Random, push: data_pb2.PushHeader) -> tuple[tuple[str, ...], str]:
-    kind = rng.randrange(6)
+    kind = rng.randrange(8)
     if kind == 0:
         return wrong_caller(rng, push.caller)
+    if kind == 6:
+        return wrong_decisions(rng, push.decisions)
+    if kind == 7:
+        for _ in range(rng.choice((1, 1, 9))):
+            push.cuts.add(id=rng.choice(("", "a/b", "x" * 65, "é")), step=rng.choice((0, 3, (1 << 64) - 1)))
+        return ("InvalidRequest",), "cuts"
     if kind == 1:
         push.clock = rng.choice((2 + 1025, 5000, 1 << 40, (1 << 64) - 1))
         return ("InvalidRequest",), "clock"
@@ -144,7 +165,7 @@ def wrong_push(rng: random.Random, target: Target) -> Request:
 
 def wrong_pull(rng: random.Random, target: Target) -> Request:
     pull = data_pb2.PullRequest(caller=target.callers[ME], clock=2, layout_digest=LAYOUT.digest, blocks=[TRAINED])
-    kind = rng.randrange(4)
+    kind = rng.randrange(5)
     if kind == 0:
         reasons, word = wrong_caller(rng, pull.caller)
     elif kind == 1:
@@ -153,6 +174,8 @@ def wrong_pull(rng: random.Random, target: Target) -> Request:
     elif kind == 2:
         pull.layout_digest = rng.choice((b"", rng.randbytes(16), rng.randbytes(40)))
         reasons, word = ("LayoutMismatch",), "layout_digest"
+    elif kind == 3:
+        reasons, word = wrong_decisions(rng, pull.decisions)
     elif rng.random() < 0.5:
         pull.blocks[:] = [rng.choice((FOREIGN, 3, (1 << 32) - 1))]
         reasons, word = ("BlockOutOfRange",), "block"
@@ -162,9 +185,31 @@ def wrong_pull(rng: random.Random, target: Target) -> Request:
     return Request(_data("Pull"), [pull.SerializeToString()], reasons, word)
 
 
+def wrong_read(rng: random.Random, target: Target) -> Request:
+    read = data_pb2.ReadRequest(layout_digest=LAYOUT.digest, cut=data_pb2.Cut(id="c", step=2))
+    kind = rng.randrange(4)
+    if kind == 0:
+        read.run_id = rng.choice(("x", "ü" * 200))
+        reasons, word = ("ForeignRun",), "run_id"
+    elif kind == 1:
+        read.layout_digest = rng.choice((b"", rng.randbytes(16), rng.randbytes(40)))
+        reasons, word = ("LayoutMismatch",), "layout_digest"
+    elif kind == 2:
+        read.cut.id = rng.choice(("", "a/b", "x" * 65))
+        reasons, word = ("InvalidRequest",), "cuts.id|cut.id"
+    else:
+        read.cut.step = rng.randrange(2)
+        reasons, word = ("CutMissed",), "cut.step"
+    return Request(_data("Read"), [read.SerializeToString()], reasons, word)
+
+
 def wrong_initialize(rng: random.Random, target: Target) -> Request:
     frame = data_pb2.InitializeFrame(
-        caller=target.callers[ME], layout_digest=LAYOUT.digest, block=TRAINED, payload=np.ones(LENGTH, np.float32).tobytes()
+        caller=target.callers[ME],
+        layout_digest=LAYOUT.digest,
+        choice=target.choice,
+        block=TRAINED,
+        payload=np.ones(LENGTH, np.float32).tobytes(),
     )
     frames = [frame]
     kind = rng.randrange(5)
@@ -197,9 +242,19 @@ def wrong_join(rng: random.Random, target: Target) -> Request:
             ("world_size", rng.choice((2, 4, 8)), ("SpecMismatch",), "world_size"),
             ("session", rng.choice((1, 1 << 63, (1 << 64) - 1)), ("InvalidRequest",), "session"),
             ("host", "h" * rng.randrange(257, 5000), ("InvalidRequest",), "host"),
+            ("resume", True, ("InvalidRequest",), "session"),
         )
     )
     setattr(join, field, value)
+    if rng.random() < 0.1:
+        join = control_pb2.JoinRequest(
+            shard_count=2, rank=ME, world_size=WORLD, session=target.callers[ME].session, resume=True
+        )
+        if rng.random() < 0.5:
+            join.timeline, reasons, word = rng.choice((1, 1 << 63)), ("RolledBack",), "checkpoint"
+        else:
+            join.session = rng.choice((1, join.session - 1, join.session + 1, (1 << 64) - 1))
+            reasons, word = ("SessionFenced",), "session"
     return Request(_control("Join"), [join.SerializeToString()], reasons, word)
 
 
@@ -251,9 +306,18 @@ def wrong_declare(rng: random.Random, target: Target) -> Request:
 
 def wrong_control(rng: random.Random, target: Target) -> Request:
     caller = target.callers[ME]
-    kind = rng.randrange(5)
+    kind = rng.randrange(8)
     request: Any
-    if kind == 0:
+    if kind == 5:
+        name, request = "Commit", control_pb2.CommitRequest(caller=caller, clock=rng.choice((0, 2, 1 << 63)))
+        reasons, word = ("InvalidRequest",), "clock"
+    elif kind == 6:
+        name, request = "Describe", control_pb2.DescribeRequest(shard_count=rng.choice((0, 1, 3)))
+        reasons, word = ("WrongShard",), "shard 0/2"
+    elif kind == 7:
+        name, request = "Rollback", control_pb2.RollbackRequest(checkpoint="none", timeline=rng.choice((1, (1 << 64) - 1)))
+        reasons, word = ("CheckpointFailed",), "checkpoint"
+    elif kind == 0:
         name, request = "Barrier", control_pb2.BarrierRequest(caller=caller, seq=1, name=rng.choice(("", "b" * 257)))
         reasons, word = ("InvalidRequest",), "name"
     elif kind == 1:
@@ -273,7 +337,7 @@ def wrong_control(rng: random.Random, target: Target) -> Request:
     return Request(_control(name), [request.SerializeToString()], reasons, word)
 
 
-KINDS = (wrong_push, wrong_push, wrong_push, wrong_pull, wrong_initialize, wrong_join, wrong_declare, wrong_control)
+KINDS = (wrong_push, wrong_push, wrong_push, wrong_pull, wrong_read, wrong_initialize, wrong_join, wrong_declare, wrong_control)
 
 
 def wrong_request(rng: random.Random, target: Target) -> Request:

@@ -19,6 +19,7 @@ from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.rim.control_service import ControlService
 from psd.rim.data_service import DataService
+from psd.state.rounds import FastRound
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
@@ -89,11 +90,12 @@ class Target:
         self.callers = [self._join(rank) for rank in range(WORLD)]
         for caller in self.callers:
             self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message()))
-        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest)
+        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest, self.shard.core.initial.choice)
         for index in (TRAINED, STATIC):
             block = LAYOUT.blocks[index]
             self.shard.admission.initialize_block(init, index, memoryview(np.arange(block.length, dtype=block.dtype).tobytes()))
         assert self.shard.admission.end_initialize(init)
+        self.choice = init.choice
         for clock, rank in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)):
             self.push(rank, clock)
 
@@ -140,11 +142,12 @@ class Target:
             page, round_ = state._page, state._round
             assert page is not None
             blocks.append((state.version, page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()))
-            blocks.append((state._counted_session.tobytes(), state._counted_clock.tobytes()))
+            blocks.append((page.sessions.tobytes(), page.clocks.tobytes()))
             if round_ is not None:
-                assert round_.accumulator is not None
-                sums = round_.accumulator.tobytes(), round_.touched.tobytes()
-                blocks.append((round_.contributors, round_.weight, round_.scalars, *sums))
+                assert isinstance(round_, FastRound)
+                assert round_._accumulator is not None
+                sums = round_._accumulator.tobytes(), round_._touched.tobytes()
+                blocks.append((round_._contributors, round_._total_weight, round_.scalars, *sums))
         members = [(w.state, w.session, w.clock, w.floor, w.has_pushed, w.host, w.pid) for w in core.membership.workers]
         scalars = {r: (e.scalars, e.rank, e.is_counted) for r, e in core.job._round_scalars.items()}
         arrived = {name: list(b.arrived) for name, b in core.barriers._barriers.items() if b.arrived}

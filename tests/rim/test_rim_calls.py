@@ -375,8 +375,9 @@ def test_a_shard_without_blocks_takes_a_push_of_one_empty_frame(cluster, dial):
     job = spec(1)
     first = RawWorker(dial(shards[0].address), 0, 1, shards=2)
     other = RawWorker(dial(shards[1].address), 0, 1, shard=1, shards=2, session=first.session)
+    choice = first.control.Declare(control_pb2.DeclareRequest(caller=first.caller, spec=job), timeout=TIMEOUT_S).choice
     digest = other.control.Declare(control_pb2.DeclareRequest(caller=other.caller, spec=job), timeout=TIMEOUT_S).layout_digest
-    init = data_pb2.InitializeFrame(caller=other.caller, layout_digest=digest)
+    init = data_pb2.InitializeFrame(caller=other.caller, layout_digest=digest, choice=choice)
     assert other.data.Initialize(iter([init]), timeout=TIMEOUT_S).accepted
     other.digest = digest
     frame = other.frames(0, [[0.0]])[0]

@@ -43,7 +43,7 @@ def send(channel, request):
             channel.stream_unary(request.method)(iter(request.messages), timeout=10)
         case "PushPull":
             list(channel.stream_stream(request.method)(iter(request.messages), timeout=10))
-        case "Pull":
+        case "Pull" | "Read":
             list(channel.unary_stream(request.method)(request.messages[0], timeout=10))
         case _:
             channel.unary_unary(request.method)(request.messages[0], timeout=10)

@@ -23,6 +23,15 @@ SGD = (1.0, 0.0, 0.0, 0.0)  # lr, momentum, dampening, weight_decay
 INCARNATION = 7
 
 
+_open_shards: list[Shard] = []
+
+
+def close_all() -> None:
+    """Close the shards of all drivers."""
+    while _open_shards:
+        _open_shards.pop().close(keep=False)
+
+
 class FakeTime:
     """A clock that moves when it is told to."""
 
@@ -53,6 +62,7 @@ def job_spec(
     reduction: str = "mean",
     quorum: int = 0,
     dtype: str = "float64",
+    aggregation: str = "fast",
 ) -> JobSpec:
     """A job of so many blocks: every group is a space of its own, and a small space is one block."""
     return JobSpec(
@@ -62,6 +72,7 @@ def job_spec(
         Consistency.parse(mode),
         reduction,
         quorum,
+        aggregation,
     )
 
 
@@ -75,8 +86,27 @@ class Driver:
         self.spec = spec if spec is not None else job_spec()
         self.layout = Layout(self.spec, shards)
         self.config = ServerConfig(shard, shards, lease_s=lease_s, **config)
-        self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=INCARNATION)
+        self.incarnation = INCARNATION
+        self._start()
+
+    def _start(self, **arguments: Any) -> None:
+        self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=self.incarnation, **arguments)
         self.core = self.shard.core
+        _open_shards.append(self.shard)
+
+    def kill(self) -> None:
+        """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
+        _open_shards.remove(self.shard)
+        if self.core.storage.arena is not None:
+            self.core.storage.arena.close(remove=False)
+
+    def restart(self, *seats: Seat, **arguments: Any) -> None:
+        """Kill the process and start it again on its state directory, where these workers resume."""
+        self.kill()
+        self.incarnation += 1
+        self._start(**arguments)
+        for seat in seats:
+            self.resume(seat)
 
     # -- coming and going --
 
@@ -95,16 +125,35 @@ class Driver:
         caller = job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)
         return Seat(rank, reply.session, reply.clock, caller)
 
+    def resume(self, seat: Seat, *, timeline: int = 0) -> control_pb2.JoinReply:
+        """Go on with the same session at the shard's next incarnation."""
+        reply = self.shard.admission.join(
+            control_pb2.JoinRequest(
+                run_id=seat.caller.run_id,
+                shard_index=self.config.shard_index,
+                shard_count=self.config.shard_count,
+                rank=seat.rank,
+                world_size=self.spec.world_size,
+                session=seat.session,
+                resume=True,
+                timeline=timeline,
+            )
+        )
+        seat.caller.incarnation, seat.clock = reply.incarnation, reply.clock
+        return reply
+
     def declare(self, seat: Seat, spec: JobSpec | None = None) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         return self.shard.admission.declare(
             control_pb2.DeclareRequest(caller=seat.caller, spec=(spec or self.spec).to_message())
         )
 
-    def begin_initialize(self, seat: Seat) -> Any:
-        return self.shard.admission.begin_initialize(seat.caller, self.layout.digest)
+    def begin_initialize(self, seat: Seat, choice: int = 0) -> Any:
+        """With shard 0's last choice, or 1 on another shard, unless `choice` says which."""
+        last = self.core.initial.choice if self.config.shard_index == 0 else 1
+        return self.shard.admission.begin_initialize(seat.caller, self.layout.digest, choice or last)
 
-    def initialize(self, seat: Seat, value: float = 0.0) -> bool:
-        init = self.begin_initialize(seat)
+    def initialize(self, seat: Seat, value: float = 0.0, choice: int = 0) -> bool:
+        init = self.begin_initialize(seat, choice)
         self.offer(init, value)
         return self.shard.admission.end_initialize(init)
 

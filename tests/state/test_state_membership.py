@@ -16,7 +16,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd.state.membership import WorkerState
-from psd.v1 import control_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2
 
 
 def joined(driver, **fields):
@@ -289,7 +289,9 @@ def test_a_wait_that_begins_after_its_session_ended_is_refused_at_once():
     """Between two blocks of a pull the session may end; the next wait is then refused, because nothing would end it."""
     driver = Driver(job_spec(2))
     a, _b = driver.start()
-    pull, blocks = driver.shard.exchange.begin_pull(a.caller, 1, driver.layout.digest, ())
+    pull, blocks = driver.shard.exchange.begin_pull(
+        data_pb2.PullRequest(caller=a.caller, clock=1, layout_digest=driver.layout.digest)
+    )
     driver.join(0)
 
     with pytest.raises(SessionFenced):

@@ -66,13 +66,16 @@ def test_a_round_of_zero_weights_closes_without_an_update():
     """If nobody has samples the round passes and nothing is stepped."""
     driver = Driver(job_spec(2, flags=("momentum",)))
     seats = driver.start(value=1.0)
-    page = driver.core.job.blocks[0]._page
+    before = driver.core.job.blocks[0].pin()
 
     for seat in seats:
         driver.push(seat, 0, 6.0, weight=0.0)
 
-    assert driver.version() == 1
-    assert driver.core.job.blocks[0]._page is page
+    after = driver.core.job.blocks[0]._page
+    assert (before.version, after.version) == (0, 1)
+    assert after.parameter.tolist() == before.parameter.tolist()
+    assert after.slots[0].tolist() == before.slots[0].tolist()
+    assert after.steps.tolist() == [0]
 
 
 def test_a_tensor_that_nobody_touched_is_unstepped_and_its_momentum_untouched():
@@ -310,18 +313,19 @@ def test_an_update_that_fails_for_want_of_memory_is_as_if_never_pushed():
     for spec in (job_spec(1), job_spec(1, mode="async"), job_spec(2)):
         driver = Driver(spec)
         seats = driver.start()
-        real = {name: getattr(driver.core.store, name) for name in ("spare", "lend_accumulator")}
+        arena = driver.core.job.arena
+        real = {name: getattr(arena, name) for name in ("spare", "lend_accumulator")}
 
         def out_of_memory(*_):
             raise MemoryError
 
         for seat in seats:
             for name in real:
-                setattr(driver.core.store, name, out_of_memory)
+                setattr(arena, name, out_of_memory)
             with pytest.raises(MemoryError):
                 driver.push(seat, 0, 2.0)
             for name, method in real.items():
-                setattr(driver.core.store, name, method)
+                setattr(arena, name, method)
             assert driver.push(seat, 0, 2.0).blocks_counted == 1
         assert driver.values() == [-2.0] * 3
 

@@ -1,0 +1,161 @@
+"""Disturbs a job while it trains, by a seed: kill -9 of shards that are started again, and faults of workers' connections.
+
+Kills strike at random instants, on purpose: a test that passes for one instant only has found nothing. The seed is printed, and
+makes the sequence of disturbances, though not their exact instants, the same again.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from proxy import DIRECTIONS, Fault, Proxy
+from shard_processes import ShardProcess
+
+from psd.checkpoint import CheckpointDirectory
+from psd.contract.layout import Layout
+
+STEPS_BETWEEN_MAX = 3
+INSTANT_MAX_S = 0.03
+"""Steps of the tests' jobs take a few hundredths of a second."""
+
+
+def steps_for(kills: int, faults: int) -> int:
+    """Steps of a job that is sure to last until everything has struck."""
+    return STEPS_BETWEEN_MAX * (kills + faults) + 10
+
+
+class Chaos:
+    """Kills and faults in random order, each after a few more steps of the job.
+
+    Args:
+        proxies: one per shard, for all workers. directions: in which bulk data flows.
+
+    Attributes:
+        done: everything has struck.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardProcess],
+        proxies: Sequence[Proxy],
+        *,
+        seed: int,
+        kills: int,
+        faults: int,
+        directions: Sequence[str] = DIRECTIONS,
+    ) -> None:
+        self.kills = 0
+        self.done = threading.Event()
+        self._shards = shards
+        self._proxies = proxies
+        self._directions = directions
+        self._random = random.Random(seed)
+        self._events = ["kill"] * kills + ["fault"] * faults
+        self._random.shuffle(self._events)
+        self._steps = threading.Semaphore(0)
+        print(f"chaos: seed {seed}, {self._events}")  # noqa: T201 - for whoever has to repeat a failure
+
+    def on_step(self) -> None:
+        """One of the workers has finished a step."""
+        self._steps.release()
+
+    def run(self) -> None:
+        """Returns when everything has struck, or raises."""
+        try:
+            self._run()
+        finally:
+            self.done.set()
+
+    def _run(self) -> None:
+        for event in self._events:
+            for _ in range(self._random.randrange(1, STEPS_BETWEEN_MAX + 1)):
+                assert self._steps.acquire(timeout=100), f"the job has stopped; {self.kills} kills so far"
+            if event == "fault":
+                self._random.choice(self._proxies).arm(Fault.drawn(self._random, self._directions))
+                continue
+            threading.Event().wait(self._random.random() * INSTANT_MAX_S)  # the instant itself is random
+            shard = self._random.choice(self._shards)
+            shard.kill()
+            shard.start()
+            self.kills += 1
+        for proxy in self._proxies:
+            proxy.wait_until_all_fired(60)
+
+
+@contextmanager
+def proxies_of(shards: Sequence[ShardProcess]) -> Iterator[list[Proxy]]:
+    """One in front of each shard."""
+    proxies = [Proxy(shard.address) for shard in shards]
+    try:
+        yield proxies
+    finally:
+        for proxy in proxies:
+            proxy.close()
+
+
+def run_disturbed(
+    shards: Sequence[ShardProcess],
+    world_size: int,
+    work: Callable[[str, int, Callable[[], bool]], Any],
+    *,
+    kills: int,
+    faults: int,
+    **disturbances: Any,
+) -> list[Any]:
+    """What work(servers, rank, on_step) returned for each rank, in threads; every disturbance has struck.
+
+    The workers call on_step() after each step; it returns True when everything has struck.
+    """
+    with proxies_of(shards) as proxies:
+        chaos = Chaos(shards, proxies, kills=kills, faults=faults, **disturbances)
+
+        def on_step(rank: int) -> bool:
+            if rank == 0:
+                chaos.on_step()
+            return chaos.done.is_set()
+
+        servers = ",".join(proxy.address for proxy in proxies)
+        with ThreadPoolExecutor(world_size + 1) as pool:
+            disturbing = pool.submit(chaos.run)
+            jobs = [pool.submit(work, servers, rank, functools.partial(on_step, rank)) for rank in range(world_size)]
+            results = [job.result() for job in jobs]
+            disturbing.result()
+        assert chaos.kills == kills
+        assert sum(len(proxy.fired) for proxy in proxies) == faults
+    return results
+
+
+def final_state(shards: Sequence[ShardProcess], url: str) -> dict[str, NDArray[Any]]:
+    """Parameters, slots and update counts of a job that has ended, from the checkpoint that it has left at `url`.
+
+    Equal however many shards there were, because spaces are put together again.
+    """
+    for shard in shards:
+        assert shard.wait() == 0
+    directory = CheckpointDirectory(url)
+    manifest = directory.newest()
+    assert manifest is not None
+    assert directory.verify(manifest.name) == []
+    state: dict[str, NDArray[Any]] = {}
+    for stored in directory.read_blocks(manifest, Layout(manifest.spec, 1), 0):
+        where = f"{stored.block.space}/{stored.block.offset}"
+        state[f"{where}/version"] = np.array(stored.version)
+        state[f"{where}/parameter"] = np.array(stored.parameter)
+        state[f"{where}/steps"] = np.array(stored.steps)
+        state |= {f"{where}/{name}": np.array(values) for name, values in stored.slots.items()}
+    return state
+
+
+def assert_same_bits(left: dict[str, NDArray[Any]], right: dict[str, NDArray[Any]]) -> None:
+    """Compares as bytes, so that -0.0 differs from 0.0."""
+    assert left.keys() == right.keys()
+    for name, values in left.items():
+        assert values.tobytes() == right[name].tobytes(), name

@@ -1,0 +1,144 @@
+"""A TCP proxy in front of a shard that breaks connections on demand: where bulk data flows, so that a frame is torn.
+
+    proxy = Proxy(shard.address)
+    proxy.arm(Fault("cut", "up"))       # strikes once, in the next large piece of data that a worker sends
+    proxy.wait_until_all_fired(60)
+
+    cut     forward a part of the piece, then reset the connection on both sides
+    drop    forward a part of the piece, lose everything after it for a while, then reset
+    delay   hold the piece, and what comes after it, back for a while
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PIECE_BYTES = 1 << 16
+BULK_BYTES = 1 << 13
+"""A piece at least this large is part of a gradient or of parameters, never a control message of the tests' small jobs."""
+
+KINDS = ("cut", "drop", "delay")
+DIRECTIONS = ("up", "down")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to go wrong once. direction: "up" to the shard, "down" to the worker. part: of the piece that still passes."""
+
+    kind: str
+    direction: str
+    part: float = 0.5
+    seconds: float = 0.3
+
+    @classmethod
+    def drawn(cls, source: random.Random, directions: Sequence[str]) -> Fault:
+        return cls(source.choice(KINDS), source.choice(directions), source.random(), 0.1 + 0.4 * source.random())
+
+
+class Proxy:
+    """Listens at `address`, and forwards to `target`, also when that was away for a time."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.fired: list[Fault] = []
+        self._armed: deque[Fault] = deque()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._sockets: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def arm(self, fault: Fault) -> None:
+        """Faults strike one after the other."""
+        with self._changed:
+            self._armed.append(fault)
+
+    def wait_until_all_fired(self, timeout_s: float) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._armed, timeout_s), f"did not strike: {list(self._armed)}"
+
+    def close(self) -> None:
+        self._closing.set()
+        # Closing alone would not wake the thread that waits in accept().
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._changed:
+            sockets = list(self._sockets)
+        for each in sockets:
+            _reset(each)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                shard = socket.create_connection(self._target, 5)
+            except OSError:  # the shard is down: so it looks from the other side, too
+                _reset(client)
+                continue
+            for each in (client, shard):
+                each.settimeout(None)
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._changed:
+                self._sockets |= {client, shard}
+            for source, sink, direction in ((client, shard, "up"), (shard, client, "down")):
+                threading.Thread(target=self._pump, args=(source, sink, direction), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, direction: str) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(PIECE_BYTES):
+                fault = self._strike(piece, direction)
+                if fault is not None and fault.kind == "delay":
+                    self._closing.wait(fault.seconds)
+                elif fault is not None:
+                    sink.sendall(piece[: int(fault.part * len(piece))])
+                    if fault.kind == "drop":
+                        self._swallow(source, fault.seconds)
+                    break
+                sink.sendall(piece)
+        with self._changed:
+            self._sockets -= {source, sink}
+        _reset(source)
+        _reset(sink)
+
+    def _strike(self, piece: bytes, direction: str) -> Fault | None:
+        with self._changed:
+            if len(piece) < BULK_BYTES or not self._armed or self._armed[0].direction != direction:
+                return None
+            fault = self._armed.popleft()
+            self.fired.append(fault)
+            self._changed.notify_all()
+            return fault
+
+    def _swallow(self, source: socket.socket, seconds: float) -> None:
+        timer = threading.Timer(seconds, _shut, [source])
+        timer.daemon = True
+        timer.start()
+        while source.recv(PIECE_BYTES):
+            pass
+
+
+def _shut(each: socket.socket) -> None:
+    """Let a thread that waits in recv() go on; the other side may have done so already."""
+    with contextlib.suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)
+
+
+def _reset(each: socket.socket) -> None:
+    """Close without the TCP farewell, as if the path had gone."""
+    with contextlib.suppress(OSError):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    _shut(each)
+    each.close()

@@ -1,0 +1,29 @@
+"""The readiness that probes ask for: a shard is ready when it can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import psd_client
+from psd.rim.server import READY
+
+
+def test_a_shard_is_ready_when_the_job_has_its_values_and_not_while_it_drains(cluster: Callable[..., Any]) -> None:
+    """EMPTY: not ready. SERVING: ready. DRAINING: not ready."""
+    running = cluster(1, lease_s=0.4)
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    with grpc.insecure_channel(running.servers) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY), timeout=30)
+
+        assert next(watch).status == not_serving
+        with psd_client.connect(running.servers, 0, 1) as ps:
+            ps.declare({"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0))
+            assert next(watch).status == serving
+            running.shards[0].drain(1)
+        assert next(watch).status == not_serving
+        watch.cancel()

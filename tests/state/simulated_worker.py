@@ -1,0 +1,352 @@
+"""A worker of the simulated world: what psd_client does, as generators over Shard objects.
+
+It joins, declares, provides initial values, pushes, commits (exact aggregation) and pulls. Where a shard has come back as
+another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds also its last push, until
+it has pulled the round: see psd_client/session.py and exchange.py, which this must follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from psd.contract.errors import SessionFenced, ShardRestarted, StateLost
+from psd.state.block import Outcome
+from psd.state.shard import Shard
+from psd.state.tickets import Ticket
+from psd.v1 import control_pb2, data_pb2, job_pb2
+
+if TYPE_CHECKING:
+    from simulation import Simulation
+
+RUN_ID = "simulated"
+
+
+class Killed(BaseException):
+    """The shard's process dies here."""
+
+
+@dataclass
+class Sent:
+    """A push, and the incarnations of the shards that have it."""
+
+    session: int
+    clock: int
+    value: float
+    weight: float
+    incarnations: dict[int, int] = field(default_factory=dict)
+
+
+class SimulatedWorker:
+    """One rank, in all its lives."""
+
+    def __init__(self, world: Simulation, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.session = 0
+        self.incarnations: list[int] = []
+        self.clock = 0
+        self.decisions: list[job_pb2.Decision] = []
+        self.sent: Sent | None = None
+
+    def caller(self, index: int) -> job_pb2.Caller:
+        return job_pb2.Caller(run_id=RUN_ID, incarnation=self.incarnations[index], rank=self.rank, session=self.session)
+
+    # -- calls --
+
+    def call(self, index: int, operation: Callable[[Shard], Iterator[Any]], session: int | None = None) -> Iterator[Any]:
+        """The result of an operation at a shard, repeated where the shard has died; SessionFenced if `session` is over."""
+        session = self.session if session is None else session
+        while True:
+            try:
+                shard = yield from self.world.running(index)
+                return (yield from operation(shard))
+            except Killed:
+                self.world.kill(index)
+            except ShardRestarted:
+                pass
+            while True:
+                shard = yield from self.world.running(index)
+                if session != self.session:
+                    raise SessionFenced("superseded by this worker itself", cause="superseded")
+                try:
+                    self.resume(index, shard)
+                    break
+                except Killed:
+                    self.world.kill(index)
+
+    def resume(self, index: int, shard: Shard) -> None:
+        """Go on with the same session."""
+        if not self.session:
+            return  # it has never joined there
+        reply = shard.admission.join(self.join_request(index, self.session, resume=True))
+        self.incarnations[index] = reply.incarnation
+        self.world.resumes += 1
+
+    def join_request(self, index: int, session: int, *, resume: bool = False) -> control_pb2.JoinRequest:
+        return control_pb2.JoinRequest(
+            run_id=RUN_ID,
+            shard_index=index,
+            shard_count=len(self.world.shards),
+            rank=self.rank,
+            world_size=self.world.spec.world_size,
+            session=session,
+            resume=resume,
+        )
+
+    def heartbeat(self, index: int, shard: Shard) -> None:
+        """What the client's background thread does."""
+        if not self.session:
+            return  # the client beats once it has joined everywhere
+        try:
+            shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=self.caller(index), clock=self.clock))
+        except ShardRestarted:
+            self.resume(index, shard)
+
+    # -- life --
+
+    def life(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield from self.train()
+                break
+            except SessionFenced:
+                self.world.rejoins += 1
+        for index in range(len(self.world.shards)):
+            shard = yield from self.world.running(index)
+            try:
+                shard.admission.leave(self.caller(index), failed=False)
+            except Killed:  # the lease tells the shard
+                self.world.kill(index)
+            yield None
+        self.world.finished.add(self.rank)
+
+    def train(self) -> Iterator[Any]:
+        world, rng = self.world, self.world.rng
+        yield from self.enter()
+        while self.clock < world.steps[self.rank]:
+            value = rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20))
+            sent = Sent(self.session, self.clock, value, float(rng.choice((0, 1, 1, 2, 7))))
+            yield from self.push_everywhere(sent)
+            if world.has_rounds:
+                self.sent = sent
+            if world.is_exact:
+                if rng.random() < 0.3:
+                    yield from self.call(0, lambda shard: self.commit(shard, without_waiting=True))
+                yield from self.call(0, lambda shard: self.commit(shard, without_waiting=False))
+            yield from self.at_all(self.pull)
+            self.sent = None
+
+    def push_everywhere(self, sent: Sent) -> Iterator[Any]:
+        self.world.oracle.on_send(self.rank, sent)
+        clocks: list[int] = []
+        yield from self.at_all(lambda index: self.push(index, sent, clocks))
+        if self.world.trouble and self.world.rng.random() < 0.2:  # the reply was lost
+            yield from self.at_all(lambda index: self.push(index, sent, []))
+        self.world.oracle.on_acknowledged(self.rank, sent)
+        self.clock = max(self.clock + 1, *clocks)
+
+    def at_all(self, begin: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+        """Do something at all shards at once; raises what the first one raised, when all have ended."""
+        tasks = [self.world.spawn(begin(index), self.rank) for index in range(len(self.world.shards))]
+        for task in tasks:
+            if not task.is_done:
+                yield task
+        for task in tasks:
+            if task.error is not None:
+                raise task.error
+
+    def enter(self) -> Iterator[Any]:
+        """Join everywhere, declare, and pull; again from the start where a shard died before it had its values."""
+        while True:
+            yield from self.join()
+            try:
+                yield from self.declare()
+                break
+            except StateLost:
+                assert not self.world.was_initialized, "a shard lost values that the job was built on"
+        self.world.oracle.entered[self.rank, self.session] = self.clock
+        yield from self.at_all(self.pull)
+
+    def join(self) -> Iterator[Any]:
+        self.session, self.incarnations, self.sent = 0, [], None
+        session, clocks = 0, []
+        for index in range(len(self.world.shards)):
+            reply = None
+            while reply is None:
+                shard = yield from self.world.running(index)
+                try:
+                    reply = shard.admission.join(self.join_request(index, session))
+                except Killed:
+                    self.world.kill(index)
+            if index == 0:
+                session, self.decisions = reply.session, list(reply.decisions)
+            self.incarnations.append(reply.incarnation)
+            clocks.append(reply.clock)
+            yield None
+        self.session, self.clock = session, max(clocks)
+
+    def declare(self) -> Iterator[Any]:
+        choice = yield from self.call(0, self.declare_at(0))
+        for index in range(1, len(self.world.shards)):
+            yield from self.call(index, self.declare_at(index))
+        if choice:
+            for index in (*range(1, len(self.world.shards)), 0):
+                if not (yield from self.call(index, self.initialize_at(index, choice))):
+                    # Another worker was chosen since; this one's session has ended, which shard 0 will say.
+                    assert (yield from self.call(0, self.declare_at(0))) != choice
+                    yield from self.declare()
+                    return
+        else:
+            self.world.oracle.check_initial()
+
+    def declare_at(self, index: int) -> Callable[[Shard], Iterator[Any]]:
+        def declare(shard: Shard) -> Iterator[Any]:
+            reply, ticket = shard.admission.declare(
+                control_pb2.DeclareRequest(caller=self.caller(index), spec=self.world.spec.to_message())
+            )
+            assert reply.layout_digest == self.world.layout.digest
+            self.clock = max(self.clock, reply.clock)
+            if ticket is None:
+                yield None
+                return reply.choice
+            yield ticket
+            return ticket.future.result(0)
+
+        return declare
+
+    def initialize_at(self, index: int, choice: int) -> Callable[[Shard], Iterator[Any]]:
+        def initialize(shard: Shard) -> Iterator[Any]:
+            caller = self.caller(index)
+            init = shard.admission.begin_initialize(caller, self.world.layout.digest, choice)
+            value = 1000.0 * (self.rank + 1)
+            for block in self.world.layout.blocks_of(index):
+                yield None
+                self.world.check_alive(index, caller)
+                shard.admission.initialize_block(init, block.index, memoryview(np.full(block.length, value, block.dtype)))
+            self.world.check_alive(index, caller)
+            with self.world.oracle.initializing(index, value):
+                accepted = shard.admission.end_initialize(init)
+            if accepted:
+                self.world.oracle.initial[index] = value
+            if accepted and index == 0:
+                self.world.was_initialized = True
+            return accepted
+
+        return initialize
+
+    # -- gradients and parameters --
+
+    def push(self, index: int, sent: Sent, clocks: list[int]) -> Iterator[Any]:
+        world = self.world
+        if world.trouble and world.rng.random() < 0.1:  # a first attempt whose connection was lost, and which is still running
+            world.spawn(self.ghost(index, self.caller(index), sent), self.rank, is_ghost=True)
+
+        def push(shard: Shard) -> Iterator[Any]:
+            caller = self.caller(index)
+            clock = yield from self.push_once(index, shard, caller, sent)
+            sent.incarnations[index] = caller.incarnation
+            return clock
+
+        clocks.append((yield from self.call(index, push, sent.session)))
+
+    def ghost(self, index: int, caller: job_pb2.Caller, sent: Sent) -> Iterator[Any]:
+        try:
+            shard = yield from self.world.running(index)
+            yield from self.push_once(index, shard, caller, sent)
+        except Killed:
+            self.world.kill(index)
+        except (ShardRestarted, SessionFenced):
+            pass
+
+    def push_once(self, index: int, shard: Shard, caller: job_pb2.Caller, sent: Sent) -> Iterator[Any]:
+        world, exchange = self.world, shard.exchange
+        push = exchange.begin_push(
+            data_pb2.PushHeader(
+                caller=caller,
+                clock=sent.clock,
+                weight=sent.weight,
+                layout_digest=world.layout.digest,
+                scalars=[data_pb2.GroupScalars(values=world.scalars) for _ in world.spec.groups],
+                decisions=self.decisions,
+            )
+        )
+        yield None
+        world.check_alive(index, caller)
+        while (ticket := exchange.gate(push, sent.clock)) is not None:
+            yield ticket
+            ticket.future.result(0)
+        blocks = list(world.layout.blocks_of(index))
+        world.rng.shuffle(blocks)
+        for block in blocks:
+            # A gradient of its own in each block and for each push, so that a sum tells what is in it.
+            payload = memoryview(np.full(block.length, sent.value + block.index).tobytes())
+            while True:
+                world.check_alive(index, caller)
+                before = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.DUPLICATE]
+                with world.oracle.counting(block.index, self.rank, sent) as counted:
+                    ticket = exchange.push_block(push, block.index, b"", payload)
+                    counted.is_counted = push.outcomes[Outcome.COUNTED] > before[0]
+                if ticket is None:
+                    break
+                yield ticket
+                ticket.future.result(0)
+            world.duplicates += push.outcomes[Outcome.DUPLICATE] - before[1]
+            yield None
+        world.check_alive(index, caller)
+        return exchange.end_push(push).clock
+
+    def push_again(self, index: int, shard: Shard) -> Iterator[Any]:
+        """The last push, to a shard that has lost it."""
+        sent = self.sent
+        if sent is not None and sent.incarnations[index] != self.incarnations[index]:
+            caller = self.caller(index)
+            yield from self.push_once(index, shard, caller, sent)
+            sent.incarnations[index] = caller.incarnation
+            self.world.pushes_again += 1
+
+    def commit(self, shard: Shard, *, without_waiting: bool) -> Iterator[Any]:
+        yield from self.push_again(0, shard)
+        assert self.sent is not None
+        clock, caller = self.sent.clock, self.caller(0)
+        self.world.check_alive(0, caller)
+        self.world.oracle.on_commit(self.rank, self.sent)
+        ticket = shard.exchange.commit(control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting))
+        if ticket is not None:
+            yield ticket
+            ticket.future.result(0)
+            self.world.check_alive(0, caller)
+        reply = shard.exchange.commit_reply(clock)
+        self.world.oracle.on_decisions(reply.decisions)
+        self.decisions = list(reply.decisions)
+        if not without_waiting:
+            self.clock = max(self.clock, reply.clock)
+
+    def pull(self, index: int) -> Iterator[Any]:
+        yield from self.call(index, lambda shard: self.pull_once(index, shard))
+
+    def pull_once(self, index: int, shard: Shard) -> Iterator[Any]:
+        yield from self.push_again(index, shard)
+        world, clock, exchange, caller = self.world, self.clock, shard.exchange, self.caller(index)
+        world.check_alive(index, caller)
+        pull, blocks = exchange.begin_pull(
+            data_pb2.PullRequest(caller=caller, clock=clock, layout_digest=world.layout.digest, decisions=self.decisions)
+        )
+        while (ticket := exchange.gate(pull, clock)) is not None:
+            yield ticket
+            ticket.future.result(0)
+            world.check_alive(index, caller)
+        for block in blocks:
+            while isinstance(found := exchange.read(block, pull), Ticket):
+                yield found
+                found.future.result(0)
+                world.check_alive(index, caller)
+            version, page = found
+            world.oracle.on_read(self.rank, clock, block.plan.index, version, page)
+            exchange.release(page)
+            if block.plan.index % 3 == 2:
+                yield None
+                world.check_alive(index, caller)

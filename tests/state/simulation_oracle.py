@@ -1,0 +1,251 @@
+"""What the simulated world must compute: kept beside it, from what was sent, counted and decided.
+
+With `fast` aggregation and without rounds it follows which gradient each block counted; what an open round of a killed shard
+had counted is forgotten, as the shard forgets it. With `exact` it knows only what shard 0 decided, and computes all parameters,
+slots and step counts from that, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from simulated_worker import Killed, Sent
+
+from psd.state.decisions import members_mask
+from psd.state.shard import Shard
+from psd.v1 import job_pb2
+from psd_core.arena import Page
+
+if TYPE_CHECKING:
+    from simulation import Simulation
+
+
+@dataclass
+class Counted:
+    """A gradient that a block has counted, or is about to."""
+
+    rank: int
+    session: int
+    clock: int
+    weight: float
+    value: float
+    is_counted: bool = False
+
+
+class Oracle:
+    """The expectations of one world."""
+
+    def __init__(self, world: Simulation) -> None:
+        self.world = world
+        self.initial: dict[int, float] = {}
+        self.unsure_initial: dict[int, float] = {}  # by shard, what was being set when it died
+        self.counted: dict[int, list[Counted]] = defaultdict(list)
+        self.in_flight: dict[int, tuple[int, Counted]] = {}  # by shard, what it was doing when it died
+        self.versions: dict[int, int] = defaultdict(int)
+        self.entered: dict[tuple[int, int], int] = {}  # (rank, session) -> clock at which it began
+        self.sent: dict[tuple[int, int, int], Sent] = {}  # (rank, session, clock)
+        self.acknowledged: set[tuple[int, int, int]] = set()
+        self.committed: dict[tuple[int, int], int] = {}  # (clock, rank) -> session
+        self.decided: dict[int, int] = {}
+        self._exact: dict[int, list[tuple[float, float, int]]] = {}  # block -> by version: parameter, slot, steps
+        self.reads = 0
+
+    # -- events --
+
+    def on_send(self, rank: int, sent: Sent) -> None:
+        self.sent[rank, sent.session, sent.clock] = sent
+
+    def on_acknowledged(self, rank: int, sent: Sent) -> None:
+        self.acknowledged.add((rank, sent.session, sent.clock))
+
+    def on_commit(self, rank: int, sent: Sent) -> None:
+        """To be called before the commit, which may decide the round although its answer is lost."""
+        if sent.clock not in self.decided:
+            self.committed[sent.clock, rank] = sent.session
+
+    def on_decisions(self, decisions: Iterable[job_pb2.Decision]) -> None:
+        for decision in decisions:
+            mask = members_mask(decision.members)
+            assert self.decided.setdefault(decision.round, mask) == mask, f"round {decision.round} was decided twice"
+
+    @contextmanager
+    def initializing(self, index: int, value: float) -> Iterator[None]:
+        """Initial values are being set; if the shard dies meanwhile, `on_restart` finds out whose it has."""
+        try:
+            yield
+        except Killed:
+            self.unsure_initial[index] = value
+            raise
+
+    @contextmanager
+    def counting(self, block: int, rank: int, sent: Sent) -> Iterator[Counted]:
+        """A block is being offered a gradient; if the shard dies meanwhile, `on_restart` finds out whether it was counted."""
+        part = Counted(rank, sent.session, sent.clock, sent.weight, sent.value + block)
+        try:
+            yield part
+        except Killed:
+            self.in_flight[block % len(self.world.shards)] = block, part
+            raise
+        if part.is_counted:
+            self.on_counted(block, part)
+
+    def on_counted(self, block: int, part: Counted) -> None:
+        if self.world.is_exact:
+            return
+        same = [c for c in self.counted[block] if (c.rank, c.clock) == (part.rank, part.clock)]
+        if self.world.has_rounds:
+            assert not same, f"block {block}: worker {part.rank} counted twice in round {part.clock}"
+        assert part.session not in [c.session for c in same], f"block {block}: a push of worker {part.rank} counted twice"
+        self.counted[block].append(part)
+
+    def on_restart(self, index: int, shard: Shard) -> None:
+        """The shard is back: what was durable counts, what was in open rounds does not."""
+        in_flight, initial = self.in_flight.pop(index, None), self.unsure_initial.pop(index, None)
+        if not shard.is_recovered:
+            assert not self.world.was_initialized, f"shard {index} came back without its values"
+            self.initial.pop(index, None)
+            return
+        if initial is not None:
+            self.initial[index] = float(next(iter(shard.core.declared().blocks.values()))._page.parameter[0])
+        for block, state in shard.core.declared().blocks.items():
+            assert state.version >= self.versions[block], f"block {block}: version went back over a restart"
+            if in_flight is not None and in_flight[0] == block:
+                part, page = in_flight[1], state._page
+                is_in_page = (page.sessions[part.rank], page.clocks[part.rank]) == (part.session, part.clock + 1)
+                known = {(c.rank, c.session, c.clock) for c in self.counted[block]}
+                if is_in_page and (part.rank, part.session, part.clock) not in known:
+                    self.on_counted(block, part)
+            if self.world.has_rounds:
+                self.counted[block] = [c for c in self.counted[block] if c.clock < state.version]
+
+    # -- what must be --
+
+    def check_initial(self) -> None:
+        values = {self.initial.get(index) for index, _ in enumerate(self.world.shards) if self.world.layout.blocks_of(index)}
+        assert len(values) == 1, f"shards start from different workers' values: {self.initial}"
+
+    def expected(self, block: int, version: int) -> float:
+        """What the block must hold at that version, in float64."""
+        spec = self.world.spec
+        value = self.initial[block % len(self.world.shards)]
+        if not self.world.has_rounds:
+            assert version == len(self.counted[block])
+            return value - sum(c.value for c in self.counted[block] if c.weight)
+        rounds: dict[int, list[Counted]] = defaultdict(list)
+        for part in self.counted[block]:
+            rounds[part.clock].append(part)
+        for round_ in range(version):
+            parts = [c for c in rounds[round_] if c.weight]
+            if parts and spec.reduction == "sum":
+                value -= sum(c.value for c in parts)
+            elif parts:
+                value -= sum(c.value * c.weight for c in parts) / sum(c.weight for c in parts)
+        return value
+
+    def exactly(self, block: int, version: int) -> tuple[float, float, int]:
+        """Parameter, momentum and steps of the block at that version, to the bit."""
+        states = self._exact.setdefault(block, [(self.initial[block % len(self.world.shards)], 0.0, 0)])
+        while len(states) <= version:
+            round_ = len(states) - 1
+            if round_ not in self.decided:
+                self.world.learn_decisions()
+            assert round_ in self.decided, f"block {block} closed round {round_}, which nobody has decided"
+            mask = self.decided[round_]
+            members = [
+                self.sent[rank, self.committed[round_, rank], round_]
+                for rank in range(self.world.spec.world_size)
+                if mask >> rank & 1
+            ]
+            states.append(self._stepped(states[-1], [(m.weight, m.value + block) for m in members]))
+        return states[version]
+
+    def _stepped(self, state: tuple[float, float, int], members: Sequence[tuple[float, float]]) -> tuple[float, float, int]:
+        parameter, momentum, steps = state
+        is_mean = self.world.spec.reduction == "mean"
+        parts = [(weight if is_mean else 1.0, value) for weight, value in members if weight]
+        if not parts:
+            return state
+        gradient = parts[0][1]
+        if len(parts) > 1:
+            total = parts[0][0] * parts[0][1]
+            for weight, value in parts[1:]:
+                total += weight * value
+            gradient = total * (1.0 / sum(weight for weight, _ in members)) if is_mean else total
+        lr, factor, _, _ = self.world.scalars
+        momentum = gradient if steps == 0 or not factor else factor * momentum + gradient
+        return parameter - lr * momentum, momentum, steps + 1
+
+    def check_page(self, block: int, version: int, page: Page) -> None:
+        if self.world.is_exact:
+            parameter, momentum, steps = self.exactly(block, version)
+            found = page.parameter[0], page.slots[0][0], int(page.steps[0])
+            assert (page.parameter == parameter).all(), (
+                f"block {block}, version {version}: {found}, not {parameter, momentum, steps}"
+            )
+            assert (page.slots[0] == momentum).all(), f"block {block}, version {version}: slot {found[1]}, not {momentum}"
+            assert (page.steps == steps).all(), f"block {block}, version {version}: steps {found[2]}, not {steps}"
+            return
+        expected = self.expected(block, version)
+        assert np.allclose(page.parameter, expected, rtol=1e-12, atol=1e-9), (
+            f"block {block}, version {version}: {page.parameter}, not {expected}"
+        )
+
+    def on_read(self, rank: int, clock: int, block: int, version: int, page: Page) -> None:
+        self.reads += 1
+        assert version >= self.versions[block], f"block {block}: version went back"
+        self.versions[block] = version
+        self.check_page(block, version, page)
+        consistency = self.world.spec.consistency
+        if self.world.has_rounds:
+            assert version >= clock, f"block {block}: worker {rank} at clock {clock} read version {version}"
+        elif consistency.mode == "ssp":
+            self._check_bound(rank, clock - consistency.staleness_bound, block)
+
+    def _check_bound(self, reader: int, lag: int, block: int) -> None:
+        """Every worker that is waited for has finished `lag` steps, and all its updates up to there are in the block."""
+        shard: Any = self.world.shards[block % len(self.world.shards)]
+        for worker in shard.core.members.workers:
+            if not worker.is_waited_for:
+                continue
+            assert worker.clock >= lag, f"worker {reader} read while worker {worker.rank} had finished {worker.clock} < {lag}"
+            begun = self.entered.get((worker.rank, worker.session))
+            if begun is None:
+                continue
+            there = {c.clock for c in self.counted[block] if (c.rank, c.session) == (worker.rank, worker.session)}
+            lacking = set(range(begun, lag)) - there
+            assert not lacking, f"block {block}: worker {reader} read without the steps {lacking} of worker {worker.rank}"
+
+    def check_end(self) -> None:
+        """What is left when everybody has left."""
+        world = self.world
+        for block in world.layout.blocks:
+            shard = world.shards[block.index % len(world.shards)]
+            assert shard is not None
+            page = shard.core.declared().blocks[block.index]._page
+            self.check_page(block.index, page.version, page)
+            counted = self.counted[block.index]
+            if world.is_exact:
+                assert page.version in (len(self.decided), len(self.decided) - 1), "a decided round was left open"
+            elif world.has_rounds:
+                assert max((c.clock for c in counted), default=-1) < page.version, "a round was left open"
+            else:
+                found = sorted((c.rank, c.session, c.clock) for c in counted)
+                assert len(found) == len(set(found)), f"block {block.index}: a push was counted twice"
+                assert self.acknowledged <= set(found), f"block {block.index}: a push was acknowledged and lost"
+            if not world.trouble and world.spec.quorum in (0, world.spec.world_size):
+                self._check_everything(block.index)
+
+    def _check_everything(self, block: int) -> None:
+        """No worker died: every gradient is in."""
+        begun = {rank: clock for (rank, _), clock in self.entered.items()}
+        everything = {(r, c) for r, steps in enumerate(self.world.steps) for c in range(begun[r], steps)}
+        if self.world.is_exact:
+            found = {(r, c) for c, mask in self.decided.items() for r in range(self.world.spec.world_size) if mask >> r & 1}
+        else:
+            found = {(c.rank, c.clock) for c in self.counted[block]}
+        assert found == everything, f"block {block}: gradients were lost: {everything ^ found}"
