@@ -1,6 +1,6 @@
 from typing import Any, Final
 
-SGD: Final[int]
+RULE_IDS: Final[dict[str, int]]
 
 class InvalidTensor(ValueError): ...
 

@@ -2,7 +2,7 @@
 
 This module owns every check that memory safety needs, so that no caller can make a kernel read or write out of bounds:
 element type, byte order, dimensions, contiguity, alignment, writability, length, overlap, segment ends. It knows no defaults and
-no rule's meaning; those are in ``psd_core/__init__.py``, which documents each function.
+no rule's meaning; those are in ``psd_core/__init__.py`` and ``_rules.py``, which document each function.
 
 Arrays come through the C buffer protocol rather than as typed memoryviews: the same checks at a fraction of the cost (a
 step takes ten arrays), errors that name the argument, and a check of alignment, which memoryviews lack.
@@ -18,6 +18,14 @@ cdef extern from "kernels.h" nogil:
         PSD_F32
         PSD_F64
     ctypedef enum psd_rule_id:
+        PSD_ADADELTA
+        PSD_ADAGRAD
+        PSD_ADAM
+        PSD_ADAMAX
+        PSD_FTRL
+        PSD_LION
+        PSD_NADAM
+        PSD_RMSPROP
         PSD_SGD
     enum:
         PSD_SLOTS_MAX
@@ -47,7 +55,17 @@ cdef extern from "kernels.h" nogil:
     void psd_step_block(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, const psd_segments *) noexcept
 
 
-SGD = <int>PSD_SGD
+RULE_IDS = {
+    "adadelta": <int>PSD_ADADELTA,
+    "adagrad": <int>PSD_ADAGRAD,
+    "adam": <int>PSD_ADAM,
+    "adamax": <int>PSD_ADAMAX,
+    "ftrl": <int>PSD_FTRL,
+    "lion": <int>PSD_LION,
+    "nadam": <int>PSD_NADAM,
+    "rmsprop": <int>PSD_RMSPROP,
+    "sgd": <int>PSD_SGD,
+}
 
 cdef enum:
     BUFFERS_MAX = 16  # param, slots in and out, acc, grad, four segment arrays: 14 with PSD_SLOTS_MAX slots

@@ -37,7 +37,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd_client.client import ParameterServer, connect
-from psd_client.optimizers import SGD
+from psd_client.optimizers import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
 
 __all__ = [
@@ -45,6 +45,15 @@ __all__ = [
     "ParameterServer",
     "Reader",
     "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "FTRL",
+    "Lion",
+    "NAdam",
+    "RMSprop",
     "ConfigError",
     "PsdError",
     "BarrierTimeout",

@@ -16,7 +16,7 @@ from psd.contract.config import ClientConfig, ConfigError
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
 from psd_client.grpc_lane import GrpcLane
-from psd_client.optimizers import SGD
+from psd_client.optimizers import Optimizer
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
 from psd_client.tensors import NamedTensors, fill, tensor_specs
@@ -121,7 +121,7 @@ class ParameterServer(Worker):
     def declare(
         self,
         params: Mapping[str, Any],
-        optimizer: SGD,
+        optimizer: Optimizer,
         consistency: str | None = None,
         reduce: str | None = None,
         quorum: int | None = None,
@@ -134,7 +134,7 @@ class ParameterServer(Worker):
 
         Args:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name.
-            optimizer: the update rule.
+            optimizer: the update rule, such as psd_client.Adam(lr=1e-3).
             consistency: "sync", "async" or "ssp:S".
             reduce: "mean", weighted by the pushes' weights, or "sum".
             quorum: workers whose gradients close a synchronous round; all of them by default.

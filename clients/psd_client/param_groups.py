@@ -6,13 +6,11 @@ Owns the dicts that the user may change between pushes, and checks them at each 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from psd.contract.jobspec import GroupSpec
-from psd_client.optimizers import SGD, scalar_values
-
-_OPTIONS = frozenset(field.name for field in fields(SGD))
+from psd_client.optimizers import Optimizer, scalar_values
 
 
 class ParamGroups:
@@ -30,9 +28,9 @@ class ParamGroups:
         TypeError, ValueError: the argument is wrong; the message names it.
     """
 
-    def __init__(self, names: Sequence[str], optimizer: SGD, groups: Sequence[Mapping[str, Any]] | None) -> None:
-        if not isinstance(optimizer, SGD):
-            raise TypeError(f"optimizer: expected psd_client.SGD(lr=...), got {optimizer!r}")
+    def __init__(self, names: Sequence[str], optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
         self.groups: list[dict[str, Any]] = []
         self.specs: list[GroupSpec] = []
         self.group_of: dict[str, int] = {}
@@ -58,13 +56,13 @@ class ParamGroups:
         ]
 
 
-def _rule(optimizer: SGD, group: Mapping[str, Any], index: int) -> SGD:
+def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimizer:
     options = {name: value for name, value in group.items() if name != "params"}
     if "params" not in group or isinstance(group["params"], str):
         raise ValueError(f"groups[{index}]: expected 'params', a list of names")
-    unknown = sorted(set(options) - _OPTIONS)
+    unknown = sorted(set(options) - optimizer.options())
     if unknown:
-        raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}")
+        raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(optimizer.options()))}")
     try:
         return replace(optimizer, **options)
     except (TypeError, ValueError) as error:

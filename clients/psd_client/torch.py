@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
-from psd.contract.rules import SGD, STATIC
+from psd.contract.rules import STATIC, rule_info
 from psd_client.client import ParameterServer, connect
 from psd_client.flat import FlatBuffers
-from psd_client.optimizers import scalar_values
+from psd_client.optimizers import group_spec, scalar_values
+from psd_client.torch_options import check_options, has_slots, rule_of
 
 __all__ = ["distribute", "DistributedOptimizer"]
 
@@ -37,10 +38,6 @@ _DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-
-_HONOURED = {*SGD.scalars, *SGD.flags}
-_IGNORED = {"foreach", "fused"}
-"""Options that choose among torch's own kernels for the same arithmetic. The shards have theirs, so either value is right."""
 
 
 def distribute(
@@ -64,7 +61,8 @@ def distribute(
     Args:
         model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
             workers once, and are never pushed.
-        optimizer: a torch.optim.SGD over parameters of the model, not stepped yet.
+        optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
+            Adam, AdamW, Adamax and NAdam; not a subclass.
         ps: a connection; None connects with `connect_args`, as psd_client.connect does.
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
         reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
@@ -180,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         _check_no_slots(state_dict["state"].values(), "load_state_dict: the state")
         groups = self.param_groups
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)  # in place: the given optimizer and its schedulers share these dicts
         self.param_groups = groups
@@ -200,13 +198,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
         specs = self._declaration.groups
         for index, group in enumerate(self.param_groups):
-            declared, now = set(specs[index].flags), set(_flags(group))
+            now = group_spec(specs[index].rule, self._declaration.always, group)
+            declared, flags = set(specs[index].flags), set(now.flags)
             # Momentum that has become 0 keeps its slot; the other way round there is none.
-            changed = sorted((declared ^ now) - {"momentum"} | (now - declared))
+            changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
             if changed:
                 raise InvalidRequest(
                     f"param_groups[{index}]: {changed[0]} was {'on' if changed[0] in declared else 'off'} when the job was "
                     "declared and cannot change; set it before distribute()"
+                )
+            if now.constants != specs[index].constants:
+                raise InvalidRequest(
+                    f"param_groups[{index}]: {rule_info(now.rule).constants[0]} was {specs[index].constants[0]} when the job "
+                    "was declared and cannot change; set it before distribute()"
                 )
         groups = [*self.param_groups, *({} for _ in specs[len(self.param_groups) :])]
         return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
@@ -248,20 +252,22 @@ class _Declaration:
 
     Attributes:
         parameters: the model's distinct parameters. tensors: their specs, in the same order.
+        always: flags that the optimizer's class stands for.
         trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
     """
 
     parameters: list[torch.Tensor]
     tensors: list[TensorSpec]
     groups: list[GroupSpec]
+    always: tuple[str, ...]
     trained: list[int]
     frozen: list[int]
 
 
 def _read(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Declaration:
     """Everything that is declared, checked before anybody is connected to."""
-    _check_optimizer(optimizer)
-    groups = [GroupSpec(SGD.name, _flags(group)) for group in optimizer.param_groups]
+    rule, always = _check_optimizer(optimizer)
+    groups = [group_spec(rule, always, group) for group in optimizer.param_groups]
     named = _named_parameters(model)
     known = {id(parameter) for _, parameter in named}
     group_of: dict[int, int] = {}
@@ -289,35 +295,24 @@ def _read(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Declarat
     _check_memory(named)
     if len(trained) < len(tensors):
         groups.append(GroupSpec(STATIC.name))
-    return _Declaration([parameter for _, parameter in named], tensors, groups, trained, frozen)
+    return _Declaration([parameter for _, parameter in named], tensors, groups, always, trained, frozen)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
+    """The rule that the optimizer's class and options are here, and the flags that its class stands for."""
     kind = type(optimizer)
-    if kind is not torch.optim.SGD:
-        name = f"{'torch.optim' if kind.__module__.startswith('torch.optim.') else kind.__module__}.{kind.__qualname__}"
-        if isinstance(optimizer, torch.optim.SGD):
-            raise TypeError(
-                f"{name} is a subclass of torch.optim.SGD, and the shards cannot run its code; supported: SGD itself"
-            )
-        raise TypeError(f"{name} is not supported yet; supported: SGD")
+    rule, always = rule_of(kind, torch.optim)
     _check_no_slots(optimizer.state.values(), "optimizer: it has been stepped, and its state")
     for index, group in enumerate(optimizer.param_groups):
-        for option in optimizer.defaults:
-            if option not in _HONOURED | _IGNORED and group[option]:
-                raise InvalidRequest(f"param_groups[{index}]: {option}={group[option]!r} is not supported by psd; leave it off")
-
-
-def _flags(group: dict[str, Any]) -> tuple[str, ...]:
-    """The switches of a param_group. Momentum is both a number and, if it is not 0, the switch that gives it a slot."""
-    return tuple(flag for flag in sorted(SGD.flags) if group[flag])
+        check_options(rule, {option: group[option] for option in optimizer.defaults}, index)
+    return rule, always
 
 
 def _check_no_slots(states: Iterable[dict[str, Any]], what: str) -> None:
     for state in states:
-        for slot, value in state.items():
-            if value is not None:
-                raise InvalidRequest(f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves")
+        slot = has_slots(state)
+        if slot:
+            raise InvalidRequest(f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves")
 
 
 def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -56,10 +56,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Tensors updated by one rule: the rule's name and its flags, sorted."""
+    """Tensors updated by one rule: the rule's name; its flags, sorted; its constants, in the order of RuleInfo.constants."""
 
     rule: str = "sgd"
     flags: tuple[str, ...] = ()
+    constants: tuple[float, ...] = ()
 
     @property
     def is_static(self) -> bool:
@@ -103,7 +104,9 @@ class JobSpec:
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
         for group in self.groups:
-            rule_info(group.rule).check_flags(group.flags)
+            rule = rule_info(group.rule)
+            rule.check_flags(group.flags)
+            rule.check_constants(group.constants)
         seen: set[str] = set()
         for tensor in self.tensors:
             self._check_tensor(tensor)
@@ -146,7 +149,7 @@ class JobSpec:
         )
         self.consistency.fill(message)
         for group in self.groups:
-            message.groups.add(rule=group.rule, flags=group.flags)
+            message.groups.add(rule=group.rule, flags=group.flags, constants=group.constants)
         for t in self.tensors:
             message.tensors.add(name=t.name, shape=t.shape, dtype=DTYPES[t.dtype], group=t.group)
         return message
@@ -166,7 +169,7 @@ class JobSpec:
         return cls(
             world_size=message.world_size,
             tensors=tuple(tensors),
-            groups=tuple(GroupSpec(g.rule, tuple(g.flags)) for g in message.groups),
+            groups=tuple(GroupSpec(g.rule, tuple(g.flags), tuple(g.constants)) for g in message.groups),
             consistency=Consistency.from_message(message),
             reduction=_REDUCTION_NAMES[message.reduction],
             quorum=message.quorum,

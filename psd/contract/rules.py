@@ -1,14 +1,16 @@
-"""Names of the update rules: which scalars travel with a push, which flags a rule is built with, which slots it needs.
+"""The update rules as a job declares them: which numbers are in range, which are fixed, and what slots begin with.
 
-Shared by the clients, which declare a rule, and the shards, which apply it (psd/state/rules.py holds the arithmetic). Adding a
-rule starts here with one entry in RULES.
+Shared by the clients, which declare a rule, and the shards, which apply it. The names of scalars, flags and slots are the
+kernels' (psd_core.RULES): a rule that is there is here, and this module adds what its numbers mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import psd_core
 from psd.contract.errors import InvalidRequest
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -19,6 +21,24 @@ WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
 would become NaN, and with it the parameters."""
 
 
+FLOAT32_TINY = 1.1754943508222875e-38
+"""The smallest normal float32: what must be greater than 0 must be so in the kernels, too."""
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "alpha": (0, 1),
+    "beta1": (0, math.nextafter(1, 0)),
+    "beta2": (0, math.nextafter(1, 0)),
+    "dampening": (-math.inf, math.inf),
+    "rho": (0, 1),
+}
+"""Of scalars, both ends included; of those that are not listed: 0 or more."""
+
+_RANGES_OF_RULE = {("ftrl", "lr"): (FLOAT32_TINY, math.inf)}  # it divides by the learning rate
+
+_CONSTANTS = {"adagrad": {"initial_accumulator_value": "sum"}}
+"""Numbers that are fixed for the job, and the slot that begins with each; the other slots begin as zeros."""
+
+
 @dataclass(frozen=True)
 class RuleInfo:
     """What both sides know of a rule.
@@ -27,15 +47,37 @@ class RuleInfo:
         name: as it stands in GroupSpec.rule.
         scalars: names of the numbers that travel with each push, in order.
         flags: names of the switches that are fixed for the job.
+        constants: names of the numbers that are fixed for the job, in order: initial values of slots.
     """
 
     name: str
     scalars: tuple[str, ...]
     flags: frozenset[str]
+    constants: tuple[str, ...] = ()
 
-    def slots(self, flags: Sequence[str]) -> tuple[str, ...]:
+    def slots(self, flags: Collection[str]) -> tuple[str, ...]:
         """Names of the per-element slots of a group built with `flags`."""
-        return ("momentum",) if "momentum" in flags else ()
+        return psd_core.RULES[self.name].slots_of(flags) if self.name in psd_core.RULES else ()
+
+    def slot_starts(self, flags: Collection[str], constants: Sequence[float]) -> tuple[float, ...]:
+        """What each of `slots` is filled with before the first update."""
+        slot_of = _CONSTANTS.get(self.name, {})
+        starts = {slot_of[name]: value for name, value in zip(self.constants, constants, strict=True)}
+        return tuple(starts.get(slot, 0.0) for slot in self.slots(flags))
+
+    def problem(self, name: str, value: float) -> str | None:
+        """What is wrong with the value of a scalar or a constant by itself, or None."""
+        if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
+            return f"must be finite, also as a float32, got {value}"
+        low, high = _RANGES_OF_RULE.get((self.name, name)) or _RANGES.get(name, (0, math.inf))
+        if low <= value <= high:
+            return None
+        if low == FLOAT32_TINY:
+            return f"must be > 0, also as a float32, got {value}"
+        words = f"must be >= {low:g}"
+        if high < math.inf:
+            words += " and <= 1" if high == 1 else " and < 1"
+        return f"{words}, got {value}"
 
     def check_flags(self, flags: Sequence[str]) -> None:
         """Raise InvalidRequest unless `flags` are known, sorted, unique and make sense together."""
@@ -49,29 +91,39 @@ class RuleInfo:
         if "nesterov" in flags and "momentum" not in flags:
             raise InvalidRequest("groups.flags: nesterov needs momentum")
 
-    def check_scalars(self, values: Sequence[float], flags: Sequence[str], group: int) -> None:
+    def check_constants(self, values: Sequence[float]) -> None:
+        """Raise InvalidRequest unless `values` are finite, in number and in range for this rule."""
+        if len(values) != len(self.constants):
+            raise InvalidRequest(
+                f"groups.constants: rule {self.name!r} takes {len(self.constants)} "
+                f"({', '.join(self.constants)}), got {len(values)}"
+            )
+        for name, value in zip(self.constants, values, strict=True):
+            problem = self.problem(name, value)
+            if problem:
+                raise InvalidRequest(f"groups.constants: {name} {problem}")
+
+    def check_scalars(self, values: Sequence[float], flags: Collection[str], group: int) -> None:
         """Raise InvalidRequest unless `values` are finite, in number and in range for this rule."""
         if len(values) != len(self.scalars):
             raise InvalidRequest(
                 f"scalars[{group}].values: rule {self.name!r} takes {len(self.scalars)} "
                 f"({', '.join(self.scalars)}), got {len(values)}"
             )
-        for name, value in zip(self.scalars, values, strict=True):
-            if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
-                raise InvalidRequest(f"scalars[{group}].{name}: must be finite, also as a float32, got {value}")
-            if value < 0 and name != "dampening":
-                raise InvalidRequest(f"scalars[{group}].{name}: must be >= 0, got {value}")
-        if self.name == "sgd":
-            momentum, dampening = values[1], values[2]
-            if momentum != 0 and "momentum" not in flags:
+        by_name = dict(zip(self.scalars, values, strict=True))
+        for name, value in by_name.items():
+            problem = self.problem(name, value)
+            if problem:
+                raise InvalidRequest(f"scalars[{group}].{name}: {problem}")
+            if value != 0 and name in self.flags and name not in flags:
                 raise InvalidRequest(
-                    f"scalars[{group}].momentum: is {momentum}, but the group was declared without momentum "
-                    "and has no slot for it"
+                    f"scalars[{group}].{name}: is {value}, but the group was declared without {name} and has no slot for it"
                 )
-            if "nesterov" in flags and (momentum <= 0 or dampening != 0):
-                raise InvalidRequest(
-                    f"scalars[{group}]: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}"
-                )
+        if "nesterov" in flags and (by_name["momentum"] <= 0 or by_name["dampening"] != 0):
+            raise InvalidRequest(
+                f"scalars[{group}]: nesterov needs momentum > 0 and dampening 0, "
+                f"got {by_name['momentum']} and {by_name['dampening']}"
+            )
 
 
 def check_weight(weight: float) -> None:
@@ -80,11 +132,13 @@ def check_weight(weight: float) -> None:
         raise InvalidRequest(f"weight: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
 
 
-SGD = RuleInfo("sgd", ("lr", "momentum", "dampening", "weight_decay"), frozenset({"maximize", "momentum", "nesterov"}))
 STATIC = RuleInfo("static", (), frozenset())
 """Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
 
-RULES = {rule.name: rule for rule in (SGD, STATIC)}
+RULES = {STATIC.name: STATIC} | {
+    name: RuleInfo(name, rule.scalars, frozenset(rule.flags), tuple(_CONSTANTS.get(name, ())))
+    for name, rule in psd_core.RULES.items()
+}
 
 
 def rule_info(name: str) -> RuleInfo:

@@ -82,18 +82,18 @@ class BlockState:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the block's slots."""
-        return self._rule.slot_count * self.plan.nbytes
+        return len(self._rule.slot_starts) * self.plan.nbytes
 
     def initialize(self, values: NDArray[Any]) -> None:
-        """Set the initial parameters; slots, steps and the dedup window become zero.
+        """Set the initial parameters; slots begin as their rule says, steps and the dedup window as zero.
 
         Raises:
             ArenaFull: no space; the block is as it was.
         """
         page = self._arena.spare(self._slot)
         np.copyto(page.parameter, values)
-        for slot in page.slots:
-            slot.fill(0)
+        for slot, start in zip(page.slots, self._rule.slot_starts, strict=True):
+            slot.fill(start)
         page.steps.fill(0)
         page.sessions.fill(0)
         page.clocks.fill(0)

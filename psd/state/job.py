@@ -60,7 +60,10 @@ class Job:
         plans = self.layout.blocks_of(shard_index)
         self.arena = arena_of(
             self.layout,
-            [BlockShape(plan.dtype.name, plan.length, rules[plan.group].slot_count, len(plan.segment_ends)) for plan in plans],
+            [
+                BlockShape(plan.dtype.name, plan.length, len(rules[plan.group].slot_starts), len(plan.segment_ends))
+                for plan in plans
+            ],
         )
         self.blocks = {
             plan.index: BlockState(

@@ -1,7 +1,6 @@
-"""The update rules as a shard applies them: one small class each, which binds a group's flags and calls one kernel.
+"""The update rules as a shard applies them to a page: what binds a group's flags and calls one kernel.
 
-psd/contract/rules.py names a rule's scalars, flags and slots for both sides; here is what they do to a page. Must not know
-workers, rounds or locks.
+psd/contract/rules.py says what a rule's numbers may be, psd_core what they do. Must not know workers, rounds or locks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.jobspec import GroupSpec
-from psd.contract.rules import SGD
+from psd.contract.rules import rule_info
 from psd_core.arena import Page
 
 
@@ -39,13 +38,12 @@ class Gradient:
 
 
 class Rule(Protocol):
-    """One update rule, bound to the flags of a group.
+    """One update rule, bound to the flags of a group."""
 
-    Attributes:
-        slot_count: arrays that it keeps per parameter; they start as zeros.
-    """
-
-    slot_count: int
+    @property
+    def slot_starts(self) -> tuple[float, ...]:
+        """What each of the arrays that it keeps per parameter begins with."""
+        ...
 
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
@@ -54,24 +52,24 @@ class Rule(Protocol):
         ...
 
 
-class Sgd:
-    """Stochastic gradient descent with momentum, as torch.optim.SGD computes it."""
+class Elementwise:
+    """A rule of psd_core, bound to the flags of a group."""
 
     def __init__(self, group: GroupSpec) -> None:
-        self.slot_count = len(SGD.slots(group.flags))
-        self._nesterov = "nesterov" in group.flags
-        self._maximize = "maximize" in group.flags
+        self.slot_starts = rule_info(group.rule).slot_starts(group.flags, group.constants)
+        self._name = group.rule
+        self._flags = group.flags
 
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
         """See Rule."""
-        lr, momentum, dampening, weight_decay = scalars
-        psd_core.sgd_block(
+        psd_core.step_block(
+            self._name,
             before.parameter,
             after.parameter,
-            before.slots[0] if self.slot_count else None,
-            after.slots[0] if self.slot_count else None,
+            before.slots,
+            after.slots,
             gradient.accumulator,
             gradient.last,
             weight=gradient.weight,
@@ -80,19 +78,15 @@ class Sgd:
             touched=gradient.touched,
             steps_in=before.steps,
             steps_out=after.steps,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=self._nesterov,
-            maximize=self._maximize,
+            scalars=scalars,
+            flags=self._flags,
         )
 
 
 class Static:
     """Tensors that never change."""
 
-    slot_count = 0
+    slot_starts = ()
 
     def apply(self, *_: object) -> None:
         """Never called: nothing is pushed to a static group."""
@@ -101,4 +95,4 @@ class Static:
 
 def rule_of(group: GroupSpec) -> Rule:
     """The rule of a group; the spec has been checked, so that it exists."""
-    return Static() if group.is_static else Sgd(group)
+    return Static() if group.is_static else Elementwise(group)

@@ -20,11 +20,22 @@ void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intp
 /* The index of the first NaN or infinity, or -1. */
 intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n);
 
-/* Update rules. A new one is a file rule_<name>.h, an entry here, and a row in the table at the end of step.h. */
-typedef enum { PSD_SGD } psd_rule_id;
+/* Update rules. A new one is a file rule_<name>.h, an entry here, and a row in the table of step.h. */
+typedef enum {
+    PSD_ADADELTA,
+    PSD_ADAGRAD,
+    PSD_ADAM,
+    PSD_ADAMAX,
+    PSD_FTRL,
+    PSD_LION,
+    PSD_NADAM,
+    PSD_RMSPROP,
+    PSD_SGD
+} psd_rule_id;
 
 #define PSD_SLOTS_MAX 3   /* the most slots that a rule has: Adam with amsgrad */
 #define PSD_SCALARS_MAX 8 /* the most hyper-parameters that a rule has */
+#define PSD_CONSTANTS_MAX 12 /* the most numbers that a rule prepares from them */
 
 /* Hyper-parameters, in the order in which the rule's file names them. */
 typedef struct {

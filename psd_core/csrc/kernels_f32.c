@@ -2,10 +2,13 @@
  * since the phases of a tile then outrun the memory prefetchers. */
 #include "portable.h"
 #include "kernels.h"
+#include "scalars.h"
 
 typedef float real;
 typedef uint32_t real_bits;
 #define REAL_EXPONENT 0x7f800000u
+#define REAL_SQRT sqrtf
+#define REAL_ABS fabsf
 #define TILE ((intptr_t)(1024 / sizeof(real)))
 #define FN(name) name##_f32
 

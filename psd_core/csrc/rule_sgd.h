@@ -4,7 +4,8 @@
  * Sutskever et al. 2013, with the learning rate outside of it. At step 1 the momentum buffer becomes the gradient itself,
  * undampened. Torch on a CPU fuses some multiply-adds, so it differs from this by rounding.
  *
- * Scalars: lr, momentum, dampening, weight_decay. Flags: 1 nesterov, 2 maximize. Slots: the momentum buffer.
+ * Scalars: lr, momentum, dampening, weight_decay. Flags: 1 maximize, 2 nesterov, 4 momentum (has the
+ * slot). Slots: the momentum buffer.
  */
 #ifndef PSD_RULE_SGD_H
 #define PSD_RULE_SGD_H
@@ -15,13 +16,13 @@ enum { SGD_PLAIN, SGD_FIRST, SGD_HEAVY, SGD_NESTEROV_FIRST, SGD_NESTEROV }; /* w
 static void FN(sgd_prepare)(const psd_hyper *hyper, uint64_t step, FN(constants) *k)
 {
     const double momentum = hyper->scalars[1], weight_decay = hyper->scalars[3];
-    const int nesterov = hyper->flags & 1, maximize = hyper->flags & 2;
+    const int maximize = hyper->flags & 1, nesterov = hyper->flags & 2;
     k->of[SGD_LR] = (real)hyper->scalars[0];
     k->of[SGD_MOMENTUM] = (real)momentum;
     k->of[SGD_FRESH] = (real)(1.0 - hyper->scalars[2]);
     k->of[SGD_WEIGHT_DECAY] = (real)weight_decay;
     k->of[SGD_SIGN] = maximize ? (real)-1 : (real)1;
-    const int buffer = momentum == 0 ? SGD_PLAIN : (step == 1 ? SGD_FIRST : SGD_HEAVY) + (nesterov ? 2 : 0);
+    const int buffer = momentum == 0 || !(hyper->flags & 4) ? SGD_PLAIN : (step == 1 ? SGD_FIRST : SGD_HEAVY) + (nesterov ? 2 : 0);
     k->variant = 2 * buffer + (weight_decay != 0);
 }
 

@@ -9,7 +9,7 @@
  */
 
 typedef struct {
-    real of[PSD_SCALARS_MAX];
+    real of[PSD_CONSTANTS_MAX];
     int variant;
 } FN(constants);
 
@@ -21,9 +21,31 @@ typedef struct {
                  intptr_t n, const FN(constants) *);
 } FN(rule);
 
+/* The way from a to b by the share w, rounded as torch does it: w = 1 ends at b exactly. */
+PSD_INLINE real FN(lerp)(real a, real b, real w)
+{
+    return w < (real)0.5 ? a + w * (b - a) : b - (b - a) * (1 - w);
+}
+
+#include "rule_adadelta.h"
+#include "rule_adagrad.h"
+#include "rule_adam.h"
+#include "rule_adamax.h"
+#include "rule_ftrl.h"
+#include "rule_lion.h"
+#include "rule_nadam.h"
+#include "rule_rmsprop.h"
 #include "rule_sgd.h"
 
 static const FN(rule) FN(rules)[] = {
+    [PSD_ADADELTA] = {2, 1, FN(adadelta_prepare), FN(psd_adadelta_tile)},
+    [PSD_ADAGRAD] = {1, UINT64_MAX, FN(adagrad_prepare), FN(psd_adagrad_tile)},
+    [PSD_ADAM] = {3, UINT64_MAX, FN(adam_prepare), FN(psd_adam_tile)},
+    [PSD_ADAMAX] = {2, UINT64_MAX, FN(adamax_prepare), FN(psd_adamax_tile)},
+    [PSD_FTRL] = {2, 1, FN(ftrl_prepare), FN(psd_ftrl_tile)},
+    [PSD_LION] = {1, 1, FN(lion_prepare), FN(psd_lion_tile)},
+    [PSD_NADAM] = {2, UINT64_MAX, FN(nadam_prepare), FN(psd_nadam_tile)},
+    [PSD_RMSPROP] = {3, 1, FN(rmsprop_prepare), FN(psd_rmsprop_tile)},
     [PSD_SGD] = {1, 2, FN(sgd_prepare), FN(psd_sgd_tile)},
 };
 
@@ -112,7 +134,7 @@ void FN(psd_step_block)(psd_rule_id id, const psd_arrays *a, const psd_hyper *hy
             FN(step_run)(rule, a, &k, begin, end);
         } else {
             FN(copy_run)(a->param_in, a->param_out, begin, end);
-            for (int slot = 0; slot < rule->slot_count; slot++)
+            for (int slot = 0; slot < rule->slot_count; slot++) /* one that is not kept is NULL in both */
                 FN(copy_run)(a->slots_in[slot], a->slots_out[slot], begin, end);
         }
         begin = end;

@@ -153,7 +153,11 @@ def specs(draw):
     """Any dtypes and groups; sizes from none to a few blocks."""
     groups = draw(
         st.lists(
-            st.sampled_from([GroupSpec("sgd", ("momentum",)), GroupSpec("sgd"), GroupSpec("static")]), min_size=1, max_size=3
+            st.sampled_from(
+                [GroupSpec("sgd"), GroupSpec("adam", ("amsgrad",)), GroupSpec("adagrad", (), (0.5,)), GroupSpec("static")]
+            ),
+            min_size=1,
+            max_size=3,
         )
     )
     shapes = st.one_of(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import psd_client
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
@@ -22,7 +23,7 @@ from psd_client.tensors import NamedTensors, tensor_specs
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"lr": -1}, ValueError, "lr: must be finite and at least 0, got -1"),
+        ({"lr": -1}, ValueError, "lr: must be >= 0, got -1"),
         ({"lr": float("nan")}, ValueError, "lr"),
         ({"lr": "0.1"}, TypeError, "lr: expected a number"),
         ({"lr": True}, TypeError, "lr"),
@@ -49,6 +50,43 @@ def test_sgd_when_built_then_gives_flags_and_scalars() -> None:
     assert SGD(lr=1).group() == GroupSpec("sgd", ())
     assert SGD(lr=1, dampening=-0.5).scalars()["dampening"] == -0.5
     assert scalar_values(Static().group(), Static().scalars(), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "match"),
+    [
+        ("Adam", {"betas": (0.9, 1)}, ValueError, "^betas: beta2 must be >= 0 and < 1, got 1"),
+        ("Adam", {"betas": (-0.1, 0.9)}, ValueError, "^betas: beta1 must be >= 0 and < 1"),
+        ("Adam", {"betas": 0.9}, TypeError, "^betas: expected two numbers, got 0.9"),
+        ("Adam", {"betas": (0.9, "x")}, TypeError, "^betas: expected a number, got 'x'"),
+        ("AdamW", {"eps": -1e-8}, ValueError, "^eps: must be >= 0"),
+        ("AdamW", {"amsgrad": 1}, TypeError, "^amsgrad: expected True or False, got 1"),
+        ("Adagrad", {"initial_accumulator_value": -1}, ValueError, "^initial_accumulator_value: must be >= 0"),
+        ("Adagrad", {"initial_accumulator_value": 1e39}, ValueError, "^initial_accumulator_value: must be finite, also as"),
+        ("Adadelta", {"rho": 1.1}, ValueError, "^rho: must be >= 0 and <= 1"),
+        ("RMSprop", {"alpha": 1.5}, ValueError, "^alpha: must be >= 0 and <= 1"),
+        ("NAdam", {"momentum_decay": -1}, ValueError, "^momentum_decay: must be >= 0"),
+        ("FTRL", {"lr": 0}, ValueError, "^lr: must be > 0"),
+        ("FTRL", {"lr": 1, "l1": -1}, ValueError, "^l1: must be >= 0"),
+        ("Lion", {"lr": float("nan")}, ValueError, "^lr: must be finite"),
+    ],
+)
+def test_optimizers_when_an_argument_is_wrong_then_name_it(
+    kind: str, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        getattr(psd_client, kind)(**options)
+
+
+def test_optimizers_when_built_then_give_flags_constants_and_scalars() -> None:
+    """Pairs stay pairs for the user and travel as two numbers."""
+    adam = psd_client.AdamW(amsgrad=True)
+
+    assert adam.group() == GroupSpec("adam", ("amsgrad", "decoupled_weight_decay"))
+    assert adam.scalars() == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    assert scalar_values(adam.group(), adam.scalars(), 0) == [1e-3, 0.9, 0.999, 1e-8, 1e-2]
+    assert psd_client.Adagrad(initial_accumulator_value=0.5).group() == GroupSpec("adagrad", (), (0.5,))
+    assert psd_client.RMSprop(momentum=0.5, centered=True).group() == GroupSpec("rmsprop", ("centered", "momentum"))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +147,7 @@ def test_param_groups_when_a_group_is_wrong_then_names_it(groups: list[dict[str,
 
 def test_param_groups_when_the_optimizer_is_something_else_then_says_what_is_expected() -> None:
     wrong: Any = 0.1
-    with pytest.raises(TypeError, match=r"optimizer: expected psd_client.SGD\(lr=...\), got 0.1"):
+    with pytest.raises(TypeError, match=r"optimizer: expected one of psd_client's, such as psd_client.SGD\(lr=...\), got 0.1"):
         ParamGroups(["w"], wrong, None)
 
 

@@ -127,7 +127,7 @@ def run(arena: Arena, journal: Journal, rounds: int, report=lambda round_: None)
             for rank in range(WORKERS):
                 arena.set_member(rank, *member(rank, round_))
             arena.record_decision(round_, mask(round_))
-            arena.set_word("cut", round_)
+            arena.set_word("tentative", round_)
         report(round_)
     for page in pinned:
         arena.unpin(page)
@@ -179,7 +179,7 @@ def check(arena: Arena, journal: Journal) -> int:
         assert arena.decision(complete) in (None, mask(complete))
         earlier = range(max(1, complete - 8), complete)
         assert [arena.decision(round_) for round_ in earlier] == [mask(round_) for round_ in earlier]
-        assert arena.word("cut") in (complete - 1, complete)
+        assert arena.word("tentative") in (complete - 1, complete)
     check_places(arena)
     return count
 

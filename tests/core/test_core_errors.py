@@ -41,12 +41,16 @@ def cases(table, *names):
 
 
 def block(**changes):
-    """Valid arguments of sgd_block, four numbers in two segments, with some of them replaced."""
+    """Valid arguments of step_block, four numbers in two segments, with some of them replaced."""
     arrays = {name: np.zeros(4, F32) for name in ("param_in", "param_out", "momentum_in", "momentum_out", "acc", "grad")}
-    hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    rule = {"rule": "sgd", "scalars": (0.1, 0.9, 0.0, 0.0), "flags": ("momentum",)}
     counts = {"touched": np.ones(2, np.uint8), "steps_in": np.zeros(2, np.uint64), "steps_out": np.full(2, 99, np.uint64)}
     ends = np.array([1, 4], np.uint32)
-    return arrays | hyper | counts | {"segment_ends": ends, "weight": 1.0, "scale": 1.0} | changes
+    return arrays | rule | counts | {"segment_ends": ends, "weight": 1.0, "scale": 1.0} | changes
+
+
+def step(momentum_in, momentum_out, **arguments):
+    psd_core.step_block(slots_in=(momentum_in,), slots_out=(momentum_out,), **arguments)
 
 
 @pytest.mark.parametrize(("name", "bad", "message"), cases(BAD_INPUTS, "grad"))
@@ -88,7 +92,7 @@ def test_a_bad_array_of_a_block_is_refused(name, bad, message):
     arguments = block(**{name: bad})
 
     with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
-        psd_core.sgd_block(**arguments)
+        step(**arguments)
 
     assert arguments["steps_out"].tolist() == [99, 99]
 
@@ -111,7 +115,7 @@ def test_a_bad_array_of_segments_is_refused(name, bad, message):
     arguments = block(**{name: bad})
 
     with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
-        psd_core.sgd_block(**arguments)
+        step(**arguments)
 
     assert arguments["param_out"].tolist() == [0, 0, 0, 0]
 
@@ -120,17 +124,15 @@ def test_a_block_without_segments_must_be_empty():
     none = {"touched": np.ones(0, np.uint8), "steps_in": np.ones(0, np.uint64), "steps_out": np.ones(0, np.uint64)}
 
     with pytest.raises(psd_core.InvalidTensor, match=r"^segment_ends: expected 4"):
-        psd_core.sgd_block(**block(segment_ends=np.ones(0, np.uint32), **none))
+        step(**block(segment_ends=np.ones(0, np.uint32), **none))
 
 
 def test_a_block_without_any_gradient_is_refused():
     with pytest.raises(psd_core.InvalidTensor, match=r"^grad: expected an array where acc is None"):
-        psd_core.sgd_block(**block(acc=None, grad=None))
+        step(**block(acc=None, grad=None))
 
 
 def test_momentum_without_a_buffer_is_refused():
-    with pytest.raises(psd_core.InvalidTensor, match=r"^momentum_in: expected an array, since momentum is 0\.9"):
-        psd_core.sgd_block(**block(momentum_in=None, momentum_out=None))
     with pytest.raises(psd_core.InvalidTensor, match=r"^momentum_buffer: expected an array, since momentum is 0\.9"):
         psd_core.sgd(np.zeros(1), np.zeros(1), lr=0.1, momentum=0.9)
 
@@ -153,4 +155,4 @@ def test_an_output_that_is_not_its_own_input_is_refused(other):
     arguments["param_out"] = arguments[other]
 
     with pytest.raises(psd_core.InvalidTensor, match=f"overlaps ({other}|param_out)"):
-        psd_core.sgd_block(**arguments)
+        step(**arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers_rules import cases
 
 import psd_core
 
@@ -99,7 +100,7 @@ def library(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     sources = sorted(str(source) for source in CSRC.glob("*.c"))
     flags = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-DPSD_ONE_VERSION", *VARIANTS[request.param]]
-    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(path)], check=True)
+    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(path), "-lm"], check=True)
     return ctypes.CDLL(str(path))
 
 
@@ -124,27 +125,24 @@ def same_bits(a, b):
     "numbers", [wild_numbers, lambda rng, shape, dtype: rng.standard_normal(shape).astype(dtype)], ids=["wild", "tame"]
 )
 @pytest.mark.parametrize(("dtype", "code"), [(np.float32, 0), (np.float64, 1)])
-@pytest.mark.parametrize("flags", range(4))
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("step", [1, 7])
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_every_instruction_set_gives_the_same_bits(library, numbers, dtype, code, flags, step, rng):
-    n = 1003
-    param, momentum, acc, grad = numbers(rng, (4, n), dtype)
-    out, theirs = np.empty((2, n), dtype), np.empty((2, n), dtype)
-    scalars = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}
+def test_every_instruction_set_gives_the_same_bits(library, numbers, dtype, code, case, step, rng):
+    n, rule = 1003, psd_core.RULES[case.rule]
+    param, acc, grad, *slots = numbers(rng, (3 + len(case.slots), n), dtype)
+    out, theirs = np.empty((1 + len(slots), n), dtype), np.empty((1 + len(slots), n), dtype)
     arrays = Arrays(address(param), address(theirs[0]), acc=address(acc), grad=address(grad), weight=0.7, scale=1 / 3)
-    arrays.slots_in[0], arrays.slots_out[0] = address(momentum), address(theirs[1])
-    hyper = Hyper((ctypes.c_double * 8)(*scalars.values()), flags)
-    one = {
-        "segment_ends": np.array([n], np.uint32),
-        "touched": np.ones(1, np.uint8),
-        "steps_in": np.array([step - 1], np.uint64),
-    }
+    for name, slot, to in zip(case.slots, slots, theirs[1:], strict=True):
+        position = [slot.name for slot in rule.slots].index(name)
+        arrays.slots_in[position], arrays.slots_out[position] = address(slot), address(to)
+    hyper = Hyper((ctypes.c_double * 8)(*case.scalars), rule.bits(case.flags))
+    one = {"segment_ends": np.array([n], np.uint32), "touched": np.ones(1, np.uint8)}
 
-    library.psd_step(code, 0, ctypes.byref(arrays), ctypes.byref(hyper), ctypes.c_uint64(step), ctypes.c_ssize_t(n))
-    psd_core.sgd_block(
-        param, out[0], momentum, out[1], acc, grad, weight=0.7, scale=1 / 3, steps_out=np.zeros(1, np.uint64),
-        **one, **scalars, nesterov=bool(flags & 1), maximize=bool(flags & 2),
+    library.psd_step(code, rule.number, ctypes.byref(arrays), ctypes.byref(hyper), ctypes.c_uint64(step), ctypes.c_ssize_t(n))
+    psd_core.step_block(
+        case.rule, param, out[0], slots, tuple(out[1:]), acc, grad, weight=0.7, scale=1 / 3, **one,
+        steps_in=np.array([step - 1], np.uint64), steps_out=np.zeros(1, np.uint64), scalars=case.scalars, flags=case.flags,
     )  # fmt: skip
 
     assert same_bits(out, theirs)

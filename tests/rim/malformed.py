@@ -6,6 +6,7 @@ by chance make something valid.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -281,8 +282,9 @@ def wrong_declare(rng: random.Random, target: Target) -> Request:
         (lambda: spec.groups.extend([group] * 1100), "InvalidRequest", "groups"),
         (lambda: spec.ClearField("groups"), "InvalidRequest", "groups"),
         (lambda: spec.groups.add(rule="sgd"), "SpecMismatch", "groups"),
-        (lambda: setattr(group, "rule", rng.choice(("", "adam", "x" * 9000))), "InvalidRequest", "groups.rule"),
+        (lambda: setattr(group, "rule", rng.choice(("", "adamw", "x" * 9000))), "InvalidRequest", "groups.rule"),
         (lambda: group.flags.extend(["momentum"]), "InvalidRequest", "groups.flags"),
+        (lambda: group.constants.extend([rng.choice((0.0, -1.0, math.nan))]), "InvalidRequest", "groups.constants"),
         (lambda: group.flags.extend([rng.choice(("nestero", "z" * 4000, "ü"))]), "InvalidRequest", "groups.flags"),
         (lambda: group.flags.extend(["nesterov"]), "SpecMismatch", "group 0"),
         (lambda: setattr(tensor, "name", rng.choice(("", "n" * 257, "ß" * 200))), "InvalidTensor", "name"),

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from helpers_torch import backward, batch, small_model, values  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.optim import SGD, Adam  # noqa: E402
+from torch.optim import LBFGS, SGD, AdamW  # noqa: E402
 
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient  # noqa: E402
@@ -35,14 +35,23 @@ def distribute(model, optimizer, **arguments):
 
 def test_other_optimizers_are_refused_by_name():
     model = small_model()
-    with pytest.raises(TypeError, match=r"^torch\.optim\.Adam is not supported yet; supported: SGD$"):
-        distribute(model, Adam(model.parameters()))
+    with pytest.raises(TypeError, match=r"^torch\.optim\.LBFGS is not supported yet; supported: SGD, Adagrad, .*, NAdam$"):
+        distribute(model, LBFGS(model.parameters()))
 
 
 def test_subclass_of_sgd_is_refused_by_name():
     model = small_model()
     with pytest.raises(TypeError, match=r"\.Custom is a subclass of torch\.optim\.SGD"):
         distribute(model, Custom(model.parameters(), lr=0.1))
+
+
+def test_subclass_of_a_class_that_is_itself_one_is_refused_by_the_nearest_name():
+    class Mine(AdamW):
+        pass
+
+    model = small_model()
+    with pytest.raises(TypeError, match=r"Mine is a subclass of torch\.optim\.AdamW"):
+        distribute(model, Mine(model.parameters()))
 
 
 def test_option_that_shards_do_not_honour_is_refused_by_name():

@@ -1,0 +1,67 @@
+"""What torch's optimizers are called on the shards: rule and options, by torch's names.
+
+Decides which classes and options psd has, and refuses the others by name. Imports no torch: it looks at names and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from psd.contract.errors import InvalidRequest
+from psd.contract.rules import RULES
+from psd_client.optimizers import option_of
+
+_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "SGD": ("sgd", ()),
+    "Adagrad": ("adagrad", ()),
+    "Adadelta": ("adadelta", ()),
+    "RMSprop": ("rmsprop", ()),
+    "Adam": ("adam", ()),
+    "AdamW": ("adam", ("decoupled_weight_decay",)),
+    "Adamax": ("adamax", ()),
+    "NAdam": ("nadam", ()),
+}
+"""By class: the rule, and the flags that the class stands for."""
+
+_IGNORED = {"foreach", "fused"}
+"""Options that choose among torch's own kernels for the same arithmetic. The shards have theirs, so either value is right."""
+
+
+def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:
+    """The rule that a class of the module torch.optim is, and the flags that it stands for.
+
+    Raises:
+        TypeError: another class, or a subclass of one; the message names it.
+    """
+    for name, rule in _RULES.items():
+        if kind is getattr(optim, name):
+            return rule
+    shown = f"{'torch.optim' if kind.__module__.startswith('torch.optim.') else kind.__module__}.{kind.__qualname__}"
+    for base in kind.__mro__:
+        if base.__name__ in _RULES and base is getattr(optim, base.__name__):
+            raise TypeError(
+                f"{shown} is a subclass of torch.optim.{base.__name__}, and the shards cannot run its code; "
+                f"supported: {base.__name__} itself"
+            )
+    raise TypeError(f"{shown} is not supported yet; supported: {', '.join(_RULES)}")
+
+
+def check_options(rule: str, options: Mapping[str, Any], index: int) -> None:
+    """Raise InvalidRequest if an option is on that the shards would not honour."""
+    info = RULES[rule]
+    honoured = {*map(option_of, info.scalars), *info.flags, *info.constants}
+    for option, value in options.items():
+        if option not in honoured | _IGNORED and value:
+            raise InvalidRequest(f"param_groups[{index}]: {option}={value!r} is not supported by psd; leave it off")
+
+
+def has_slots(state: Mapping[str, Any]) -> str | None:
+    """The first slot in one parameter's state, or None if there is nothing in it that a step has put there.
+
+    Adagrad makes its slots when it is built; they are worth nothing until the first step.
+    """
+    if float(state.get("step", 1)) == 0:
+        return None
+    return next((slot for slot, value in state.items() if value is not None), None)

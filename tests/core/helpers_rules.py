@@ -1,0 +1,86 @@
+"""Every rule with every combination of its flags, as psd_core's functions and as step_block take it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import psd_core
+
+SCALARS = {
+    "adadelta": {"lr": 0.7, "rho": 0.9, "eps": 1e-6},
+    "adagrad": {"lr": 0.05, "lr_decay": 0.01, "eps": 1e-10},
+    "adam": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
+    "adamax": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
+    "ftrl": {"lr": 0.1, "beta": 1.0},
+    "lion": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99},
+    "nadam": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "momentum_decay": 0.004},
+    "rmsprop": {"lr": 0.01, "alpha": 0.99, "eps": 1e-8},
+    "sgd": {"lr": 0.05},
+}
+"""What is not 0 in every case."""
+
+OPTIONAL = {
+    "adagrad": {"weight_decay": 0.01},
+    "ftrl": {"l1": 0.05, "l2": 0.1},
+    "rmsprop": {"weight_decay": 0.01, "momentum": 0.9},
+    "sgd": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+}
+"""What is 0 in some cases."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rule with one choice of options."""
+
+    rule: str
+    scalars: tuple[float, ...]
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        on = [name for name in OPTIONAL.get(self.rule, {"weight_decay": 0}) if self.named[name]]
+        return "-".join([self.rule, *on, *(flag for flag in self.flags if flag not in on)])
+
+    @property
+    def named(self) -> dict[str, float]:
+        return dict(zip(psd_core.RULES[self.rule].scalars, self.scalars, strict=True))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return psd_core.RULES[self.rule].slots_of(self.flags)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of psd_core's function: flags that are not momentum, which its scalar implies."""
+        flags = {flag: flag in self.flags for flag in psd_core.RULES[self.rule].flags if flag != "momentum"}
+        return {**self.named, **flags}
+
+    def update(self, param: Any, grad: Any, slots: list[Any], step: int) -> None:
+        """Call psd_core's function of the rule's name."""
+        names = {"sum": "sum_", "momentum": "momentum_buffer"}
+        arrays = {names.get(name, name): slot for name, slot in zip(self.slots, slots, strict=True)}
+        getattr(psd_core, self.rule)(param, grad, **arrays, **self.options, step=step)
+
+    def new_slots(self, param: Any, value: float = 0.0) -> list[Any]:
+        return [np.full_like(param, value) for _ in self.slots]
+
+
+def cases(*rules: str) -> list[Case]:
+    """All combinations of options of these rules."""
+    found = []
+    for rule in rules or psd_core.RULES:
+        info = psd_core.RULES[rule]
+        optional = OPTIONAL.get(rule, {"weight_decay": 0.01})
+        free = [flag for flag in info.flags if flag not in info.scalars]
+        for chosen in itertools.product([False, True], repeat=len(optional) + len(free)):
+            scalars = dict.fromkeys(info.scalars, 0.0) | SCALARS[rule]
+            scalars |= {name: value for (name, value), on in zip(optional.items(), chosen, strict=False) if on}
+            flags = [flag for flag, on in zip(free, chosen[len(optional) :], strict=True) if on]
+            flags += [flag for flag in info.flags if flag in info.scalars and scalars[flag]]
+            if "nesterov" in flags and (not scalars["momentum"] or scalars["dampening"]):
+                continue
+            found.append(Case(rule, tuple(scalars[name] for name in info.scalars), tuple(sorted(flags))))
+    return found
