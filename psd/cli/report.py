@@ -256,7 +256,7 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
 
 
 def _checkpoint_table(replies: Sequence[pb.StatusReply]) -> str:
-    """Each shard's part of the last one; then, in full, what went wrong at the last attempt, once for all shards that say so."""
+    """Each shard's part of the last one; then what went wrong at the last attempt, once for all shards that say so."""
     rows = [("SHARD", "CHECKPOINTS IN", "LAST", "AGE", "SIZE", "TOOK")]
     errors: dict[str, list[str]] = {}
     for reply in replies:

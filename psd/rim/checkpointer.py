@@ -103,7 +103,9 @@ class Checkpointer:
             self._queue.put(snapshot)
         else:
             self._shard.cuts.abandon(snapshot)
-            self._fail(snapshot.cut, CheckpointFailed("those before are not written yet: the storage is too slow for this pace"))
+            self._fail(
+                snapshot.cut, CheckpointFailed("those before are not written yet: the storage is too slow for this pace")
+            )
 
     def on_missed(self, cut: data_pb2.Cut, why: str) -> None:
         """A cut cannot be completed on this shard."""

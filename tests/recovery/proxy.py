@@ -1,12 +1,12 @@
 """A TCP proxy in front of a shard that breaks connections on demand: where bulk data flows, so that a frame is torn.
 
-    proxy = Proxy(shard.address)
-    proxy.arm(Fault("cut", "up"))       # strikes once, in the next large piece of data that a worker sends
-    proxy.wait_until_all_fired(60)
+proxy = Proxy(shard.address)
+proxy.arm(Fault("cut", "up"))       # strikes once, in the next large piece of data that a worker sends
+proxy.wait_until_all_fired(60)
 
-    cut     forward a part of the piece, then reset the connection on both sides
-    drop    forward a part of the piece, lose everything after it for a while, then reset
-    delay   hold the piece, and what comes after it, back for a while
+cut     forward a part of the piece, then reset the connection on both sides
+drop    forward a part of the piece, lose everything after it for a while, then reset
+delay   hold the piece, and what comes after it, back for a while
 """
 
 from __future__ import annotations

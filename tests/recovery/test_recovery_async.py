@@ -59,9 +59,7 @@ def work(
         return count, ps.pull()["w"]
 
 
-@pytest.mark.parametrize(
-    ("is_answered", "directions"), [(True, DIRECTIONS), (False, ["up"])], ids=["push_pull", "push"]
-)
+@pytest.mark.parametrize(("is_answered", "directions"), [(True, DIRECTIONS), (False, ["up"])], ids=["push_pull", "push"])
 @pytest.mark.parametrize(
     ("kills", "faults", "seed"),
     [
@@ -113,8 +111,7 @@ def test_when_a_worker_is_killed_then_it_loses_at_most_the_push_that_was_not_ack
 def _kill_after(process: subprocess.Popen[str], source: random.Random, acknowledged: list[int]) -> None:
     """At a random instant after a random number of acknowledged pushes, which are noted."""
     assert process.stdout is not None
-    for _ in range(source.randrange(2, 10)):
-        acknowledged.append(int(process.stdout.readline()))
+    acknowledged += [int(process.stdout.readline()) for _ in range(source.randrange(2, 10))]
     threading.Event().wait(source.random() * 0.03)  # the instant itself is random
     process.kill()
     acknowledged += [int(line) for line in process.stdout]
