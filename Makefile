@@ -9,11 +9,12 @@ INSTALLED := .venv/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test chaos lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make test    lint and run all tests"
+	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
 	@echo "make clean   remove everything that was made, .venv too"
@@ -44,6 +45,10 @@ test: $(INSTALLED)
 	echo "== pytest"; \
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) || status=$$?; \
 	exit $$status
+
+# What `make test` has in a short form, at length; every seed is printed.
+chaos: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/recovery -m chaos $(PYTEST_FLAGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

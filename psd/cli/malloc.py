@@ -13,6 +13,7 @@ import ctypes
 
 _M_TRIM_THRESHOLD = -1  # from malloc.h
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 MMAP_THRESHOLD_BYTES = 32 << 20
 """Smaller blocks come from the heap. The largest value that every glibc takes (half of an arena's heap)."""
@@ -21,15 +22,21 @@ TRIM_THRESHOLD_BYTES = 512 << 20
 """Free memory that the heap keeps at its end: what a shard has under way at once, with room."""
 
 
+ARENAS = 1
+"""Heaps of a shard. By default each thread keeps what it has freed in one of 8 heaps per core, where others cannot use it: with
+8 workers and 32 MiB of parameters on 2 cores that is 180 of 454 MB. Blocks are large, so the one lock is not felt."""
+
+
 def keep_freed_memory() -> bool:
-    """Raise this process's thresholds; False where malloc is not glibc's. Call before threads start."""
+    """Raise this process's thresholds, in one heap; False where malloc is not glibc's. Call before threads start."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
         return False
     mmap = mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(MMAP_THRESHOLD_BYTES))
     trim = mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(TRIM_THRESHOLD_BYTES))
-    return bool(mmap and trim)
+    heaps = mallopt(_M_ARENA_MAX, ctypes.c_int(ARENAS))
+    return bool(mmap and trim and heaps)
 
 
 def environment() -> dict[str, str]:

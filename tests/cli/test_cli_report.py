@@ -173,10 +173,9 @@ def test_as_text_when_checkpoints_are_taken_then_each_shards_last_one_and_every_
     text = as_text(answers(shard(0, **stored), shard(1, **full)))
 
     _, checkpoints = text.split("SHARD  CHECKPOINTS IN")
-    assert checkpoints.split("\n")[1].split() == (
-        ["0/2", "/data/checkpoints", "timeline-00000-step-000000000040-ab", "2", "min", "10", "s", "3.0", "MiB", "0.2", "s"]
-    )
-    assert checkpoints.split("\n")[2].split() == ["1/2", "/data/checkpoints", "none", "yet", "-", "-", "-"]
+    lines = [" ".join(line.split()) for line in checkpoints.split("\n")]
+    assert lines[1] == "0/2 /data/checkpoints timeline-00000-step-000000000040-ab 2 min 10 s 3.0 MiB 0.2 s"
+    assert lines[2] == "1/2 /data/checkpoints none yet - - -"
     assert checkpoints.endswith("checkpoint error of shard 1/2: cannot write x: No space left on device")
     assert "CHECKPOINTS" not in as_text(answers(shard(0), shard(1)))
 

@@ -1,6 +1,6 @@
-"""A program for test_recovery_half_push.py: a worker that trains for some steps and then stops in the middle of a push.
+"""A program for test_recovery_half_push.py: a worker that trains for some steps, and then stops in the middle of a push.
 
-python half_push_worker.py SERVERS RANK WORLD_SIZE STEPS BLOCKS AGGREGATION. The last push has BLOCKS blocks for shard 0 and
+python half_push_worker.py SERVERS RANK WORLD_SIZE STEPS BLOCKS AGGREGATION. The last push has BLOCKS blocks for shard 0, and
 none for the others, over stock stubs; with BLOCKS = 0 it is not begun. Says "here" when it has come there.
 """
 

@@ -1,4 +1,4 @@
-"""A shard that dies at each operation on its checkpoints: the last good one is found, and training goes on or resumes."""
+"""A shard that dies at each operation on files of checkpoints: the last good one is found, training goes on or resumes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Checkpoints of a training job where the disk is full, read-only, slow or the time short: training goes on."""
+"""Checkpoints where the disk is full or read-only, or time is short: training goes on, and status tells."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import signal
 import subprocess
@@ -118,7 +119,7 @@ def test_when_the_disk_takes_no_more_then_training_goes_on_and_status_tells(
 
 
 def _fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
 

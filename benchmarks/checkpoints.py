@@ -1,0 +1,281 @@
+"""Measures what checkpoints and recovery cost, on this machine, with a real psd-server.
+
+    python benchmarks/checkpoints.py [--megabytes 256] [--recovery-megabytes 1000] [--directory DIR] [--json]
+
+slow-down   one worker trains; its step times while checkpoints are written, against those of the same run while none is
+bandwidth   of those checkpoints, against a plain write and fsync of as many bytes to the same directory, in turns
+recovery    a shard is killed with SIGKILL and started again: until it serves, and until a worker has all parameters again; and
+            how much of its arena it has touched when it serves
+
+Sizes are of parameters and momentum together, in MB (10^6 bytes). Every number that is stored or pulled is checked. Ratios
+within one run are the figures to compare; seconds are this machine's. State directories lie in memory, as by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_client
+from psd.checkpoint import CheckpointDirectory
+from psd.contract.environment import memory_directory
+from psd.contract.layout import Layout
+from psd.v1 import control_pb2, control_pb2_grpc
+
+LR, MOMENTUM = 0.5, 0.5
+QUIET_STEPS_MIN = 3
+"""Between two checkpoints."""
+
+
+class Shard:
+    """A psd-server process, the only shard of its job."""
+
+    def __init__(self, state_dir: Path, *flags: str) -> None:
+        self.address = "127.0.0.1:0"
+        self._flags = ("--state-dir", str(state_dir), "--exit-when-done", "--log-level", "error", *flags)
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Returns when it serves."""
+        command = [sys.executable, "-m", "psd.cli.server", "--shard", "0/1", "--listen", self.address, *self._flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        found = re.search(r"ready at (\S+)", self._process.stdout.readline())
+        assert found is not None, "the shard did not start"
+        self.address = found[1]
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def resident_bytes(self) -> int:
+        """All that the process has touched, its arena included."""
+        assert self._process is not None
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self._process.pid}/status").read_text())
+        assert found is not None
+        return int(found[1]) << 10
+
+    def status(self) -> control_pb2.StatusReply:
+        """What psdctl status shows."""
+        with grpc.insecure_channel(self.address) as channel:
+            return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=60)
+
+    def checkpoint(self) -> str:
+        """Take one while the job trains; its name."""
+        with grpc.insecure_channel(self.address) as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=600).name
+
+    def end(self) -> None:
+        """If it has not ended by itself."""
+        assert self._process is not None
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def connected(shard: Shard, size: int) -> psd_client.ParameterServer:
+    """The only worker."""
+    ps = psd_client.connect(shard.address, 0, 1, retry_timeout=60)
+    ps.declare({"w": np.zeros(size, np.float32)}, psd_client.SGD(lr=LR, momentum=MOMENTUM))
+    return ps
+
+
+def after(steps: int) -> tuple[float, float]:
+    """Each parameter and its momentum after steps with gradients of one, to the bit."""
+    value = momentum = np.float32(0)
+    for _ in range(steps):
+        momentum = np.float32(MOMENTUM) * momentum + np.float32(1)
+        value = value - np.float32(LR) * momentum
+    return float(value), float(momentum)
+
+
+def check(values: NDArray[Any], expected: float, what: str) -> None:
+    """Every one of them."""
+    assert np.all(values == expected), f"{what}: not all are {expected}"
+
+
+def measure_checkpoints(megabytes: int, count: int, directory: Path, memory: Path) -> dict[str, Any]:
+    """Slow-down and bandwidth."""
+    size = megabytes * 10**6 // 8
+    url = directory / "checkpoints"
+    shard = Shard(memory / "state", "--checkpoint-dir", str(url), "--checkpoint-keep", "1")
+    shard.start()
+    gradient = {"w": np.ones(size, np.float32)}
+    steps: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def train() -> None:
+        with connected(shard, size) as ps:
+            while not done.is_set():
+                begun = time.monotonic()
+                ps.push_pull(gradient)
+                steps.append((begun, time.monotonic()))
+
+    def wait_steps(number: int) -> None:
+        until = len(steps) + number
+        while len(steps) < until and worker.is_alive():
+            done.wait(0.005)
+
+    worker = threading.Thread(target=train)
+    worker.start()
+    wait_steps(5)
+    writing: list[tuple[float, float]] = []
+    rates: list[float] = []
+    plain: list[float] = []
+    for _ in range(count):
+        wait_steps(QUIET_STEPS_MIN)
+        name = shard.checkpoint()
+        status = shard.status()
+        ended = time.monotonic() - status.checkpoint_age_s
+        writing.append((ended - status.checkpoint_took_s, ended))
+        rates.append(status.checkpoint_bytes / status.checkpoint_took_s)
+        verify(url, name)
+        wait_steps(QUIET_STEPS_MIN)
+        # Against a plain write under the same load: the job trains here, too.
+        plain.append(status.checkpoint_bytes / plain_write_s(directory / "plain", status.checkpoint_bytes))
+    done.set()
+    worker.join()
+    shard.end()
+    during = [end - begun for begun, end in steps if any(begun < to and end > since for since, to in writing)]
+    quiet = [end - begun for begun, end in steps[5:] if all(begun >= to or end <= since for since, to in writing)]
+    took = statistics.median(to - since for since, to in writing)
+    return {
+        "parameters_and_slots_bytes": 8 * size,
+        "checkpoints": count,
+        "checkpoint_s": took,
+        "steps_during": len(during),
+        "steps_quiet": len(quiet),
+        "step_s_quiet_median": statistics.median(quiet),
+        "step_s_during_median": statistics.median(during),
+        "slow_down_ratio": statistics.median(during) / statistics.median(quiet),
+        "checkpoint_bytes_per_s": statistics.median(rates),
+        "plain_bytes_per_s": statistics.median(plain),
+        "bandwidth_ratio": statistics.median(rates) / statistics.median(plain),
+    }
+
+
+def verify(url: Path, name: str) -> None:
+    """What was stored is that step's, all of it."""
+    directory = CheckpointDirectory(str(url))
+    manifest = directory.load(name)
+    value, momentum = after(manifest.step)
+    for stored in directory.read_blocks(manifest, Layout(manifest.spec, 1), 0):
+        check(stored.parameter, value, name)
+        check(stored.slots["momentum"], momentum, name)
+
+
+def plain_write_s(path: Path, nbytes: int) -> float:
+    """Seconds for writing and syncing as many bytes, in pieces of 1 MiB that are not all equal."""
+    piece = np.arange(1 << 18, dtype=np.uint32)
+    begun = time.monotonic()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, nbytes, 1 << 20):
+            piece += 1
+            file.write(memoryview(piece).cast("B")[: min(1 << 20, nbytes - start)])
+        os.fsync(file.fileno())
+    seconds = time.monotonic() - begun
+    path.unlink()
+    return seconds
+
+
+def measure_recovery(megabytes: int, count: int, memory: Path) -> dict[str, Any]:
+    """From kill -9 to the ready line, and to the first pull."""
+    size = megabytes * 10**6 // 8
+    shard = Shard(memory / "recovered", "--lease", "120")
+    begun = time.monotonic()
+    shard.start()
+    empty_s, empty_bytes = time.monotonic() - begun, shard.resident_bytes()
+    gradient = {"w": np.ones(size, np.float32)}
+    pull_s, ready_s, pulled_s, touched = [], [], [], []
+    with connected(shard, size) as ps:
+        for step in range(1, count + 1):
+            check(ps.push_pull(gradient)["w"], after(step)[0], f"step {step}")
+            begun = time.monotonic()
+            ps.pull()
+            pull_s.append(time.monotonic() - begun)
+            begun = time.monotonic()
+            shard.kill()
+            shard.start()
+            ready_s.append(time.monotonic() - begun)
+            touched.append(shard.resident_bytes() - empty_bytes)
+            values = ps.pull()["w"]
+            pulled_s.append(time.monotonic() - begun)
+            check(values, after(step)[0], f"recovery {step}")
+    shard.end()
+    return {
+        "parameters_and_slots_bytes": 8 * size,
+        "kills": count,
+        "start_of_an_empty_shard_s": empty_s,
+        "kill_to_ready_s_median": statistics.median(ready_s),
+        "kill_to_ready_s_max": max(ready_s),
+        "kill_to_first_pull_s_median": statistics.median(pulled_s),
+        "undisturbed_pull_s_median": statistics.median(pull_s),
+        "bytes_touched_when_ready_max": max(touched),
+    }
+
+
+def table(checkpoints: dict[str, Any], recovery: dict[str, Any]) -> str:
+    """For people."""
+    c, r = checkpoints, recovery
+    return "\n".join(
+        [
+            f"checkpoints of {c['parameters_and_slots_bytes'] / 1e6:.0f} MB, {c['checkpoints']} of them, while a worker trains",
+            f"  step while none is written    {1e3 * c['step_s_quiet_median']:9.1f} ms   ({c['steps_quiet']} steps)",
+            f"  step while one is written     {1e3 * c['step_s_during_median']:9.1f} ms   ({c['steps_during']} steps)",
+            f"  slow-down                     {c['slow_down_ratio']:9.2f}",
+            f"  from the cut to its end       {c['checkpoint_s']:9.2f} s",
+            f"  bandwidth                     {c['checkpoint_bytes_per_s'] / 1e6:9.0f} MB/s",
+            f"  plain write and fsync         {c['plain_bytes_per_s'] / 1e6:9.0f} MB/s",
+            f"  ratio                         {c['bandwidth_ratio']:9.2f}",
+            f"recovery of a shard of {r['parameters_and_slots_bytes'] / 1e6:.0f} MB, killed {r['kills']} times",
+            f"  start of an empty shard       {r['start_of_an_empty_shard_s']:9.2f} s",
+            f"  kill -9 to ready              {r['kill_to_ready_s_median']:9.2f} s    (at most {r['kill_to_ready_s_max']:.2f})",
+            f"  kill -9 to first pull         {r['kill_to_first_pull_s_median']:9.2f} s",
+            f"  the same pull, undisturbed    {r['undisturbed_pull_s_median']:9.2f} s",
+            f"  touched when ready            {r['bytes_touched_when_ready_max'] / 1e6:9.1f} MB",
+        ]
+    )
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=256, help="of the job whose checkpoints are measured")
+    parser.add_argument("--recovery-megabytes", type=int, default=1000, help="of the shard that is killed")
+    parser.add_argument("--count", type=int, default=5, help="checkpoints, and kills")
+    parser.add_argument("--directory", type=Path, help="on the disk to be measured (default: the system's temporary one)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(dir=args.directory, prefix="psd-benchmark-") as directory,
+        tempfile.TemporaryDirectory(dir=memory_directory(), prefix="psd-benchmark-") as memory,
+    ):
+        checkpoints = measure_checkpoints(args.megabytes, args.count, Path(directory), Path(memory))
+        recovery = measure_recovery(args.recovery_megabytes, args.count, Path(memory))
+    if args.json:
+        print(json.dumps({"checkpoints": checkpoints, "recovery": recovery}, indent=2))
+    else:
+        print(table(checkpoints, recovery))
+
+
+if __name__ == "__main__":
+    main()
