@@ -101,22 +101,25 @@ def test_states_of_workers_are_kept_and_leases_begin_anew(driver_of):
 def test_a_shard_that_dies_while_a_worker_joins_knows_all_of_it_or_nothing(driver_of, step):
     """Session, clock and first round are kept in one step. Otherwise the new session would have its predecessor's first round,
     in which it never takes part, and everybody would wait for it there."""
-    driver = driver_of()
-    a, b = driver.start()
+    driver = driver_of(job_spec(2, blocks=2), shard=1, shards=2)
+    a, b = driver.join(0, session=1), driver.join(1, session=2)
+    for seat in (a, b):
+        driver.declare(seat)
+    driver.initialize(a)
     driver.push(a, 0, 2.0)  # its session dies with this gradient in the open round
     fuse = Fuse()
     driver.restart(a, b, crash_point=fuse)
     fuse.steps = step
 
     with pytest.raises(Killed):
-        driver.join(0)
+        driver.join(0, session=3)
     driver.restart(b)
-    again = driver.join(0)
+    again = driver.join(0, session=3)
     driver.declare(again)
-    driver.heartbeat(again, 1)  # another shard has closed round 0
+    driver.heartbeat(again, 1)  # shard 0 has closed round 0
 
     driver.push(b, 0, 6.0)
-    assert (driver.version(), driver.values()) == (1, [-6.0] * 3)
+    assert (driver.version(1), driver.values(1)) == (1, [-6.0] * 3)
 
 
 def test_an_opened_barrier_is_answered_again_and_the_next_one_waits(driver_of):
