@@ -51,6 +51,7 @@ def test_every_crash_point_of_the_arena_is_here() -> None:
     assert {point.partition(":")[0] for points in STEPS.values() for point in points} == set(CRASH_POINTS)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("when", STEPS)
 def test_when_a_shard_dies_at_a_step_then_training_ends_in_the_same_bits(
     shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, when: str
