@@ -54,8 +54,9 @@ def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int) -> None:
 
     channel = grpc.insecure_channel(server)
     sent = half_push_job.bytes_received(server) + sum(plan.nbytes for plan in plans)
-    data_pb2_grpc.DataServiceStub(channel).Push.future(frames(), timeout=100)
+    call = data_pb2_grpc.DataServiceStub(channel).Push.future(frames(), timeout=100)  # gRPC cancels a call that is forgotten
     while half_push_job.bytes_received(server) < sent:
+        assert not call.done(), call.exception()
         never.wait(0.01)
 
 

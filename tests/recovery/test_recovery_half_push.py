@@ -73,7 +73,6 @@ def test_exact_when_a_worker_is_killed_in_mid_push_then_its_half_push_leaves_no_
     np.testing.assert_array_equal(with_half, without)
 
 
-@pytest.mark.chaos
 def test_fast_when_a_worker_is_killed_in_mid_push_then_what_had_arrived_counts_once(
     shard_processes: Callable[..., list[ShardProcess]],
 ) -> None:
