@@ -21,6 +21,7 @@ from psd.contract.config import ServerConfig, parse_address
 from psd.rim.checkpointer import Checkpointer
 from psd.rim.control_service import SERVICE as CONTROL
 from psd.rim.control_service import ControlService
+from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.state.shard import Shard, ShardState
@@ -82,7 +83,7 @@ class ShardServer:
             on_leave=self._check_done,
             checkpointer=self._checkpointer,
         )
-        self._server.add_generic_rpc_handlers((DataService(self.shard).handler(), control.handler()))
+        self._server.add_generic_rpc_handlers((DataService(self.shard, DataPlane(self.shard)).handler(), control.handler()))
         reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._is_ending = False
         self._stopping = threading.Event()
