@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from psd.contract.config import ClientConfig, ConfigError
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
+from psd_client.bulk_lane import BulkLane
 from psd_client.grpc_lane import GrpcLane
 from psd_client.optimizers import Optimizer
 from psd_client.param_groups import ParamGroups
@@ -71,13 +72,14 @@ def connect(
         rank, world_size: this worker's number from 0, and how many workers there are.
         role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
         run_id: name of the job; shards that serve another one refuse.
-        transport: "auto" or "grpc".
+        transport: how bulk data travels: "shm", shared memory with shards on this machine; "tcp"; "grpc"; or "auto", the
+            first of these that works, for each shard. `ParameterServer.transports` says which, and why not a better one.
         wait_timeout: seconds, the longest wait for other workers (default 600).
         retry_timeout: seconds for which an unreachable shard is tried again (default 30).
         report_after: seconds after which a wait is explained on the log (default 5).
 
     Raises:
-        ConfigError: a value is wrong or missing.
+        ConfigError: a value is wrong or missing, or the transport does not work here.
         ShardUnavailable: a shard could not be reached until the retry timeout.
         WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
     """
@@ -95,8 +97,12 @@ def connect(
         retry_timeout=retry_timeout,
         report_after=report_after,
     )
-    lanes: list[Lane] = [GrpcLane(shard, address) for shard, address in enumerate(config.servers)]
+    lanes = [_lane(shard, address, config.transport) for shard, address in enumerate(config.servers)]
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
+
+
+def _lane(shard: int, address: str, transport: str) -> Lane:
+    return GrpcLane(shard, address) if transport == "grpc" else BulkLane(shard, address, transport)
 
 
 class ParameterServer(Worker):

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
 from psd.v1 import control_pb2, data_pb2
-from psd_client.flat import FlatBuffers
+from psd_client.flat import FlatBuffers, segment_bytes
+from psd_client.segment import Segment
 from psd_client.session import Session
 from psd_client.shards import Shards, transfer_s
 from psd_client.transport import Call, GradientPart, Lane
@@ -46,8 +47,20 @@ class _Sent:
     incarnations: dict[int, int]
 
 
+def _segment(layout: Layout) -> Segment | None:
+    """Memory to share with the shards; None if the system has none to give, and then nothing is shared."""
+    try:
+        return Segment(segment_bytes(layout))
+    except OSError as error:
+        logger.warning("psd: gradients and parameters are not shared with the shards on this machine: %s", error)
+        return None
+
+
 class Exchange:
     """Moves gradients out and parameters in.
+
+    Args:
+        sharing: lanes whose shards can see this process's memory.
 
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
@@ -56,7 +69,15 @@ class Exchange:
         counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped.
     """
 
-    def __init__(self, rank: int, wait_timeout_s: float, session: Session, shards: Shards, layout: Layout) -> None:
+    def __init__(
+        self,
+        rank: int,
+        wait_timeout_s: float,
+        session: Session,
+        shards: Shards,
+        layout: Layout,
+        sharing: Sequence[Lane] = (),
+    ) -> None:
         self._rank = rank
         self._session = session
         self._shards = shards
@@ -71,8 +92,12 @@ class Exchange:
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._sent: _Sent | None = None
         self.client_state = b""
-        self.gradients = FlatBuffers(layout)
-        self.parameters = FlatBuffers(layout)
+        segment = _segment(layout) if sharing else None
+        self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
+        self.parameters = FlatBuffers(layout, segment=segment)
+        if segment is not None:
+            for lane in sharing:
+                lane.share(self.gradients, self.parameters)
         self.counts = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
 
     # -- operations ----------------------------------------------------------------------------------------------------

@@ -73,12 +73,13 @@ class Heartbeats:
     def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
         """Heartbeats to all shards at once; what they say that this worker waits for."""
         timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
-        caller, clock = membership.caller, self._session.clock
+        clock = self._session.clock
+
+        def beat(lane: Lane) -> control_pb2.HeartbeatRequest:
+            return control_pb2.HeartbeatRequest(caller=membership.caller(lane.shard), clock=clock, transport=lane.transport)
+
         try:
-            pending = [
-                (lane, lane.begin_heartbeat(control_pb2.HeartbeatRequest(caller=caller(lane.shard), clock=clock), timeout_s))
-                for lane in self._lanes
-            ]
+            pending = [(lane, lane.begin_heartbeat(beat(lane), timeout_s)) for lane in self._lanes]
         except Cancelled:
             return []
         return [wait for lane, reply in pending for wait in self._waits(lane, reply, membership)]

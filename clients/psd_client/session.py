@@ -182,6 +182,14 @@ class Session:
             "psd: worker %d: shard %d at %s was restarted; going on with it", self._config.rank, lane.shard, lane.address
         )
 
+    def prepare_lanes(self) -> list[Lane]:
+        """Open the ways for bulk data; those lanes whose shards can see this process's memory."""
+        lanes = self._shards.lanes
+        shared = self.while_fenced(
+            lambda: self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
+        )
+        return [lane for lane, is_shared in zip(lanes, shared, strict=True) if is_shared]
+
     def declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         """Agree on the job, and provide `values` as its initial ones if it has none yet.
 

@@ -114,6 +114,11 @@ class Worker:
             "received_bytes": sum(lane.received_bytes for lane in lanes),
         }
 
+    @property
+    def transports(self) -> list[str]:
+        """Per shard, how bulk data travels ("shm", "tcp", "grpc"), and why not better; empty before `declare`."""
+        return [lane.transport for lane in self._shards.lanes]
+
     def save_client_state(self, state: bytes) -> None:
         """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
 
@@ -191,7 +196,8 @@ class Worker:
                 aggregation=aggregation,
             )
             layout = Layout(spec, len(self._shards.lanes))
-            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout)
+            sharing = self._session.prepare_lanes()
+            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:

@@ -87,6 +87,10 @@ exit status:
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
 
 
+def _bulk_port(text: str) -> int | None:
+    return None if text == "off" else whole_number(text)
+
+
 def _parser() -> Parser:
     default = ServerConfig(0, 1)
     limits = default.limits
@@ -101,6 +105,14 @@ def _parser() -> Parser:
     )
     place.add_argument(
         "--advertise", default="", metavar="HOST:PORT", help="address that workers dial, if another; shown by psdctl status"
+    )
+    place.add_argument(
+        "--bulk-port",
+        type=_bulk_port,
+        default=default.bulk_port,
+        metavar="PORT",
+        help="TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none "
+        "(default: %(default)s)",
     )
     place.add_argument(
         "--state-dir",
@@ -178,6 +190,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             shard_count=shard_count,
             listen=args.listen,
             advertise=args.advertise,
+            bulk_port=args.bulk_port,
             run_id=args.run_id,
             lease_s=args.lease,
             grace_s=args.grace,

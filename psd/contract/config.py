@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-TRANSPORTS = ("auto", "grpc")
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 
 class ConfigError(ValueError):
@@ -88,6 +88,7 @@ class ServerConfig:
         shard_index, shard_count: which part of the parameters.
         listen: HOST:PORT to bind; port 0 takes a free one.
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
+        bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
         grace_s: time for requests in progress after SIGTERM.
@@ -103,6 +104,7 @@ class ServerConfig:
     shard_count: int
     listen: str = "127.0.0.1:7000"
     advertise: str = ""
+    bulk_port: int | None = 0
     run_id: str = ""
     lease_s: float = 10.0
     grace_s: float = 10.0
@@ -120,6 +122,8 @@ class ServerConfig:
         parse_address(self.listen, "--listen")
         if self.advertise:
             parse_address(self.advertise, "--advertise")
+        if self.bulk_port is not None:
+            _check_count("--bulk-port", self.bulk_port, 0, 65535)
         if len(self.run_id.encode()) > 128:
             raise ConfigError("--run-id: expected at most 128 bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:

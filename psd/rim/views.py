@@ -24,6 +24,7 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
         host=worker.host,
         pid=worker.pid,
         session=worker.session,
+        transport=worker.transport,
     )
 
 

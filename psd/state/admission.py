@@ -28,6 +28,8 @@ from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
 
+TRANSPORT_BYTES_MAX = 256
+
 
 @dataclass(slots=True)
 class Initialization:
@@ -227,8 +229,11 @@ class Admission:
 
     def heartbeat(self, request: control_pb2.HeartbeatRequest) -> list[Ticket]:
         """Renew a lease and note the worker's clock; returns what it waits for here."""
+        if len(request.transport.encode()) > TRANSPORT_BYTES_MAX:
+            raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
+            worker.transport = request.transport
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)

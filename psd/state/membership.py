@@ -40,6 +40,7 @@ class Worker:
     Attributes:
         last_seen: in the membership's time; negative if never. has_pushed: in the current session.
         left_at: when it left, by its own clock, in seconds since 1970.
+        transport: what it says of its lane to this shard.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Worker:
     pid: int = 0
     has_pushed: bool = False
     left_at: float = 0.0
+    transport: str = ""
 
     @property
     def is_waited_for(self) -> bool:
