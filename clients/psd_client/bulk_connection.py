@@ -67,8 +67,8 @@ class BulkConnection:
         return self._stream.socket.family == getattr(socket, "AF_UNIX", None)
 
     def attach(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        """Let the shard see both buffers, which lie in one segment; does nothing the second time."""
-        if self._attached is not None:
+        """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
+        if self._attached is not None and self._attached[0] is gradients:
             return
         segment = gradients.segment
         assert segment is not None

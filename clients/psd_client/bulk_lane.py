@@ -44,7 +44,7 @@ class BulkLane(GrpcLane):
 
     def prepare(self, caller: job_pb2.Caller, call: Call) -> bool:
         """See Lane."""
-        bulk = self._connection(caller, call)
+        bulk = self._opened(caller, call)
         return bulk is not None and bulk.is_local
 
     def share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
@@ -94,18 +94,17 @@ class BulkLane(GrpcLane):
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
-        """The open connection, made if need be; None: gRPC it is."""
-        bulk = self._bulk
-        if bulk is None or not bulk.is_open:
-            if self._grpc_at == caller.incarnation:
-                return None
-            bulk = self._bulk = self._choose(caller, call)
-            if bulk is None:
-                self._grpc_at = caller.incarnation
-                return None
-        if self._shared is not None and bulk.is_local:
+        """The connection, ready for bulk calls; None: gRPC it is."""
+        bulk = self._opened(caller, call)
+        if bulk is not None and bulk.is_local and self._shared is not None:
             bulk.attach(*self._shared)
         return bulk
+
+    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+        if (self._bulk is None or not self._bulk.is_open) and self._grpc_at != caller.incarnation:
+            self._bulk = self._choose(caller, call)
+            self._grpc_at = caller.incarnation if self._bulk is None else None
+        return self._bulk if self._bulk is not None and self._bulk.is_open else None
 
     def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
         refusals: list[str] = []

@@ -68,7 +68,7 @@ def problems(answers: Sequence[Answer]) -> list[str]:
 
 
 def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
-    """Each worker once, by rank: the worst state, the lowest clock, the longest silence."""
+    """Each worker once, by rank: the worst state, the lowest clock, the longest silence, all its lanes."""
     merged: dict[int, pb.WorkerStatus] = {}
     for reply in replies:
         for worker in reply.workers:
@@ -83,6 +83,7 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
             other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
             other.host, other.pid = other.host or worker.host, other.pid or worker.pid
             other.session = max(other.session, worker.session)
+            other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
     return [merged[rank] for rank in sorted(merged)]
 
 
@@ -227,13 +228,13 @@ def _shard_table(answers: Sequence[Answer]) -> str:
 
 
 def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
-    rows = [("WORKER", "STATE", "CLOCK", "LAST SEEN", "PROCESS")]
+    rows = [("WORKER", "STATE", "CLOCK", "LAST SEEN", "PROCESS", "TRANSPORT")]
     for worker in workers:
         seen = "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago"
         process = f"{worker.host}:{worker.pid}" if worker.pid else "-"
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
-        rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process))
-    return table(rows, left={0, 1, 4})
+        rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process, worker.transport or "-"))
+    return table(rows, left={0, 1, 4, 5})
 
 
 def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:

@@ -110,7 +110,11 @@ def _parser() -> Parser:
         help="fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
         "whatever the timing and whichever shard is killed (default: fast)",
     )
-    job.add_argument("--transport", choices=TRANSPORTS, help="how bytes travel (default: auto)")
+    job.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
+    )
     faults = parser.add_argument_group("faults")
     faults.add_argument(
         "--max-restarts",

@@ -145,17 +145,20 @@ class BulkConnection:
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         method = call.method
         is_push = method in (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
-        blocks = self._blocks() if is_push else iter(())
+        pushed = _Pushed(self._stream, self._scratch, self._attached) if is_push else None
         try:
             self._shard.check_draining()
             self._check_caller(call.push.caller.rank if is_push else call.pull.caller.rank)
+            blocks = iter(()) if pushed is None else pushed.blocks()
             reply = self._answered(call, blocks, Waiter(self._shard, _Deadline(self, call.timeout_s)))
         except (Disconnected, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001 - the rim is where every error becomes an answer
+            if self._has_hung_up:  # there is nobody to be told
+                raise Disconnected from error
             refusal = self._guard.as_error(error)
-            for _ in blocks:  # what the worker is still sending
-                pass
+            if pushed is not None:
+                pushed.skip_rest()
             self._send_error(refusal)
         else:
             self._stream.send(Kind.REPLY, reply.SerializeToString())
@@ -184,39 +187,6 @@ class BulkConnection:
         if rank != self.rank:
             raise InvalidRequest(f"caller.rank: is {rank}, but this connection is worker {self.rank}'s")
 
-    def _blocks(self) -> Iterator[PushedBlock]:
-        """The blocks of a push, from the messages after its CALL."""
-        while True:
-            kind, head, payload_bytes = self._stream.receive()
-            if kind is not Kind.BLOCKS:
-                raise InvalidRequest(f"kind: expected the BLOCKS of a push, got {kind.name}")
-            message = _parsed(bulk_pb2.BulkBlocks, head)
-            count = len(message.blocks)
-            if len(message.present) not in (0, count):
-                raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
-            if message.in_memory:
-                self._stream.skip(payload_bytes)
-                memory = self._attached()
-                for i, block in enumerate(message.blocks):
-                    present = message.present[i] if message.present else b""
-                    is_empty = present and not any(present)
-                    yield PushedBlock(block, present, memoryview(b"") if is_empty else memory.gradient(block))
-            else:
-                payload = self._payload(payload_bytes)
-                if count > 1 or (payload_bytes and not count):
-                    raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")
-                for block in message.blocks:
-                    yield PushedBlock(block, message.present[0] if message.present else b"", payload)
-            if message.last:
-                return
-
-    def _payload(self, nbytes: int) -> memoryview:
-        if nbytes > BLOCK_BYTES_MAX:
-            raise InvalidRequest(f"payload: has {nbytes} bytes, the limit is {BLOCK_BYTES_MAX}")
-        payload = self._scratch[:nbytes]
-        self._stream.read_into(payload)
-        return payload
-
     def _answer(self, answer: Answer, *, into_memory: bool, with_payload: bool = True) -> None:
         try:
             if not with_payload:
@@ -243,6 +213,64 @@ class BulkConnection:
             self._stream.send(Kind.ERROR, message.SerializeToString())
         except (Disconnected, TimeoutError):
             return
+
+
+class _Pushed:
+    """The blocks of one push, from the messages after its CALL. `memory` gives what is attached."""
+
+    def __init__(self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory]) -> None:
+        self._stream = stream
+        self._scratch = scratch
+        self._memory = memory
+        self._unread = 0  # payload bytes of the last message
+        self._is_last = False
+
+    def blocks(self) -> Iterator[PushedBlock]:
+        """One after the other, up to the last."""
+        while not self._is_last:
+            message = self._next()
+            count = len(message.blocks)
+            if len(message.present) not in (0, count):
+                raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
+            if message.in_memory:
+                if self._unread:
+                    raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
+                memory = self._memory()
+                for i, block in enumerate(message.blocks):
+                    present = message.present[i] if message.present else b""
+                    is_empty = present and not any(present)
+                    yield PushedBlock(block, present, memoryview(b"") if is_empty else memory.gradient(block))
+            else:
+                if count > 1 or (self._unread and not count):
+                    raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")
+                payload = self._payload()
+                for block in message.blocks:
+                    yield PushedBlock(block, message.present[0] if message.present else b"", payload)
+
+    def skip_rest(self) -> None:
+        """Read what the worker is still sending of a push that was refused."""
+        self._stream.skip(self._unread)
+        while not self._is_last:
+            self._next()
+            self._stream.skip(self._unread)
+
+    def _next(self) -> bulk_pb2.BulkBlocks:
+        kind, head, self._unread = self._stream.receive()
+        if kind is not Kind.BLOCKS:
+            raise InvalidRequest(f"kind: expected the BLOCKS of a push, got {kind.name}")
+        self._is_last = True  # a message that cannot be read is the last one, too: what comes then is not expected
+        message = _parsed(bulk_pb2.BulkBlocks, head)
+        self._is_last = message.last
+        return message
+
+    def _payload(self) -> memoryview:
+        nbytes = self._unread
+        if nbytes > len(self._scratch):
+            raise InvalidRequest(f"payload: has {nbytes} bytes, the limit is {len(self._scratch)}")
+        payload = self._scratch[:nbytes]
+        self._stream.read_into(payload)
+        self._unread = 0
+        return payload
 
 
 class _Deadline:

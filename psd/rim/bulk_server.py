@@ -177,7 +177,9 @@ class BulkServer:
         return ticket.rank
 
     def stop(self, grace_s: float | None) -> None:
-        """Take no connections, and end those that there are: after `grace_s` for the calls in progress, or at once."""
+        """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
+        if self._is_stopping:
+            return
         self._is_stopping = True
         for listener in self._listeners:
             with suppress(OSError):

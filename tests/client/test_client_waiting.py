@@ -141,6 +141,8 @@ class FakeSession:
 class FakeLane:
     """Answers heartbeats as the test says."""
 
+    transport = "grpc"
+
     def __init__(self, shard: int) -> None:
         self.shard = shard
         self.address = f"h:{7000 + shard}"
