@@ -1,7 +1,7 @@
 """One connection of the bulk lane, as the shard serves it: messages in, calls on the data plane, messages out.
 
-One thread reads and answers; only hang_up and end_when_idle come from others. Blocks come in messages, or lie in the worker's
-attached memory, and so do answers; the data plane sees no difference. Must not know tickets or listeners.
+One thread reads, and another one answers where there is much; only hang_up and end_when_idle come from others. Blocks come in
+messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not know tickets or listeners.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -23,10 +23,14 @@ from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import Guard, Waiter
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2
 
 logger = logging.getLogger(__name__)
+
+BLOCKS_FOR_TWO_THREADS = 4
+"""From so many blocks of the shard on, answers leave from a thread of their own; below, handing them over costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["BulkConnection", bytes], int]
@@ -53,6 +57,7 @@ class BulkConnection:
         self._has_hung_up = False
         self._is_busy = False
         self._is_ending = False
+        self._second_thread: Outbox[_Outgoing] | None = None
 
     def serve(self, admit: Admit, hello_s: float) -> None:
         """Take calls until either side ends the connection."""
@@ -109,6 +114,8 @@ class BulkConnection:
 
     def close(self) -> None:
         """Give descriptor and memory back; called when `serve` has returned."""
+        if self._second_thread is not None:
+            self._second_thread.close()
         self._memory = None
         self.ended.set()
         self._stream.close()
@@ -153,7 +160,7 @@ class BulkConnection:
             reply = self._answered(call, blocks, Waiter(self._shard, _Deadline(self, call.timeout_s)))
         except (Disconnected, TimeoutError):
             raise
-        except Exception as error:  # noqa: BLE001 - the rim is where every error becomes an answer
+        except Exception as error:
             if self._has_hung_up:  # there is nobody to be told
                 raise Disconnected from error
             refusal = self._guard.as_error(error)
@@ -171,27 +178,40 @@ class BulkConnection:
         if call.method == bulk_pb2.BULK_METHOD_PUSH:
             return self._plane.push(call.push, blocks, waiter)
         if call.method == bulk_pb2.BULK_METHOD_PULL:
-            for answer in self._plane.pull(call.pull, waiter):
-                self._answer(answer, into_memory=call.into_memory, with_payload=not call.pull.versions_only)
-            return reply
-        if call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
-            for item in self._plane.push_pull(call.push, blocks, waiter):
-                if isinstance(item, Answer):
-                    self._answer(item, into_memory=call.into_memory)
-                else:
+            answers: Iterator[Answer | data_pb2.PushReply] = self._plane.pull(call.pull, waiter)
+        elif call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
+            answers = self._plane.push_pull(call.push, blocks, waiter)
+        else:
+            raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
+        has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
+        outbox = self._outbox() if len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS else None
+        put = self._deliver if outbox is None else outbox.put
+        try:
+            for item in answers:
+                if not isinstance(item, Answer):
                     reply = item
-            return reply
-        raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
+                elif has_payload:
+                    put(_Outgoing(item, call.into_memory))
+                else:
+                    item.release()
+        finally:
+            if outbox is not None:
+                outbox.flush()
+        return reply
+
+    def _outbox(self) -> Outbox[_Outgoing]:
+        if self._second_thread is None:
+            self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
+        return self._second_thread
 
     def _check_caller(self, rank: int) -> None:
         if rank != self.rank:
             raise InvalidRequest(f"caller.rank: is {rank}, but this connection is worker {self.rank}'s")
 
-    def _answer(self, answer: Answer, *, into_memory: bool, with_payload: bool = True) -> None:
+    def _deliver(self, out: _Outgoing) -> None:
+        answer = out.answer
         try:
-            if not with_payload:
-                return
-            if into_memory:
+            if out.into_memory:
                 np.copyto(self._attached().parameter(answer.block), answer.values)
             else:
                 head = data_pb2.PullFrame(block=answer.block, version=answer.version)
@@ -213,6 +233,11 @@ class BulkConnection:
             self._stream.send(Kind.ERROR, message.SerializeToString())
         except (Disconnected, TimeoutError):
             return
+
+
+class _Outgoing(NamedTuple):
+    answer: Answer
+    into_memory: bool
 
 
 class _Pushed:
