@@ -7,6 +7,7 @@ of initial values holds both.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -30,6 +31,10 @@ from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
+
+UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
+"""A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
+job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
 @dataclass(slots=True)
@@ -175,14 +180,21 @@ class ShardCore:
             raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
         self._check_timeline()
 
-    def check_run_id(self, caller: job_pb2.Caller) -> None:
-        """Raise ForeignRun if the caller means another run. A shard that knows none yet is met by its incarnation."""
-        if self.run_id and caller.run_id != self.run_id:
-            raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+    @property
+    def is_run_open(self) -> bool:
+        """True if the run's name may still change: nobody has given one, and nothing was built on the one there is."""
+        is_unnamed = not self.config.run_id and (not self.run_id or UNNAMED_RUN.fullmatch(self.run_id) is not None)
+        return is_unnamed and not self.initial.is_read and not self.restored_from
+
+    def check_run_id(self, run_id: str, field: str = "caller.run_id") -> None:
+        """Raise ForeignRun if a worker means another run. A shard that knows none yet is met by its incarnation."""
+        if not self.run_id or run_id == self.run_id or (self.is_run_open and UNNAMED_RUN.fullmatch(run_id)):
+            return
+        raise ForeignRun(f"{field}: this shard serves run {self.run_id!r}, not {run_id!r}")
 
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
-        self.check_run_id(caller)
+        self.check_run_id(caller.run_id)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "

@@ -195,6 +195,65 @@ def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(restart
         assert set(ps.push_pull(gradient(1.0))["w"].tolist()) == {-1.0}
 
 
+def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_comes_first_then_all_meet(
+    restartable: Callable[..., Restartable],
+) -> None:
+    """Nobody has named the run: the next life of shard 0 gives it another name, which neither the first worker nor shard 1
+    know yet."""
+    job = restartable()
+    early, faults = connect_faulty(job.servers, 0, 2)
+    late: list[ParameterServer] = []
+
+    def restart() -> None:
+        job.restart(0)
+        late.append(connect(job.servers, 1, 2))
+
+    with early:
+        faults.run_before("initialize", shard=1, action=restart)
+        declaring = Thread(lambda: declare(early))
+        until(lambda: bool(late))
+        with late[0]:
+            declare(late[0])
+            declaring.result()
+            pulled = Thread(lambda: early.push_pull(gradient(1.0)))
+            assert set(late[0].push_pull(gradient(3.0))["w"].tolist()) == {-2.0}
+            assert set(pulled.result()["w"].tolist()) == {-2.0}
+    assert len({shard.shard.core.run_id for shard in job.shards}) == 1
+
+
+def test_declare_when_the_others_have_begun_under_another_name_then_joins_them(restartable: Callable[..., Restartable]) -> None:
+    """As above, and this worker stands still between two shards for so long that the new name holds when it goes on."""
+    job = restartable()
+    slow, faults = connect_faulty(job.servers, 1, 2)
+    late: list[ParameterServer] = []
+
+    def restart() -> None:
+        job.restart(0)
+        late.append(connect(job.servers, 0, 2))
+        declare(late[0])
+        late[0].push(gradient(1.0))
+
+    with slow:
+        faults.run_before("declare", shard=1, action=restart)
+        declare(slow)
+        with late[0]:
+            slow.push(gradient(3.0))
+            assert set(late[0].pull()["w"].tolist()) == {-2.0}
+
+
+def test_rejoin_when_shard_zero_has_come_back_blank_then_is_told(cluster: Start) -> None:
+    """It calls an unnamed run by another name than the shards that live on: not a foreign run, but a loss."""
+    job = cluster(2)
+    with connect(job.servers, 0, 1) as ps:
+        declare(ps)
+        ps.push_pull(gradient(1.0))
+        job.shards[0].stop()
+        cluster(2, only=0, listen=job.shards[0].address)
+
+        with pytest.raises(StateLost, match=r"shard 0 at .* has come back without what it held, and the others have not"):
+            ps._session.join()
+
+
 def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(
     restartable: Callable[..., Restartable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
