@@ -109,6 +109,45 @@ def test_all_roll_back_when_one_shard_has_lost_its_memory(cluster: Callable[...,
         np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
 
 
+def test_a_worker_whose_lease_ran_out_while_a_shard_lost_its_memory_is_told_too(
+    cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It hears first that its session has ended, and finds the loss when it joins again: not a mere rejoin."""
+    url = str(tmp_path / "checkpoints")
+    declaration: dict[str, Any] = {"consistency": "sync", "aggregation": "exact"}
+    undisturbed = run(cluster(2).servers, 1, 20, **declaration)
+    settings: dict[str, Any] = {"checkpoint_dir": url, "checkpoint_steps": 5, "lease_s": 60}
+    running = cluster(2, **settings)
+
+    def step(params: dict[str, Any]) -> dict[str, Any]:
+        return ps.push_pull(gradients(params, 0, ps.clock), weight=1 + ps.clock % 3)
+
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+        params = ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **declaration)
+        while ps.clock < 12:
+            params = step(params)
+        while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
+            ps.barrier("until the first checkpoint is complete")
+        core = running.shards[0].shard.core
+        with core.lock:
+            core.members.worker(0).last_seen -= 1000
+            assert [worker.rank for worker in running.shards[0].shard.tick()] == [0]
+        running.shards[1].stop()
+        cluster(2, only=1, listen=running.shards[1].address, **settings)
+
+        with pytest.raises(psd_client.RolledBack, match="went back to a checkpoint at step") as caught:
+            ps.barrier("shard 0 alone answers this")
+
+        assert caught.value.detail == {"timeline": core.timeline, "step": ps.clock}, "the error of a worker that joins again"
+        assert (core.timeline, ps.clock % 5) == (1, 0)
+        params = ps.pull()
+        while ps.clock < 20:
+            params = step(params)
+
+    for name in SHAPES:
+        np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
+
+
 def test_a_job_goes_on_with_other_workers_and_another_mode(cluster: Callable[..., Any], tmp_path: Path) -> None:
     """2 synchronous workers, then 3 asynchronous ones: they find the parameters and the clock of the checkpoint."""
     url = str(tmp_path / "checkpoints")
