@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
+from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
@@ -58,6 +58,7 @@ class ShardCore:
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
         awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
+        may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
     """
 
@@ -80,6 +81,8 @@ class ShardCore:
         self.restored_from = ""
         self.is_tentative = False
         self.awaits_declaration = False
+        self.may_go_back = False
+        self.lost_round: StateLost | None = None
         self._gates_min_clock: int | None = None
 
     @property
@@ -166,7 +169,14 @@ class ShardCore:
             shard_count=self.config.shard_count,
             membership=members,
             arena_of=arena_of,
+            on_lost=self._on_lost,
         )
+
+    def _on_lost(self, error: StateLost) -> bool:
+        """Runs under a block's lock: the next tick sees to it."""
+        if self.may_go_back:
+            self.lost_round = error
+        return self.may_go_back
 
     def _save_worker(self, worker: Worker) -> None:
         arena = self.storage.arena

@@ -148,6 +148,55 @@ def test_a_worker_whose_lease_ran_out_while_a_shard_lost_its_memory_is_told_too(
         np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
 
 
+def test_all_roll_back_when_a_shard_and_a_worker_are_lost_in_one_round(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """Exact: the round was decided with the worker's gradient, which nobody has any more. Then the same bits again."""
+    url = str(tmp_path / "checkpoints")
+    declaration: dict[str, Any] = {"consistency": "sync", "aggregation": "exact"}
+    undisturbed = run(cluster(2).servers, 2, 20, **declaration)
+
+    def start(index: int, listen: str = "127.0.0.1:0") -> Any:
+        settings = {"state_dir": str(tmp_path / f"{index}"), "checkpoint_dir": url, "checkpoint_steps": 5, "lease_s": 2}
+        return cluster(2, only=index, listen=listen, **settings).shards[0]
+
+    shards = [start(index) for index in range(2)]
+    servers = ",".join(shard.address for shard in shards)
+
+    def step(ps: psd_client.ParameterServer, params: dict[str, Any], *, pulls: bool = True) -> dict[str, Any]:
+        call = ps.push_pull if pulls else ps.push
+        return call(gradients(params, ps.rank, ps.clock), weight=1 + (ps.rank + ps.clock) % 3) or {}
+
+    def begin(rank: int) -> tuple[psd_client.ParameterServer, dict[str, Any]]:
+        ps = psd_client.connect(servers, rank, 2, wait_timeout=60)
+        return ps, ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **declaration)
+
+    def until_round_12(rank: int) -> psd_client.ParameterServer:
+        ps, params = begin(rank)
+        while ps.clock < 12:
+            params = step(ps, params)
+        while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
+            ps.barrier("until the first checkpoint is complete")
+        step(ps, params, pulls=False)
+        return ps
+
+    with ThreadPoolExecutor(2) as pool:
+        survivor, dying = pool.map(until_round_12, range(2))
+        shards[1].stop()
+        start(1, shards[1].address)  # decided at shard 0, and not heard of here
+        dying._close(RuntimeError("it crashes"))
+        with survivor:
+            with pytest.raises(psd_client.RolledBack, match="went back to a checkpoint at step") as caught:
+                survivor.pull()
+            assert caught.value.detail["step"] in (5, 10)
+            successor = pool.submit(train, servers, 1, 2, 20, **declaration)
+            params = survivor.pull()
+            while survivor.clock < 20:
+                params = step(survivor, params)
+        successor.result()
+
+    for name in SHAPES:
+        np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
+
+
 def test_a_job_goes_on_with_other_workers_and_another_mode(cluster: Callable[..., Any], tmp_path: Path) -> None:
     """2 synchronous workers, then 3 asynchronous ones: they find the parameters and the clock of the checkpoint."""
     url = str(tmp_path / "checkpoints")
