@@ -17,9 +17,7 @@ pytestmark = pytest.mark.process
 SHORT = {
     "one thing after another": [
         "arena.create.before_rename:1",
-        "arena.member:1",
         "arena.publish.before_flip:73",
-        "arena.free:85",
         "arena.decision:5",
         "arena.trim:1",
     ],

@@ -244,7 +244,7 @@ class Oracle:
     def check_end(self) -> None:
         """What is left when everybody has left."""
         world = self.world
-        assert self.opened_early == []
+        assert not self.opened_early, self.opened_early
         for block in world.layout.blocks:
             shard = world.shards[block.index % len(world.shards)]
             assert shard is not None
