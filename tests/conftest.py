@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,8 @@ def _no_arena_is_left() -> Iterator[None]:
     assert [str(path) for path in arenas if (path / "lock").read_bytes()[:16].strip() == b"%d" % os.getpid()] == []
 
 
-@pytest.fixture
-def cluster() -> Iterator[Callable[..., Cluster]]:
+@contextmanager
+def _clusters() -> Iterator[Callable[..., Cluster]]:
     """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped in the end."""
     started: list[ShardServer] = []
 
@@ -53,3 +54,17 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     yield start
     for shard in started:
         shard.stop()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    """As `_clusters`, for one test."""
+    with _clusters() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def module_cluster() -> Iterator[Callable[..., Cluster]]:
+    """As `_clusters`, for all tests of a module: for what they all need and none of them changes."""
+    with _clusters() as start:
+        yield start

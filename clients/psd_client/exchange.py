@@ -125,7 +125,7 @@ class Exchange:
 
     def confirm(self) -> None:
         """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull."""
-        if self._unconfirmed is not None:
+        if self.is_unconfirmed:
             self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
 
     def push(self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None) -> None:
@@ -175,6 +175,11 @@ class Exchange:
         if self._has_rounds:
             self._sent = sent
         return replies
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """True if the round of the last push may still be open."""
+        return self._unconfirmed is not None
 
     @property
     def _unconfirmed(self) -> _Sent | None:

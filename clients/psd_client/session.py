@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
+from psd.contract.errors import ForeignRun, LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
@@ -112,12 +112,19 @@ class Session:
             return lane.join(own, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
 
         def join_all() -> list[control_pb2.JoinReply]:
-            # A shard that has lost everything takes the run's name from whoever joins first, so all must say the same one.
-            request.run_id = config.run_id if self._membership is None else self._membership.run_id
-            request.session = 0
+            before = config.run_id if self._membership is None else self._membership.run_id
+            request.run_id, request.session = before, 0
             replies = self._shards.run(join_at, timeout_s, lanes[:1])
             request.run_id, request.session = replies[0].run_id, replies[0].session
-            return replies + self._shards.run(join_at, timeout_s, lanes[1:])
+            try:
+                return replies + self._shards.run(join_at, timeout_s, lanes[1:])
+            except ForeignRun as error:
+                if before in ("", request.run_id):
+                    raise
+                raise StateLost(
+                    f"shard 0 at {lanes[0].address} has come back without what it held, and the others have not: {error}",
+                    shard=0,
+                ) from error
 
         lanes = self._shards.lanes
         timeout_s = JOIN_TIMEOUT_S + config.retry_timeout_s
@@ -206,6 +213,10 @@ class Session:
         except StateLost:
             if rejoins_max == 0:
                 raise
+        except ForeignRun:
+            if rejoins_max == 0 or self._config.run_id:
+                raise
+            self._membership = None  # the others have begun under another name that nobody has given
         # A shard that was killed before the job had its values comes back knowing nothing; nothing is lost by beginning anew.
         self.join()
         return self._declare_first(spec, values, rejoins_max - 1)

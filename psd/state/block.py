@@ -44,6 +44,7 @@ class BlockState:
         slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
+        on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
 
     Attributes:
         version: updates applied; under SYNC also the number of the open round.
@@ -61,6 +62,7 @@ class BlockState:
         is_exact: bool,
         waited_in: Callable[[int], int],
         may_void: Callable[[int], bool],
+        on_lost: Callable[[StateLost], bool],
     ) -> None:
         self.plan = plan
         self.lock = threading.Lock()
@@ -72,6 +74,7 @@ class BlockState:
         self._is_exact = is_exact
         self._waited_in = waited_in
         self._may_void = may_void
+        self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
         self._at_version: dict[int, list[Callable[[Page], None]]] = {}
@@ -214,6 +217,8 @@ class BlockState:
                 "lost when this shard was killed, and those workers are gone",
                 ranks=ranks,
             )
+            if self._on_lost(error):
+                return
             for tickets in self._tickets.values():
                 for ticket in tickets:
                     ticket.fail(error)

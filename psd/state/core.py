@@ -7,6 +7,7 @@ of initial values holds both.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
+from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
@@ -30,6 +31,10 @@ from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
+
+UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
+"""A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
+job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class ShardCore:
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
         awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
+        may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
     """
 
@@ -75,6 +81,8 @@ class ShardCore:
         self.restored_from = ""
         self.is_tentative = False
         self.awaits_declaration = False
+        self.may_go_back = False
+        self.lost_round: StateLost | None = None
         self._gates_min_clock: int | None = None
 
     @property
@@ -161,7 +169,14 @@ class ShardCore:
             shard_count=self.config.shard_count,
             membership=members,
             arena_of=arena_of,
+            on_lost=self._on_lost,
         )
+
+    def _on_lost(self, error: StateLost) -> bool:
+        """Runs under a block's lock: the next tick sees to it."""
+        if self.may_go_back:
+            self.lost_round = error
+        return self.may_go_back
 
     def _save_worker(self, worker: Worker) -> None:
         arena = self.storage.arena
@@ -175,14 +190,21 @@ class ShardCore:
             raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
         self._check_timeline()
 
-    def check_run_id(self, caller: job_pb2.Caller) -> None:
-        """Raise ForeignRun if the caller means another run. A shard that knows none yet is met by its incarnation."""
-        if self.run_id and caller.run_id != self.run_id:
-            raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+    @property
+    def is_run_open(self) -> bool:
+        """True if the run's name may still change: nobody has given one, and nothing was built on the one there is."""
+        is_unnamed = not self.config.run_id and (not self.run_id or UNNAMED_RUN.fullmatch(self.run_id) is not None)
+        return is_unnamed and not self.initial.is_read and not self.restored_from
+
+    def check_run_id(self, run_id: str, field: str = "caller.run_id") -> None:
+        """Raise ForeignRun if a worker means another run. A shard that knows none yet is met by its incarnation."""
+        if not self.run_id or run_id == self.run_id or (self.is_run_open and UNNAMED_RUN.fullmatch(run_id)):
+            return
+        raise ForeignRun(f"{field}: this shard serves run {self.run_id!r}, not {run_id!r}")
 
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
-        self.check_run_id(caller)
+        self.check_run_id(caller.run_id)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree
+from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.rules import rule_info
@@ -35,7 +35,7 @@ class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockState.
 
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
@@ -50,6 +50,7 @@ class Job:
         shard_count: int,
         membership: Membership,
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
+        on_lost: Callable[[StateLost], bool],
     ) -> None:
         self.spec = spec
         self.layout = Layout(spec, shard_count)
@@ -76,6 +77,7 @@ class Job:
                 is_exact=self.is_exact,
                 waited_in=membership.waited_in,
                 may_void=membership.is_void,
+                on_lost=on_lost,
             )
             for slot, plan in enumerate(plans)
         }

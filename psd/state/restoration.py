@@ -11,7 +11,7 @@ import logging
 import secrets
 
 from psd.checkpoint import CheckpointDirectory, Manifest
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, RolledBack, SpecMismatch
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, PsdError, RolledBack, SpecMismatch
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.core import ShardCore
@@ -30,6 +30,7 @@ class Restoration:
         self._core = core
         self._cuts = cuts
         self._directory = directory
+        core.may_go_back = directory is not None
 
     def load_newest(self) -> str | None:
         """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none."""
@@ -47,6 +48,28 @@ class Restoration:
             else:
                 return manifest.name
         return None
+
+    def give_up_lost_round(self) -> None:
+        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; then all go back.
+
+        Without any checkpoint those who wait for the round get StateLost.
+        """
+        core = self._core
+        if core.lost_round is None:
+            return
+        with core.lock:
+            job = core.declared()
+            logger.error("%s", core.lost_round)
+            try:
+                core.may_go_back = self.load_newest() is not None
+            except (PsdError, OSError) as failure:
+                logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
+                core.may_go_back = False
+            core.lost_round = None
+            if core.declared() is not job:
+                core.incarnation = secrets.randbits(62) + 1
+        if not core.may_go_back:
+            job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
         """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already.
