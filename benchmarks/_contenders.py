@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _network import Network
 from _processes import Peer, ProcessFailed, Shard, cpu_s
 from peers import work
 
@@ -83,12 +84,34 @@ def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
 
 
 def psd(
-    transport: str, workers: int, shards: int, model: str, *, consistency: str = "sync", call: str = "flat", name: str = ""
+    transport: str,
+    workers: int,
+    shards: int,
+    model: str,
+    *,
+    consistency: str = "sync",
+    call: str = "flat",
+    network: Network | None = None,
 ) -> Starter:
-    """psd over one transport. call: "flat", what faces of frameworks use, "named", push_pull of NumPy arrays, or "push"."""
+    """psd over one transport.
+
+    Args:
+        call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
+        network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
+    """
 
     def start(stack: ExitStack) -> Contender:
-        servers = [Shard("--lease", "120", index=index, count=shards) for index in range(shards)]
+        servers = [
+            Shard(
+                "--lease",
+                "120",
+                index=index,
+                count=shards,
+                listen=_listen(network, f"s{index}"),
+                prefix=_on(network, f"s{index}"),
+            )
+            for index in range(shards)
+        ]
         for server in servers:
             server.start()
             stack.callback(server.end)
@@ -103,21 +126,32 @@ def psd(
             "call": call,
         }
         threads = max(1, CORES // workers)
-        peers = [Peer("psd_worker", {**told, "rank": rank}, threads=threads) for rank in range(workers)]
+        peers = [
+            Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=_on(network, f"w{rank}"))
+            for rank in range(workers)
+        ]
         _all_ready(stack, peers)
-        return Contender(name or f"psd {transport}", workers, shards, model, peers, [server.pid for server in servers])
+        return Contender(f"psd {transport}", workers, shards, model, peers, [server.pid for server in servers])
 
     return start
 
 
-def reference(name: str, script: str, pattern: str, workers: int, model: str) -> Starter:
-    """One server and its clients, both in one script of peers/."""
+def _on(network: Network | None, host: str) -> list[str]:
+    return network.prefix(host) if network is not None else []
+
+
+def _listen(network: Network | None, host: str) -> str:
+    return f"{network.address(host)}:7000" if network is not None else "127.0.0.1:0"
+
+
+def reference(name: str, script: str, pattern: str, workers: int, model: str, *, network: Network | None = None) -> Starter:
+    """One server and its clients, both in one script of peers/; on hosts s0 and w<i> of the network, if there is one."""
 
     def start(stack: ExitStack) -> Contender:
         told = {"pattern": pattern, "model": model}
-        server = Peer(script, told)
+        server = Peer(script, {**told, "listen": _listen(network, "s0")}, prefix=_on(network, "s0"))
         address = _all_ready(stack, [server])[0]["address"]
-        peers = [Peer(script, {**told, "address": address}) for _ in range(workers)]
+        peers = [Peer(script, {**told, "address": address}, prefix=_on(network, f"w{rank}")) for rank in range(workers)]
         _all_ready(stack, peers)
         return Contender(name, workers, 0, model, peers, [server.pid])
 

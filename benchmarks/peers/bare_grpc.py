@@ -45,9 +45,10 @@ def run_server(turns: Turns, parameters: bytes) -> None:
         "Stream": grpc.stream_stream_rpc_method_handler(stream),
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("Bare", handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
+    listen = turns.arguments["listen"]
+    port = server.add_insecure_port(listen)
     server.start()
-    turns.serve(address=f"127.0.0.1:{port}")
+    turns.serve(address=f"{listen.rsplit(':', 1)[0]}:{port}")
     server.stop(None)
 
 

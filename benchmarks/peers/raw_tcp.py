@@ -73,7 +73,8 @@ def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) ->
 def run_server(turns: Turns, size: int, is_duplex: bool) -> None:
     """Accept clients until the benchmark ends."""
     parameters = memoryview(work.gradient(7, size)).cast("B")
-    listener = socket.create_server((turns.arguments.get("host", "127.0.0.1"), 0))
+    host, port = turns.arguments["listen"].rsplit(":", 1)
+    listener = socket.create_server((host, int(port)))
 
     def accept() -> None:
         while True:
@@ -81,8 +82,7 @@ def run_server(turns: Turns, size: int, is_duplex: bool) -> None:
             threading.Thread(target=serve, args=(connection, parameters, is_duplex), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
-    host, port = listener.getsockname()
-    turns.serve(address=f"{host}:{port}")
+    turns.serve(address=f"{host}:{listener.getsockname()[1]}")
 
 
 def run_client(turns: Turns, size: int, is_duplex: bool) -> None:
