@@ -101,17 +101,11 @@ def psd(
     """
 
     def start(stack: ExitStack) -> Contender:
-        servers = [
-            Shard(
-                "--lease",
-                "120",
-                index=index,
-                count=shards,
-                listen=_listen(network, f"s{index}"),
-                prefix=_on(network, f"s{index}"),
-            )
-            for index in range(shards)
-        ]
+        servers = []
+        for index in range(shards):
+            host = f"s{index}"
+            listen, prefix = _listen(network, host), _on(network, host)
+            servers.append(Shard("--lease", "120", index=index, count=shards, listen=listen, prefix=prefix))
         for server in servers:
             server.start()
             stack.callback(server.end)
@@ -126,10 +120,10 @@ def psd(
             "call": call,
         }
         threads = max(1, CORES // workers)
-        peers = [
-            Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=_on(network, f"w{rank}"))
-            for rank in range(workers)
-        ]
+        peers = []
+        for rank in range(workers):
+            prefix = _on(network, f"w{rank}")
+            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
         return Contender(f"psd {transport}", workers, shards, model, peers, [server.pid for server in servers])
 

@@ -74,7 +74,16 @@ def cpu_s(pid: int) -> float:
 
 def resident_bytes(pid: int) -> int:
     """All that a process has touched, shared memory included."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return _status_bytes(pid, "VmRSS")
+
+
+def private_bytes(pid: int) -> int:
+    """What a process has touched that no other can see."""
+    return _status_bytes(pid, "RssAnon")
+
+
+def _status_bytes(pid: int, field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None, f"process {pid} has ended"
     return int(found[1]) << 10
 

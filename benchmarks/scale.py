@@ -1,6 +1,6 @@
 """Measures how step time falls with the number of shards when the network is the limit. Linux, root.
 
-    sudo -E env PATH=$PATH python benchmarks/scale.py [--transports tcp,grpc] [--mbit 300] [--megabytes 32] [--quick]
+    sudo -E env PATH=$PATH python benchmarks/scale.py [--transports tcp,grpc] [--mbit 300] [--megabytes 48] [--quick]
 
 Each shard and each worker is a host of its own: a network namespace, joined to the others by a bridge, whose link has a token
 bucket of --mbit in each direction. W workers push a gradient of --megabytes, S shards add up and apply SGD, all pull. The
@@ -9,7 +9,8 @@ less than max(1, W / S) x the time of that many bytes over one link, which is me
 directions at once, between two of the hosts. "of bound" is that bound divided by the step's time.
 
 "most bytes" is what the links of the busiest shard carried, by the kernel's counters, compared with the mean of all shards.
-The model should have several blocks of 1 MiB for each shard: with a single one a shard could not send while it receives.
+The model should have several blocks of 1 MiB for each shard: with a single one a shard could not send while it receives. With
+the defaults a transport takes about 12 minutes, with --quick half of that.
 All numbers that are computed are verified, to the bit. Exit status: 1 if psd could not be measured or was wrong, 2 where no
 such network can be made; the criteria do not decide.
 """
@@ -42,7 +43,7 @@ def arguments() -> Namespace:
     parser.add_argument("--transports", type=report.words, default="tcp,grpc", help="of psd (default: %(default)s)")
     parser.add_argument("--workers", type=report.whole_numbers, default="1,2,4,8", metavar="W,W", help="default: %(default)s")
     parser.add_argument("--shards", type=report.whole_numbers, default="1,2,4,8", metavar="S,S", help="default: %(default)s")
-    parser.add_argument("--megabytes", type=int, default=32, help="of parameters (default: %(default)s)")
+    parser.add_argument("--megabytes", type=int, default=48, help="of parameters (default: %(default)s)")
     parser.add_argument("--mbit", type=int, default=300, help="of each link, each way, per second (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS_MIN, help="timed steps (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="only those W and S that the criteria are about")
@@ -139,9 +140,8 @@ def main() -> int:
                     results.append(measure(network, transport, workers, shards, args))
                 except ProcessFailed as error:
                     left_out[f"{transport}, W = {workers}, S = {shards}"] = str(error)
-    print(
-        f"{args.megabytes} MB of float32, every host with a link of {args.mbit} Mbit/s each way; medians of {args.steps} steps"
-    )
+    links = f"a link of {args.mbit} Mbit/s each way for every host"
+    print(f"{args.megabytes} MB of float32, {links}; medians of {args.steps} steps")
     print(report.machine_line(about))
     print(f"raw tcp of the same bytes over one link, both ways at once: {1e3 * one_link_s:.0f} ms\n")
     print(report.table(["transport", "W", "S", "ms/step", "speed-up", "of bound", "most bytes"], rows(results, one_link_s)))
