@@ -3,8 +3,8 @@
     python benchmarks/backpressure.py [--transports grpc,tcp,shm] [--workers 8] [--megabytes 64] [--seconds 20]
 
 The shard is suspended (SIGSTOP) for nine tenths of the time, in turns of a second, and the workers, asynchronous, push without
-pause. A system without back-pressure would queue what they push, in the shard up to --workers x --megabytes, or in the workers. The
-resident memory of every process, shared memory included, is sampled 20 times a second; "private" is the part that is not shared.
+pause. A system without back-pressure would queue what they push: in the shard up to --workers x --megabytes, or in the workers.
+The resident memory of every process, shared memory included, is sampled 20 times a second; "of it private" leaves that out.
 
 A process may grow beyond what it had before the first push, when its parameters and buffers were in place already, by
 
