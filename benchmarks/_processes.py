@@ -88,9 +88,9 @@ def _status_bytes(pid: int, field: str) -> int:
     return int(found[1]) << 10
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(signum: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
 
 class Process:
@@ -98,9 +98,12 @@ class Process:
 
     Attributes:
         name: for messages. pid: its process.
+
+    Args:
+        last_signal: what it gets when the benchmark itself is killed.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environ: dict[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], environ: dict[str, str], last_signal: int) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
@@ -111,7 +114,7 @@ class Process:
             stderr=self._errors,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
+            preexec_fn=lambda: _end_with_parent(last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
         )
         self.pid = self._process.pid
         self._read = b""
@@ -186,7 +189,7 @@ class Peer(Process):
         prefix: Sequence[str] = (),
     ) -> None:
         command = [*prefix, python, str(PEERS / f"{script}.py"), json.dumps(arguments)]
-        super().__init__(script, command, environment(threads))
+        super().__init__(script, command, environment(threads), signal.SIGTERM)  # Ray clears up after itself then
 
     def ready(self) -> dict[str, Any]:
         """What it said when it was ready."""
@@ -222,7 +225,8 @@ class Shard:
 
     def start(self) -> None:
         """Returns at once; see `wait_ready`."""
-        self._process = Process(self._name, [*self._before, "--listen", self.address, *self._flags], environment())
+        command = [*self._before, "--listen", self.address, *self._flags]
+        self._process = Process(self._name, command, environment(), signal.SIGKILL)
 
     def wait_ready(self) -> None:
         """Returns when it serves."""
