@@ -23,6 +23,7 @@ class FlatBuffers:
         spaces: one 1-D array per flat space of the layout, in its order.
         views: one array per tensor of the spec, in its order: master dtype, the tensor's shape, a view into its space. A
             tensor without elements has an array of its own.
+        versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -37,6 +38,7 @@ class FlatBuffers:
             for tensor, start in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
                 spec = tensors[tensor]
                 self.views[tensor] = memory[start : start + spec.size].reshape(spec.shape)
+        self.versions = [0] * len(layout.blocks)
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
     def block(self, index: int) -> NDArray[Any]:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
+from psd.contract.custom_rules import load_rules
+from psd.contract.errors import ForeignRun, InvalidRequest, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
@@ -54,6 +55,7 @@ class ShardCore:
         timeline, restored_from, is_tentative: see JoinReply.
         awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
         now: monotonic seconds.
+        rules: the users' own that jobs may name, by import path.
     """
 
     def __init__(self, config: ServerConfig, storage: Storage, now: Callable[[], float], incarnation: int | None) -> None:
@@ -62,6 +64,7 @@ class ShardCore:
         self.now = now
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
+        self.rules = load_rules(config.rules, config.rule_dir)
         self.lock = threading.RLock()
         self.counters = Counters()
         self.waiting = Waiting()
@@ -141,7 +144,10 @@ class ShardCore:
                     floor=max(0, clock - min(1, state >> 4)),
                     now=self.now(),
                 )
-        job = self._job(spec, members, lambda *_: arena)
+        try:
+            job = self._job(spec, members, lambda *_: arena)
+        except InvalidRequest as error:
+            raise ConfigError(f"--rule: {self.storage.directory} holds a job that needs it: {error}") from error
         if job.layout.digest != stored.layout_digest:
             raise ConfigError(
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
@@ -161,6 +167,7 @@ class ShardCore:
             shard_count=self.config.shard_count,
             membership=members,
             arena_of=arena_of,
+            rules=self.rules,
         )
 
     def _save_worker(self, worker: Worker) -> None:
