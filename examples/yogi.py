@@ -17,8 +17,8 @@ Array = NDArray[Any]
 class Yogi:
     """Adam with a second moment that grows and shrinks by steps of the size of the squared gradient."""
 
-    slots = {"exp_avg": 0.0, "exp_avg_sq": 1e-6}  # noqa: RUF012 (a constant)
-    hyper = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-3}  # noqa: RUF012
+    slots = {"exp_avg": 0.0, "exp_avg_sq": 1e-6}
+    hyper = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-3}
 
     def apply(self, param: Array, grad: Array, slots: Mapping[str, Array], hyper: Mapping[str, float]) -> None:
         """Update a run of elements in place."""

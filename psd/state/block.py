@@ -279,7 +279,8 @@ class BlockState:
         except SegmentFailed as failed:
             self._arena.discard(after)
             tensor = self._tensor_at(self.plan, int(self.plan.segment_ends[failed.segment]) - 1)
-            raise failed.told(self._rule_name, tensor, self.plan.index, self.version) from failed.__cause__
+            is_known = self._failure is not None
+            raise failed.told(self._rule_name, tensor, self.plan.index, self.version, is_known=is_known) from failed.__cause__
         except BaseException:
             self._arena.discard(after)
             raise

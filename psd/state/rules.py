@@ -69,12 +69,13 @@ class SegmentFailed(Exception):
         super().__init__(segment)
         self.segment = segment
 
-    def told(self, rule: str, tensor: str, block: int, version: int) -> RuleFailed:
-        """The error for the workers; the user's traceback goes to the log."""
+    def told(self, rule: str, tensor: str, block: int, version: int, *, is_known: bool) -> RuleFailed:
+        """The error for the workers; the user's traceback goes to the log, unless the round has failed before."""
         cause = self.__cause__
         assert cause is not None
         text = f"rule {rule!r} failed in tensor {tensor!r} at version {version} (block {block}), which stays as it is"
-        logger.error(text, exc_info=cause)
+        if not is_known:
+            logger.error(text, exc_info=cause)
         return RuleFailed(f"{text}: {describe(cause)}", rule=rule, tensor=tensor, version=version)
 
 

@@ -20,6 +20,7 @@ SHAPES = {
     "scale": ((), "float32"),
 }
 STEPS, STOP = 20, 9
+CUSTOM = "sample_rules:Drifting"
 EXACT = {"consistency": "sync", "aggregation": "exact"}
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -34,6 +35,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "NAdam": psd_client.NAdam(weight_decay=0.1),
     "FTRL": psd_client.FTRL(lr=0.1, l1=0.01, l2=0.1),
     "Lion": psd_client.Lion(lr=1e-2, weight_decay=0.1),
+    "CustomRule": psd_client.CustomRule(CUSTOM, lr=0.05),
 }
 
 every_rule = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -71,10 +73,10 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @every_rule
 def test_any_number_of_shards_gives_the_same_bits(cluster: Callable[..., Any], optimizer: Optimizer) -> None:
-    expected = run(cluster(1).servers, optimizer)
+    expected = run(cluster(1, rules=(CUSTOM,)).servers, optimizer)
 
     for shard_count in (2, 3, 5):
-        assert_same_bits(run(cluster(shard_count).servers, optimizer), expected)
+        assert_same_bits(run(cluster(shard_count, rules=(CUSTOM,)).servers, optimizer), expected)
 
 
 @every_rule
@@ -84,14 +86,14 @@ def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
 ) -> None:
     """Slots, and the steps of each tensor, are in the checkpoint."""
     url = str(tmp_path / "checkpoints")
-    expected = run(cluster(2).servers, optimizer)
-    first = cluster(before, checkpoint_dir=url)
+    expected = run(cluster(2, rules=(CUSTOM,)).servers, optimizer)
+    first = cluster(before, checkpoint_dir=url, rules=(CUSTOM,))
     run(first.servers, optimizer, STOP)
     for shard in first.shards:
         assert shard.done.wait(10)
         shard.drain(5)
 
-    restored = run(cluster(after, checkpoint_dir=url).servers, optimizer)
+    restored = run(cluster(after, checkpoint_dir=url, rules=(CUSTOM,)).servers, optimizer)
 
     assert_same_bits(restored, expected)
 
