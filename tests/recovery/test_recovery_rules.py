@@ -18,6 +18,7 @@ SHAPES = {
     "bias": ((170,), "float32"),
     "double": ((37, 11), "float64"),
     "scale": ((), "float32"),
+    "half": ((60, 9), "float16"),
 }
 STEPS, STOP = 20, 9
 CUSTOM = "sample_rules:Drifting"
@@ -84,7 +85,7 @@ def test_any_number_of_shards_gives_the_same_bits(cluster: Callable[..., Any], o
 def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
     cluster: Callable[..., Any], tmp_path: Path, optimizer: Optimizer, before: int, after: int
 ) -> None:
-    """Slots, and the steps of each tensor, are in the checkpoint."""
+    """Slots, the steps of each tensor, and the float32 masters of half-precision ones are in the checkpoint."""
     url = str(tmp_path / "checkpoints")
     expected = run(cluster(2, rules=(CUSTOM,)).servers, optimizer)
     first = cluster(before, checkpoint_dir=url, rules=(CUSTOM,))
