@@ -1,4 +1,4 @@
-"""What benchmarks print: tables, criteria as ratios with limits, the machine; and the same as JSON. Measures nothing."""
+"""What benchmarks print: tables, criteria as ratios with limits, the machine; and the same as JSON; and how they time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,13 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first one to the left, the others to the right."""
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """Columns of equal width, the first `words` to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
     lines = []
     for row in (headers, ["-" * width for width in widths], *rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        sized = zip(row, widths, strict=True)
+        cells = [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(sized)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -135,6 +139,36 @@ def whole_numbers(text: str) -> list[int]:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Whose help is the benchmark's first lines."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def seconds_of(work: Callable[[], object], *, rounds: int) -> float:
+    """The median time of `work`, after one call that is not counted."""
+    work()
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def in_turns(works: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
+    """Median times of several works that are run in turns, so that what else the machine does meets all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(rounds):
+        for name, work in works.items():
+            begun = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def copier(nbytes: int) -> Callable[[], None]:
+    """A copy of as many bytes from one array to another: it moves twice of them."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return lambda: np.copyto(target, source)
 
 
 def _text(path: str) -> str:

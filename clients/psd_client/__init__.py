@@ -27,6 +27,7 @@ from psd.contract.errors import (
     Overloaded,
     PsdError,
     RolledBack,
+    RuleFailed,
     ScalarsDisagree,
     SessionFenced,
     ShardRestarted,
@@ -37,6 +38,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd_client.client import ParameterServer, connect
+from psd_client.custom_rule import CustomRule
 from psd_client.optimizers import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
 
@@ -54,6 +56,7 @@ __all__ = [
     "Lion",
     "NAdam",
     "RMSprop",
+    "CustomRule",
     "ConfigError",
     "PsdError",
     "BarrierTimeout",
@@ -72,6 +75,7 @@ __all__ = [
     "OutOfSpace",
     "Overloaded",
     "RolledBack",
+    "RuleFailed",
     "ScalarsDisagree",
     "SessionFenced",
     "ShardRestarted",

@@ -183,18 +183,24 @@ class BulkConnection:
         while True:
             kind, head, payload_bytes = self._stream.receive()
             if kind is Kind.ANSWER:
-                block = awaited.pop(self._parsed(data_pb2.PullFrame, head).block, None)
+                frame = self._parsed(data_pb2.PullFrame, head)
+                block = awaited.pop(frame.block, None)
                 if block is None or payload_bytes != block.nbytes:
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
                 self._stream.read_into(parameters.block(block.index).data.cast("B"))
+                parameters.versions[block.index] = frame.version
                 self.received_bytes += block.nbytes
             elif kind is Kind.REPLY:
                 if awaited:
                     raise InternalError(f"shard {self._shard} at {self._address}: {len(awaited)} blocks are missing")
+                reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
+                    assert parameters is not None
+                    for index, version in zip(reply.blocks, reply.versions, strict=True):
+                        parameters.versions[index] = version
                     self.received_bytes += sum(block.nbytes for block in blocks)
-                return self._parsed(data_pb2.PushReply, head)
+                return reply.push
             else:
                 self._raise(kind, head)
 

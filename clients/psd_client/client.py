@@ -132,6 +132,7 @@ class ParameterServer(Worker):
         reduce: str | None = None,
         quorum: int | None = None,
         aggregation: str | None = None,
+        staleness: str = "",
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
@@ -140,12 +141,15 @@ class ParameterServer(Worker):
 
         Args:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name.
-            optimizer: the update rule, such as psd_client.Adam(lr=1e-3).
+            optimizer: the update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own.
             consistency: "sync", "async" or "ssp:S".
             reduce: "mean", weighted by the pushes' weights, or "sum".
             quorum: workers whose gradients close a synchronous round; all of them by default.
             aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on
                 all shards or on none: the same bits whatever the timing and whatever dies. Synchronous only.
+            staleness: async and ssp: what is done about gradients whose parameters have been updated since their worker read
+                them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
+                (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
 
         Raises:
@@ -153,7 +157,7 @@ class ParameterServer(Worker):
             InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
             WaitTimeout: no worker has provided initial values until the wait timeout.
         """
-        param_groups = ParamGroups(list(params), optimizer, groups)
+        param_groups = ParamGroups(list(params), optimizer, groups, staleness)
         specs = tensor_specs(params, param_groups.group_of)
         self.declare_tensors(
             specs,

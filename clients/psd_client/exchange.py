@@ -270,6 +270,8 @@ class Exchange:
         own.caller.CopyFrom(self._session.caller(lane.shard))
         if lane.shard == 0:
             own.client_state = self.client_state
+        if not self._has_rounds:
+            own.versions.extend(self.parameters.versions[block.index] for block in self._blocks[lane.shard])
         return GradientPart(own, self._blocks[lane.shard], self.gradients, present)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:

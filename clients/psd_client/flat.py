@@ -30,6 +30,7 @@ class FlatBuffers:
         views: one array per tensor of the spec, in its order: master dtype, the tensor's shape, a view into its space. A
             tensor without elements has an array of its own.
         segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
+        versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, has_static: bool = True) -> None:
@@ -48,6 +49,7 @@ class FlatBuffers:
                 for tensor, begin in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
                     spec = tensors[tensor]
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
+        self.versions = [0] * len(layout.blocks)
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
     def _memory(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:

@@ -236,6 +236,7 @@ class GrpcLane(Lane):
                 if parameters is not None:
                     numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
                     parameters.block(block.index)[...] = numbers
+                    parameters.versions[block.index] = message.version
                     self.received_bytes += block.nbytes
         if awaited:
             raise InternalError(f"shard {self.shard} at {self.address}: {len(awaited)} blocks are missing in its answer")

@@ -111,6 +111,7 @@ def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_
         quorum=theirs.quorum,
         consistency=theirs.consistency,
         reduction=theirs.reduction,
+        groups=theirs.groups if manifest.spec.stored_groups == theirs.stored_groups else manifest.spec.groups,
     )
     if difference := comparable.difference(theirs):
         raise SpecMismatch(f"checkpoint {manifest.name}: {difference}")

@@ -134,6 +134,8 @@ def _value(field: Any, value: Any) -> Any:  # a FieldDescriptor, of which there 
         return [_fields(item) for item in value]  # all messages in a StatusReply are repeated
     if field.enum_type is not None:
         return _enum_name(field.enum_type, value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
     return str(value) if field.name in _NAMES_64_BIT else value
 
 
@@ -157,6 +159,8 @@ def as_text(answers: Sequence[Answer]) -> str:
         parts.append("\n".join(wait_text(merged.wait) for merged in waits))
     if replies:
         parts.append(_traffic_table(replies))
+    if any(reply.ages for reply in replies):
+        parts.append(_age_table(replies))
     if stored := [reply for reply in replies if reply.checkpoint_dir]:
         parts.append(_checkpoint_table(stored))
     if trouble := problems(answers):
@@ -254,6 +258,17 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
         for reply in replies
     ]
     return table(rows, left={0})
+
+
+def _age_table(replies: Sequence[pb.StatusReply]) -> str:
+    """How many gradients were applied at which age; see StatusReply.ages."""
+    columns = max(len(reply.ages) for reply in replies)
+    names = [f"{index}" if index < 3 else f"{(1 << index - 2) + 1}-{1 << index - 1}" for index in range(columns)]
+    rows = [("SHARD", "AGE", *names)]
+    for reply in replies:
+        counts = [f"{count}" for count in reply.ages] + ["0"] * (columns - len(reply.ages))
+        rows.append((f"{reply.shard_index}/{reply.shard_count}", "", *counts))
+    return table(rows, left={0, 1})
 
 
 def _checkpoint_table(replies: Sequence[pb.StatusReply]) -> str:

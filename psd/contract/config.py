@@ -47,6 +47,11 @@ def parse_servers(text: str) -> tuple[str, ...]:
     return servers
 
 
+def is_rule_path(text: str) -> bool:
+    """True for the import path of a class, such as my_package.my_module:MyRule."""
+    return len(text) <= 256 and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text, re.ASCII) is not None
+
+
 def _check_seconds(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         raise ConfigError(f"{name}: expected {low:g} to {high:g} seconds, got {value:g}")
@@ -98,6 +103,7 @@ class ServerConfig:
         checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
         checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
         checkpoint_keep: how many valid ones are kept.
+        rules: import paths of the users' update rules that jobs may name; rule_dir: where their modules are looked for, too.
     """
 
     shard_index: int
@@ -114,6 +120,8 @@ class ServerConfig:
     checkpoint_secs: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_keep: int = 3
+    rules: tuple[str, ...] = ()
+    rule_dir: str = "."
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -131,6 +139,11 @@ class ServerConfig:
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)
         _check_count("--checkpoint-steps", self.checkpoint_steps, 0, 1 << 40)
         _check_count("--checkpoint-keep", self.checkpoint_keep, 1, 1_000_000)
+        for rule in self.rules:
+            if not is_rule_path(rule):
+                raise ConfigError(
+                    f"--rule: expected the import path of a class, such as my_package.my_module:MyRule, got {rule!r}"
+                )
         _check_seconds("--lease", self.lease_s, 0.1, 86_400)
         _check_seconds("--grace", self.grace_s, 0, 3_600)
 

@@ -1,7 +1,8 @@
 """One connection of the bulk lane, as the shard serves it: messages in, calls on the data plane, messages out.
 
 One thread reads, and another one answers where there is much; only hang_up and end_when_idle come from others. Blocks come in
-messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not know tickets or listeners.
+messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not know tickets or
+listeners.
 """
 
 from __future__ import annotations
@@ -173,10 +174,11 @@ class BulkConnection:
             with self._lock:
                 self._callbacks.clear()
 
-    def _answered(self, call: bulk_pb2.BulkCall, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:
-        reply = data_pb2.PushReply()
+    def _answered(self, call: bulk_pb2.BulkCall, blocks: Iterator[PushedBlock], waiter: Waiter) -> bulk_pb2.BulkReply:
+        reply = bulk_pb2.BulkReply()
         if call.method == bulk_pb2.BULK_METHOD_PUSH:
-            return self._plane.push(call.push, blocks, waiter)
+            reply.push.CopyFrom(self._plane.push(call.push, blocks, waiter))
+            return reply
         if call.method == bulk_pb2.BULK_METHOD_PULL:
             answers: Iterator[Answer | data_pb2.PushReply] = self._plane.pull(call.pull, waiter)
         elif call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
@@ -189,8 +191,11 @@ class BulkConnection:
         try:
             for item in answers:
                 if not isinstance(item, Answer):
-                    reply = item
+                    reply.push.CopyFrom(item)
                 elif has_payload:
+                    if call.into_memory:
+                        reply.blocks.append(item.block)
+                        reply.versions.append(item.version)
                     put(_Outgoing(item, call.into_memory))
                 else:
                     item.release()

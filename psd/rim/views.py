@@ -79,6 +79,7 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         reply.timeline = core.timeline
         reply.restored_from = core.restored_from
         reply.arena_bytes = job.arena.used_bytes
+        reply.ages.extend(job.ages)
         reply.state_dir = str(core.storage.directory)
     if progress is not None:
         reply.checkpoint_dir = progress.location

@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted, StateLost
+from psd.contract.custom_rules import load_rules
+from psd.contract.errors import (
+    ForeignRun,
+    InvalidRequest,
+    NonFiniteGradient,
+    NotDeclared,
+    SessionFenced,
+    ShardRestarted,
+    StateLost,
+)
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
@@ -60,6 +69,7 @@ class ShardCore:
         awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
         may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
+        rules: the users' own that jobs may name, by import path.
     """
 
     def __init__(self, config: ServerConfig, storage: Storage, now: Callable[[], float], incarnation: int | None) -> None:
@@ -68,6 +78,7 @@ class ShardCore:
         self.now = now
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
+        self.rules = load_rules(config.rules, config.rule_dir)
         self.lock = threading.RLock()
         self.counters = Counters()
         self.waiting = Waiting()
@@ -149,7 +160,10 @@ class ShardCore:
                     floor=max(0, clock - min(1, state >> 4)),
                     now=self.now(),
                 )
-        job = self._job(spec, members, lambda *_: arena)
+        try:
+            job = self._job(spec, members, lambda *_: arena)
+        except InvalidRequest as error:
+            raise ConfigError(f"--rule: {self.storage.directory} holds a job that needs it: {error}") from error
         if job.layout.digest != stored.layout_digest:
             raise ConfigError(
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
@@ -170,6 +184,7 @@ class ShardCore:
             membership=members,
             arena_of=arena_of,
             on_lost=self._on_lost,
+            rules=self.rules,
         )
 
     def _on_lost(self, error: StateLost) -> bool:

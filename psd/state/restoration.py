@@ -11,13 +11,23 @@ import logging
 import secrets
 
 from psd.checkpoint import CheckpointDirectory, Manifest
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, PsdError, RolledBack, SpecMismatch
+from psd.contract.config import ConfigError
+from psd.contract.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    ForeignRun,
+    InvalidRequest,
+    PsdError,
+    RolledBack,
+    SpecMismatch,
+)
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts
 from psd.state.initial import InitialValues
 from psd.state.membership import Membership
+from psd.state.rules import check_listed
 from psd.v1 import control_pb2
 
 logger = logging.getLogger(__name__)
@@ -33,7 +43,11 @@ class Restoration:
         core.may_go_back = directory is not None
 
     def load_newest(self) -> str | None:
-        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none."""
+        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none.
+
+        Raises:
+            ConfigError: it is of a job that names a rule that is not listed.
+        """
         if self._directory is None:
             return None
         manifest = self._directory.newest()
@@ -45,6 +59,8 @@ class Restoration:
                     "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
                 )
                 manifest = self._directory.newest(before=manifest.name)
+            except InvalidRequest as error:
+                raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
             else:
                 return manifest.name
         return None
@@ -101,14 +117,15 @@ class Restoration:
             logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
-        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction.
+        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction,
+        what is done about staleness.
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
         """
         core = self._core
         stored = core.declared().spec
-        if (spec.tensors, spec.groups) != (stored.tensors, stored.groups):
+        if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
             raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
         assert self._directory is not None
         manifest = self._directory.load(core.restored_from)
@@ -126,6 +143,7 @@ class Restoration:
         """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members."""
         core = self._core
         spec = spec if spec is not None else manifest.spec
+        check_listed(spec, core.rules)
         with core.lock:
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():

@@ -18,8 +18,10 @@ SHAPES = {
     "bias": ((170,), "float32"),
     "double": ((37, 11), "float64"),
     "scale": ((), "float32"),
+    "half": ((60, 9), "float16"),
 }
 STEPS, STOP = 20, 9
+CUSTOM = "sample_rules:Drifting"
 EXACT = {"consistency": "sync", "aggregation": "exact"}
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -34,6 +36,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "NAdam": psd_client.NAdam(weight_decay=0.1),
     "FTRL": psd_client.FTRL(lr=0.1, l1=0.01, l2=0.1),
     "Lion": psd_client.Lion(lr=1e-2, weight_decay=0.1),
+    "CustomRule": psd_client.CustomRule(CUSTOM, lr=0.05),
 }
 
 
@@ -47,7 +50,7 @@ def optimizer(request: pytest.FixtureRequest) -> Optimizer:
 @pytest.fixture(scope="module")
 def expected(module_cluster: Callable[..., Any], optimizer: Optimizer) -> dict[str, Any]:
     """The parameters after all steps on one shard."""
-    return run(module_cluster(1).servers, optimizer)
+    return run(module_cluster(1, rules=(CUSTOM,)).servers, optimizer)
 
 
 def initial_values() -> dict[str, np.ndarray[Any, Any]]:
@@ -84,22 +87,22 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_any_number_of_shards_gives_the_same_bits(
     cluster: Callable[..., Any], optimizer: Optimizer, expected: dict[str, Any], shard_count: int
 ) -> None:
-    assert_same_bits(run(cluster(shard_count).servers, optimizer), expected)
+    assert_same_bits(run(cluster(shard_count, rules=(CUSTOM,)).servers, optimizer), expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (5, 2)])
 def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
     cluster: Callable[..., Any], tmp_path: Path, optimizer: Optimizer, expected: dict[str, Any], before: int, after: int
 ) -> None:
-    """Slots, and the steps of each tensor, are in the checkpoint."""
+    """Slots, the steps of each tensor, and the float32 masters of half-precision ones are in the checkpoint."""
     url = str(tmp_path / "checkpoints")
-    first = cluster(before, checkpoint_dir=url)
+    first = cluster(before, checkpoint_dir=url, rules=(CUSTOM,))
     run(first.servers, optimizer, STOP)
     for shard in first.shards:
         assert shard.done.wait(10)
         shard.drain(5)
 
-    restored = run(cluster(after, checkpoint_dir=url).servers, optimizer)
+    restored = run(cluster(after, checkpoint_dir=url, rules=(CUSTOM,)).servers, optimizer)
 
     assert_same_bits(restored, expected)
 

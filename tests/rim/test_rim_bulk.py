@@ -122,7 +122,7 @@ def test_push_pull_answers_every_block_and_then_the_push(join: Callable[..., Bul
         frame = data_pb2.PullFrame.FromString(head)
         assert (kind, payload_bytes, frame.block, frame.version) == (Kind.ANSWER, 12, index, 1)
         assert values.tolist() == [-(index + 1.0)] * ELEMENTS
-    reply = data_pb2.PushReply.FromString(answer(stream, Kind.REPLY))
+    reply = bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push
     assert (reply.clock, reply.blocks_counted) == (1, BLOCKS)
 
 
@@ -136,7 +136,7 @@ def test_attached_memory_is_read_and_written_in_place(join: Callable[..., BulkWo
     stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH_PULL, into_memory=True))
     stream.send(Kind.BLOCKS, blocks([0, 1], in_memory=True))
 
-    assert data_pb2.PushReply.FromString(answer(stream, Kind.REPLY)).blocks_counted == BLOCKS
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
     assert np.frombuffer(os.pread(memory, 12, STARTS["parameter_starts"][1]), np.float32).tolist() == [-3.0] * ELEMENTS
 
 
@@ -165,7 +165,7 @@ def test_memory_that_does_not_fit_is_refused_and_the_connection_goes_on(
 
     assert caught.value.reason == reason
     push(stream, worker, bulk_pb2.BULK_METHOD_PUSH, 0, (1, 2))
-    assert data_pb2.PushReply.FromString(answer(stream, Kind.REPLY)).blocks_counted == BLOCKS
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
 
 
 def test_memory_that_could_shrink_is_refused(join: Callable[..., BulkWorker]) -> None:
@@ -231,7 +231,7 @@ def test_a_push_refused_in_its_middle_is_read_to_its_end(join: Callable[..., Bul
     assert caught.value.reason == "NonFiniteGradient"
 
     push(stream, worker, bulk_pb2.BULK_METHOD_PUSH, 0, (1, 2))
-    assert data_pb2.PushReply.FromString(answer(stream, Kind.REPLY)).blocks_counted == BLOCKS
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
 
 
 @pytest.mark.parametrize("method", [0, 77])

@@ -222,13 +222,22 @@ class Driver:
 
     # -- numbers --
 
-    def header(self, seat: Seat, clock: int, *, weight: float = 1.0, scalars: Sequence[float] = SGD) -> data_pb2.PushHeader:
+    def header(
+        self,
+        seat: Seat,
+        clock: int,
+        *,
+        weight: float = 1.0,
+        scalars: Sequence[float] = SGD,
+        versions: Sequence[int] = (),
+    ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
             clock=clock,
             weight=weight,
             layout_digest=self.layout.digest,
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
+            versions=versions,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
