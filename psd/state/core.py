@@ -74,7 +74,7 @@ class ShardCore:
         self.job: Job | None = None
         self.membership: Membership | None = None
         self.initial = InitialValues(chooses=config.shard_index == 0)
-        self.barriers = Barriers(lambda: self.members.waited_mask, storage.save_barriers)
+        self.barriers = Barriers(lambda: self.members.at_barriers, storage.save_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates()
         self.timeline = 0
