@@ -124,7 +124,7 @@ class ShardCore:
             return self.storage.create(stored, shapes, spec.world_size, replace=self.job is not None)
 
         self.job = self._job(spec, members, arena_of)
-        self.membership = members
+        self.membership, self.lost_round = members, None
         members.keep(self._save_worker)
         return self.job
 
