@@ -325,7 +325,7 @@ def test_a_round_that_has_lost_a_gradient_for_good_takes_the_shard_back_to_the_l
 
 def test_a_lost_gradient_of_a_job_that_has_gone_back_meanwhile_takes_nobody_back_again(directory, tmp_path):
     """Another shard had lost something, too, and a worker was faster."""
-    driver, a, b, name = with_a_lost_gradient(directory, tmp_path, is_stored=True)
+    driver, _, _, name = with_a_lost_gradient(directory, tmp_path, is_stored=True)
     driver.core.lost_round = StateLost("worker 0's")
 
     rollback(driver, name, 1)
