@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from psd.contract.config import ServerConfig
 from psd.contract.environment import memory_directory
 from psd.rim.server import ShardServer
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("psd")
 
 
 @dataclass

@@ -61,6 +61,7 @@ class Session:
 
     Attributes:
         clock: steps that the worker has finished.
+        is_leaving: it waits for the round of its last push to close, and does nothing more then.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
         cuts: to be carried to all shards with the next push.
@@ -81,7 +82,7 @@ class Session:
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
         self.stored_state = b""
-        self.has_failed = False
+        self.is_leaving = self.has_failed = False
         self.rejoins = 0
 
     @property

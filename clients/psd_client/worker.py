@@ -171,6 +171,7 @@ class Worker:
         is_usable = self._shut_down.alive and os.getpid() == self._pid and not self._busy.locked()
         if not is_usable or self._last_failed or not exchange.is_unconfirmed:
             return
+        self._session.is_leaving = True
         try:
             with self._operation("close"):
                 exchange.confirm()

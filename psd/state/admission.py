@@ -243,6 +243,8 @@ class Admission:
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)
                 skipped = self._core.members.on_clock(worker, request.clock)
+            if request.leaving:
+                skipped |= self._core.members.on_leaving(worker)
         if skipped:
             self._core.settle()
         return self._core.waiting.open(worker.rank)

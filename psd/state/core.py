@@ -85,7 +85,7 @@ class ShardCore:
         self.job: Job | None = None
         self.membership: Membership | None = None
         self.initial = InitialValues(chooses=config.shard_index == 0)
-        self.barriers = Barriers(lambda: self.members.waited_mask, storage.save_barriers)
+        self.barriers = Barriers(lambda: self.members.at_barriers, storage.save_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates()
         self.timeline = 0
@@ -135,7 +135,7 @@ class ShardCore:
             return self.storage.create(stored, shapes, spec.world_size, replace=self.job is not None)
 
         self.job = self._job(spec, members, arena_of)
-        self.membership = members
+        self.membership, self.lost_round = members, None
         members.keep(self._save_worker)
         return self.job
 

@@ -173,6 +173,22 @@ def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(cluster: St
     assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
 
 
+def test_close_when_the_others_wait_at_a_barrier_then_they_do_not_wait_for_this_worker(cluster: Start) -> None:
+    """Uneven data: the last push of the longer one meets nobody, and must not stop those who have finished."""
+    servers = cluster(2, lease_s=0.5).servers
+    with connect(servers, 1, 2) as peer:
+        ps = connect(servers, 0, 2)
+        declare(ps)
+        declare(peer)
+        ps.push(gradient(1.0))
+        closing = Thread(ps.close)
+
+        peer.barrier("end")
+
+        peer.close()
+        closing.result()
+
+
 @pytest.mark.parametrize("failure", ["of the body", "of the last call"])
 def test_close_when_something_has_failed_then_waits_for_nobody(cluster: Start, failure: str) -> None:
     """The others' next push may never come, and the program knows already."""

@@ -129,6 +129,7 @@ class FakeSession:
 
     membership: Membership | None = None
     clock: int = 41
+    is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
 

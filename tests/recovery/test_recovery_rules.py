@@ -83,11 +83,9 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(np.isfinite(array).all() for array in actual.values())
 
 
-@pytest.mark.parametrize("shard_count", [2, 5])
-def test_any_number_of_shards_gives_the_same_bits(
-    cluster: Callable[..., Any], optimizer: Optimizer, expected: dict[str, Any], shard_count: int
-) -> None:
-    assert_same_bits(run(cluster(shard_count, rules=(CUSTOM,)).servers, optimizer), expected)
+def test_five_shards_give_the_bits_of_one(cluster: Callable[..., Any], optimizer: Optimizer, expected: dict[str, Any]) -> None:
+    """Other numbers are in the test below, whose parts run on 1, 2, 3 and 5."""
+    assert_same_bits(run(cluster(5, rules=(CUSTOM,)).servers, optimizer), expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (5, 2)])

@@ -192,8 +192,8 @@ class Driver:
         assert self.initialize(seats[0], value)
         return seats
 
-    def heartbeat(self, seat: Seat, clock: int = 0) -> list[Ticket]:
-        return self.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=seat.caller, clock=clock))
+    def heartbeat(self, seat: Seat, clock: int = 0, *, leaving: bool = False) -> list[Ticket]:
+        return self.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=seat.caller, clock=clock, leaving=leaving))
 
     def leave(self, seat: Seat, *, failed: bool = False) -> None:
         self.shard.admission.leave(seat.caller, failed=failed)

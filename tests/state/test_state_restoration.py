@@ -323,6 +323,17 @@ def test_a_round_that_has_lost_a_gradient_for_good_takes_the_shard_back_to_the_l
     assert (driver.core.timeline, driver.core.is_tentative, driver.version(1)) == (1, False, 0)
 
 
+def test_a_lost_gradient_of_a_job_that_has_gone_back_meanwhile_takes_nobody_back_again(directory, tmp_path):
+    """Another shard had lost something, too, and a worker was faster."""
+    driver, _, _, name = with_a_lost_gradient(directory, tmp_path, is_stored=True)
+    driver.core.lost_round = StateLost("worker 0's")
+
+    rollback(driver, name, 1)
+    driver.advance(1)
+
+    assert (driver.core.timeline, driver.core.is_tentative) == (1, False)
+
+
 @pytest.mark.parametrize("why", ["there is none", "it cannot be read"])
 def test_a_round_that_has_lost_a_gradient_for_good_is_reported_if_there_is_no_checkpoint(directory, tmp_path, monkeypatch, why):
     """Nothing can be done; the waits end all the same, those that begin later too."""
