@@ -15,7 +15,8 @@ psd over each transport runs against other systems that do the same step, and ag
     ray                a synchronous parameter server of Ray actors, over Ray's shared memory
     tensorflow         variables on a tf.distribute.Server, over TensorFlow's gRPC; workers do not wait for each other
 
-All systems of one W take turns in one run, a few steps each, so that a noisy machine hurts all alike; times are medians. Ray
+All systems of one W take turns in one run, a few steps each, so that a noisy machine hurts all alike; times are medians. Those
+whose turn it is not are idle; all together they then use less than a tenth of a core, most of it Ray's daemons. Ray
 and TensorFlow are used if this interpreter has them, or name one that does: python -m venv ray; ray/bin/pip install ray;
 python benchmarks/step.py --ray-python ray/bin/python. What each system has computed is verified, to the bit.
 
