@@ -126,6 +126,8 @@ class ParameterServer(Worker):
         reduce: str | None = None,
         quorum: int | None = None,
         aggregation: str | None = None,
+        clip_norm: float | None = None,
+        nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
@@ -140,6 +142,10 @@ class ParameterServer(Worker):
             quorum: workers whose gradients close a synchronous round; all of them by default.
             aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on
                 all shards or on none: the same bits whatever the timing and whatever dies. Synchronous only.
+            clip_norm: the largest norm that a round's gradient may have, over all parameters and the workers' mean (or sum): a
+                longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's. Implies "exact".
+            nan_policy: what becomes of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
+                "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
 
         Raises:
@@ -157,6 +163,8 @@ class ParameterServer(Worker):
             reduce=reduce,
             quorum=quorum,
             aggregation=aggregation,
+            clip_norm=clip_norm,
+            nan_policy=nan_policy,
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
         self._named = named, param_groups

@@ -49,6 +49,8 @@ def distribute(
     reduce: str | None = None,
     quorum: int | None = None,
     aggregation: str | None = None,
+    clip_norm: float | None = None,
+    nan_policy: str = "refuse",
     buffers: str = "local",
     **connect_args: Any,
 ) -> DistributedOptimizer:
@@ -96,6 +98,8 @@ def distribute(
             reduce=reduce,
             quorum=quorum,
             aggregation=aggregation,
+            clip_norm=clip_norm,
+            nan_policy=nan_policy,
         )
     except BaseException:
         if ps is None:

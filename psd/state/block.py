@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import StateLost
+from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
+from psd.state.measured import MeasuredRound
 from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule
 from psd.state.tickets import Ticket
@@ -37,12 +39,20 @@ class Outcome(enum.Enum):
     EARLY = "early"  # its round is not open yet; nothing changed
 
 
+class Unmeasured(enum.Enum):
+    """Why a round has no measure here."""
+
+    OPEN = "open"  # gradients are still to come
+    CLOSED = "closed"
+
+
 class BlockState:
     """A block of this shard.
 
     Args:
         slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
+        has_verdicts: rounds are applied as a verdict says; ratio_places: see MeasuredRound.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
 
     Attributes:
@@ -61,6 +71,8 @@ class BlockState:
         is_exact: bool,
         waited_in: Callable[[int], int],
         may_void: Callable[[int], bool],
+        has_verdicts: bool = False,
+        ratio_places: NDArray[np.intp] | None = None,
     ) -> None:
         self.plan = plan
         self.lock = threading.Lock()
@@ -70,14 +82,22 @@ class BlockState:
         self._policy = policy
         self._is_mean = is_mean
         self._is_exact = is_exact
+        self._has_verdicts = has_verdicts
+        self._ratio_places = ratio_places
         self._waited_in = waited_in
         self._may_void = may_void
         self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
+        self._measurers: list[Ticket] = []
         self._at_version: dict[int, list[Callable[[Page], None]]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         page = arena.current(slot)
         self.version = page.version if page is not None else 0
+
+    @property
+    def is_layerwise(self) -> bool:
+        """True if an update needs the norms of whole tensors."""
+        return self._ratio_places is not None
 
     @property
     def slot_bytes(self) -> int:
@@ -135,7 +155,9 @@ class BlockState:
                 touched = self._all if part.present is None else part.present
                 values = part.values if part.weight else None
                 # A push that is an update of its own: the mean, or the sum, of one gradient is that gradient.
-                self._apply(Gradient(None, values, 1.0, 1.0, touched), part.scalars, {part.rank: part.session}, part.clock)
+                self._apply(
+                    Gradient(None, values, 1.0, part.scale, touched), part.scalars, {part.rank: part.session}, part.clock
+                )
                 return Outcome.COUNTED
             if part.clock > self.version:
                 return Outcome.EARLY
@@ -153,18 +175,24 @@ class BlockState:
         else:
             round_.add(part)
             self._round = round_
+            if self._has_verdicts:
+                self._settle()
         return Outcome.COUNTED
 
     def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
         segments, version = len(self.plan.segment_ends), self.version
         if self._is_exact:
-            return ExactRound(
-                scalars,
-                segments,
-                is_mean=self._is_mean,
-                accumulators=self,
-                waited=lambda: self._waited_in(version),
-            )
+            waited = lambda: self._waited_in(version)  # noqa: E731
+            if self._has_verdicts:
+                return MeasuredRound(
+                    scalars,
+                    segments,
+                    is_mean=self._is_mean,
+                    accumulators=self,
+                    waited=waited,
+                    ratio_places=self._ratio_places,
+                )
+            return ExactRound(scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited)
         return FastRound(
             scalars,
             segments,
@@ -185,6 +213,43 @@ class BlockState:
             self._round = current
             self._settle()
 
+    def judge(self, verdict: Verdict) -> None:
+        """EXACT: let a round be applied as its verdict says, when its members' gradients are here."""
+        with self.lock:
+            if verdict.round != self.version:
+                return
+            current = self._round if self._round is not None else self._new_round(())
+            assert isinstance(current, MeasuredRound)
+            current.verdict = verdict
+            self._round = current
+            self._settle()
+
+    def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
+        """Sums of squares of a decided round: of its gradient; or of its updates under a verdict, two for each segment."""
+        with self.lock:
+            if round_ < self.version:
+                return Unmeasured.CLOSED
+            if not self._is_gathered(round_):
+                return Unmeasured.OPEN
+            assert isinstance(self._round, MeasuredRound)
+            return self._round.measure(self.plan, self._page, self._rule, under)
+
+    def when_measurable(self, round_: int, ticket: Ticket) -> None:
+        """Resolve the ticket when the round's gradients are here, or it has closed."""
+        with self.lock:
+            self._measurers[:] = [t for t in self._measurers if not t.future.done()] + [ticket]
+            if round_ < self.version or self._is_gathered(round_):
+                self._wake_measurers()
+            self._fail_if_lost()
+
+    def _is_gathered(self, round_: int) -> bool:
+        return round_ == self.version and isinstance(self._round, MeasuredRound) and self._round.is_gathered()
+
+    def _wake_measurers(self) -> None:
+        measurers, self._measurers = self._measurers, []
+        for ticket in measurers:
+            ticket.resolve()
+
     def settle(self) -> None:
         """Close the rounds that are complete now: somebody left, expired or skipped rounds."""
         with self.lock:
@@ -201,6 +266,8 @@ class BlockState:
             elif round_.is_complete():
                 self._close(round_, None)
             else:
+                if self._measurers and self._is_gathered(self.version):
+                    self._wake_measurers()
                 return
 
     def _fail_if_lost(self) -> None:
@@ -214,7 +281,7 @@ class BlockState:
                 "lost when this shard was killed, and those workers are gone",
                 ranks=ranks,
             )
-            for tickets in self._tickets.values():
+            for tickets in (self._measurers, *self._tickets.values()):
                 for ticket in tickets:
                     ticket.fail(error)
 
@@ -259,6 +326,8 @@ class BlockState:
             take(self._arena.pin(self._slot))
         for ticket in self._tickets.pop(self.version, ()):
             ticket.resolve()
+        if self._measurers:
+            self._wake_measurers()
 
     def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.

@@ -161,6 +161,7 @@ class ShardCore:
             shard_count=self.config.shard_count,
             membership=members,
             arena_of=arena_of,
+            verdicts=self.storage,
         )
 
     def _save_worker(self, worker: Worker) -> None:

@@ -28,6 +28,7 @@ class Contribution:
         values: (n,) gradient, zero where not present; None: no gradient in this block at all.
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: of the block's group.
+        scale: without rounds: by which the gradient is multiplied.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Contribution:
     values: NDArray[Any] | None
     present: NDArray[np.uint8] | None
     scalars: Sequence[float]
+    scale: float = 1.0
 
 
 class Accumulators(Protocol):

@@ -28,6 +28,7 @@ class Gradient:
         accumulator: sum of the weighted earlier contributions, or None.
         last: the contribution that closes the round, or None.
         touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged.
+        ratios: (k,) float64, for a layer-wise rule: the trust ratio of each segment's tensor.
     """
 
     accumulator: NDArray[Any] | None
@@ -35,6 +36,7 @@ class Gradient:
     weight: float
     scale: float
     touched: NDArray[np.uint8]
+    ratios: NDArray[np.float64] | None = None
 
 
 class Rule(Protocol):
