@@ -29,7 +29,6 @@ array([-0.25, -0.5 , -0.75], dtype=float32)
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,14 @@ import numpy.typing as npt
 
 from psd_core import _kernels
 from psd_core._kernels import InvalidTensor
+from psd_core._norms import RUN, square_root, square_sum, trust_ratio
 from psd_core._rules import RULES, RealArray, step_block
-from psd_core._updates import adadelta, adagrad, adam, adamax, ftrl, lion, nadam, rmsprop, sgd
+from psd_core._updates import adadelta, adagrad, adam, adamax, ftrl, lamb, lion, nadam, rmsprop, sgd
 
 __all__ = [
     "InvalidTensor",
     "RULES",
+    "RUN",
     "accumulate",
     "adadelta",
     "adagrad",
@@ -51,6 +52,7 @@ __all__ = [
     "aligned_empty",
     "first_nonfinite",
     "ftrl",
+    "lamb",
     "lion",
     "nadam",
     "rmsprop",
@@ -59,12 +61,10 @@ __all__ = [
     "square_root",
     "square_sum",
     "step_block",
+    "trust_ratio",
 ]
 
 _CACHE_LINE_BYTES = 64
-
-RUN = 16
-"""Elements that `square_sum` adds in floating point; an array must be cut between runs."""
 
 
 def accumulate(acc: RealArray, grad: RealArray, weight: float = 1.0) -> None:
@@ -111,42 +111,6 @@ def first_nonfinite(x: RealArray) -> int:
     Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 1 KiB at a time.
     """
     return _kernels.first_nonfinite(x)
-
-
-def square_sum(x: RealArray, offset: int = 0) -> int | None:
-    """Return the sum of the squares in ``x``, such that the parts of an array add up to the whole to the bit.
-
-    Squares are rounded to float64 and added within runs of 16 elements in one fixed order; the runs' sums are added without
-    rounding. So an array may be cut between runs, and the parts' results be added in any order.
-
-    Args:
-        x: (n,) float32|float64.
-        offset: where ``x`` begins within a run, 0 to 15: its position in the whole array modulo 16.
-
-    Returns:
-        An integer in units of 2**-1074, see ``square_root``; None if ``x`` holds NaN or infinity, or a square overflows.
-
-    Raises:
-        InvalidTensor: type, shape, layout or alignment.
-        ValueError: ``offset`` is out of range.
-
-    Cost: O(n), no allocation but the result's, GIL released.
-    """
-    if not 0 <= offset < RUN:
-        raise ValueError(f"offset: expected 0 to {RUN - 1}, got {offset}")
-    return _kernels.square_sum(x, offset)
-
-
-def square_root(total: int) -> float:
-    """Return the root of a sum of squares, the Euclidean norm; infinity beyond the range of float64.
-
-    Args:
-        total: a sum of results of ``square_sum``, >= 0.
-    """
-    try:
-        return math.sqrt(total / (1 << 1074))  # an integer's quotient is rounded once
-    except OverflowError:
-        return math.inf
 
 
 def aligned_empty(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -23,6 +23,7 @@ cdef extern from "kernels.h" nogil:
         PSD_ADAM
         PSD_ADAMAX
         PSD_FTRL
+        PSD_LAMB
         PSD_LION
         PSD_NADAM
         PSD_RMSPROP
@@ -63,6 +64,7 @@ RULE_IDS = {
     "adam": <int>PSD_ADAM,
     "adamax": <int>PSD_ADAMAX,
     "ftrl": <int>PSD_FTRL,
+    "lamb": <int>PSD_LAMB,
     "lion": <int>PSD_LION,
     "nadam": <int>PSD_NADAM,
     "rmsprop": <int>PSD_RMSPROP,

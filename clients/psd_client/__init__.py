@@ -37,7 +37,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd_client.client import ParameterServer, connect
-from psd_client.optimizers import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
+from psd_client.optimizers import FTRL, LAMB, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "Adamax",
     "AdamW",
     "FTRL",
+    "LAMB",
     "Lion",
     "NAdam",
     "RMSprop",

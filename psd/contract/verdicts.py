@@ -62,14 +62,6 @@ def clip_scale(norm_max: float, norm: float) -> float:
     return min(1.0, norm_max / (norm + CLIP_EPSILON))
 
 
-def trust_ratio(parameter_norm: float, direction_norm: float) -> float:
-    """LAMB's and LARS's ratio of a tensor's norm to its update's; 1 where either is 0, or the ratio has no float64."""
-    if parameter_norm == 0 or direction_norm == 0:
-        return 1.0
-    ratio = parameter_norm / direction_norm
-    return ratio if math.isfinite(ratio) else 1.0
-
-
 def measure_message(squares: Squares) -> job_pb2.Measure:
     """Sums of squares as they travel."""
     if squares is None:
@@ -111,8 +103,8 @@ def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence
     totals = total_of(measures, 2 * len(layerwise))
     if totals is None:
         return Verdict(round_, skip=True)
-    norms = [psd_core.square_root(total) for total in totals]
-    if not all(map(math.isfinite, norms)):
+    pairs = list(zip(totals[::2], totals[1::2], strict=True))
+    if not all(math.isfinite(psd_core.square_root(total)) for total in totals):
         return Verdict(round_, skip=True)
-    ratios = tuple(trust_ratio(parameter, update) for parameter, update in zip(norms[::2], norms[1::2], strict=True))
+    ratios = tuple(psd_core.trust_ratio(parameter, direction) for parameter, direction in pairs)
     return replace(under or Verdict(round_), ratios=ratios, is_final=True)

@@ -232,7 +232,7 @@ class BlockState:
             if not self._is_gathered(round_):
                 return Unmeasured.OPEN
             assert isinstance(self._round, MeasuredRound)
-            return self._round.measure(self.plan, self._page, self._rule, under)
+            return self._round.measure(self._page, self._rule, self.plan.segment_ends, under)
 
     def when_measurable(self, round_: int, ticket: Ticket) -> None:
         """Resolve the ticket when the round's gradients are here, or it has closed."""

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
-from psd.contract.layout import Block
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.rounds import Accumulators, Contribution, ExactRound
-from psd.state.rules import Gradient, Rule
+from psd.state.rules import Gradient, Layerwise, Rule
 from psd_core.arena import Page
 
 
@@ -75,15 +74,15 @@ class MeasuredRound(ExactRound):
         ratios = None if self._ratio_places is None else np.array(verdict.ratios)[self._ratio_places]
         return replace(whole, scale=verdict.scale, ratios=ratios)
 
-    def measure(self, plan: Block, page: Page, rule: Rule, under: Verdict | None) -> Squares:
+    def measure(self, page: Page, rule: Rule, segment_ends: NDArray[np.uint32], under: Verdict | None) -> Squares:
         """Sums of squares of a gathered round: of the gradient; or of the updates `under` a verdict, two for each segment."""
         of_gradient = under is None
         if of_gradient not in self._squares:
             gradient = self._gathered()
             if under is not None:
-                self._squares[of_gradient] = rule.squares(
-                    page, replace(gradient, scale=under.scale), plan, self.scalars, self._accumulators
-                )
+                assert isinstance(rule, Layerwise)
+                judged = replace(gradient, scale=under.scale)
+                self._squares[of_gradient] = rule.squares(page, judged, segment_ends, self.scalars)
             elif gradient.accumulator is None:
                 self._squares[of_gradient] = [0]
             else:
