@@ -211,6 +211,11 @@ class Worker:
             self._exchange = exchange
 
     @property
+    def nan_policy(self) -> str:
+        """As declared: "refuse", "skip" or "allow"."""
+        return self._declared.parameters.layout.spec.nan_policy
+
+    @property
     def is_skipped(self) -> bool:
         """True if the round of the last push has changed nothing on any shard, because a gradient or a norm was not finite.
 
