@@ -107,7 +107,11 @@ class Settlement:
         def measure_at(lane: Lane, call: Call) -> control_pb2.MeasureReply:
             self._push_again(lane, call)
             request = control_pb2.MeasureRequest(
-                caller=self._session.caller(lane.shard), clock=round_, decisions=self._session.decisions, verdict=under
+                caller=self._session.caller(lane.shard),
+                clock=self._session.clock,
+                decisions=self._session.decisions,
+                round=round_,
+                verdict=under,
             )
             return lane.measure(request, call)
 

@@ -28,13 +28,17 @@ class Measures:
             worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
             if not job.spec.has_verdicts:
-                raise InvalidRequest("clock: only a job with rounds that has clip_norm or a layer-wise rule is measured")
+                raise InvalidRequest("round: only a job with rounds that has clip_norm or a layer-wise rule is measured")
             decisions = check_decisions(request.decisions, job.spec.world_size)
             under = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
+            self._core.check_clock(worker, request.clock)
+            skipped = self._core.members.on_clock(worker, request.clock)
         job.decide(decisions)
+        if skipped:
+            self._core.settle()
         if measures_gradients(job.spec, under):
             return self._measured(job, worker, request, None)
-        return self._measured(job, worker, request, under or Verdict(request.clock))
+        return self._measured(job, worker, request, under or Verdict(request.round))
 
     def _measured(
         self, job: Job, worker: Worker, request: control_pb2.MeasureRequest, under: Verdict | None
@@ -44,7 +48,7 @@ class Measures:
         for block in job.blocks.values():
             if not block.plan.trained or (under is not None and not block.is_layerwise):
                 continue
-            found = block.measure(request.clock, under)
+            found = block.measure(request.round, under)
             if found is Unmeasured.CLOSED:
                 return control_pb2.MeasureReply(is_closed=True)
             if found is Unmeasured.OPEN:
@@ -61,7 +65,7 @@ class Measures:
         return control_pb2.MeasureReply(measure=measure_message(totals))
 
     def _when_measurable(self, block: BlockState, worker: Worker, request: control_pb2.MeasureRequest) -> Ticket:
-        round_ = request.clock
+        round_ = request.round
         missing = lambda: block.missing_in(round_)  # noqa: E731
         ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, round_, missing)
         block.when_measurable(round_, ticket)

@@ -33,10 +33,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "Adamax": psd_client.Adamax(weight_decay=0.1),
     "NAdam": psd_client.NAdam(weight_decay=0.1),
     "FTRL": psd_client.FTRL(lr=0.1, l1=0.01, l2=0.1),
+    "LAMB": psd_client.LAMB(lr=1e-2),
     "Lion": psd_client.Lion(lr=1e-2, weight_decay=0.1),
 }
+CLIPPED = ("SGD", "LAMB")  # by a norm that most gradients are above
 
-every_rule = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+every_rule = pytest.mark.parametrize(
+    ("optimizer", "clip_norm"),
+    [(optimizer, None) for optimizer in OPTIMIZERS.values()] + [(OPTIMIZERS[name], 5.0) for name in CLIPPED],
+    ids=[*OPTIMIZERS, *(f"{name} clipped" for name in CLIPPED)],
+)
 
 
 def initial_values() -> dict[str, np.ndarray[Any, Any]]:
@@ -50,17 +56,17 @@ def gradients(params: dict[str, Any], rank: int, step: int) -> dict[str, Any]:
     return {name: grads[name] for i, name in enumerate(grads) if (step + i) % 4}
 
 
-def train(servers: str, rank: int, optimizer: Optimizer, until: int) -> dict[str, Any]:
+def train(servers: str, rank: int, optimizer: Optimizer, until: int, clip_norm: float | None) -> dict[str, Any]:
     with psd_client.connect(servers, rank, 2, wait_timeout=60) as ps:
-        params = ps.declare(initial_values(), optimizer, **EXACT)
+        params = ps.declare(initial_values(), optimizer, **EXACT, clip_norm=clip_norm)
         while ps.clock < until:
             params = ps.push_pull(gradients(params, rank, ps.clock), weight=1 + (rank + ps.clock) % 3)
         return params
 
 
-def run(servers: str, optimizer: Optimizer, until: int = STEPS) -> dict[str, Any]:
+def run(servers: str, optimizer: Optimizer, clip_norm: float | None = None, until: int = STEPS) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(train, servers, rank, optimizer, until) for rank in range(2)]
+        jobs = [pool.submit(train, servers, rank, optimizer, until, clip_norm) for rank in range(2)]
         return [job.result() for job in jobs].pop()
 
 
@@ -70,28 +76,31 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @every_rule
-def test_any_number_of_shards_gives_the_same_bits(cluster: Callable[..., Any], optimizer: Optimizer) -> None:
-    expected = run(cluster(1).servers, optimizer)
+def test_any_number_of_shards_gives_the_same_bits(
+    cluster: Callable[..., Any], optimizer: Optimizer, clip_norm: float | None
+) -> None:
+    """Norms over whole tensors, and over all of them, too. PEERS: clipping per shard."""
+    expected = run(cluster(1).servers, optimizer, clip_norm)
 
     for shard_count in (2, 3, 5):
-        assert_same_bits(run(cluster(shard_count).servers, optimizer), expected)
+        assert_same_bits(run(cluster(shard_count).servers, optimizer, clip_norm), expected)
 
 
 @every_rule
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (5, 2)])
 def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
-    cluster: Callable[..., Any], tmp_path: Path, optimizer: Optimizer, before: int, after: int
+    cluster: Callable[..., Any], tmp_path: Path, optimizer: Optimizer, clip_norm: float | None, before: int, after: int
 ) -> None:
     """Slots, and the steps of each tensor, are in the checkpoint."""
     url = str(tmp_path / "checkpoints")
-    expected = run(cluster(2).servers, optimizer)
+    expected = run(cluster(2).servers, optimizer, clip_norm)
     first = cluster(before, checkpoint_dir=url)
-    run(first.servers, optimizer, STOP)
+    run(first.servers, optimizer, clip_norm, STOP)
     for shard in first.shards:
         assert shard.done.wait(10)
         shard.drain(5)
 
-    restored = run(cluster(after, checkpoint_dir=url).servers, optimizer)
+    restored = run(cluster(after, checkpoint_dir=url).servers, optimizer, clip_norm)
 
     assert_same_bits(restored, expected)
 
@@ -99,7 +108,7 @@ def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
 def test_a_checkpoint_with_another_constant_is_another_job(cluster: Callable[..., Any], tmp_path: Path) -> None:
     url = str(tmp_path / "checkpoints")
     first = cluster(1, checkpoint_dir=url)
-    run(first.servers, psd_client.Adagrad(initial_accumulator_value=0.25), STOP)
+    run(first.servers, psd_client.Adagrad(initial_accumulator_value=0.25), until=STOP)
     assert first.shards[0].done.wait(10)
     first.shards[0].drain(5)
     second = cluster(1, checkpoint_dir=url)

@@ -399,7 +399,9 @@ class SimulatedWorker:
         def measure(shard: Shard) -> Iterator[Any]:
             yield from self.push_again(index, shard)
             caller = self.caller(index)
-            request = control_pb2.MeasureRequest(caller=caller, clock=round_, decisions=self.decisions, verdict=under)
+            request = control_pb2.MeasureRequest(
+                caller=caller, clock=self.clock, decisions=self.decisions, round=round_, verdict=under
+            )
             self.world.check_alive(index, caller)
             while isinstance(found := shard.measures.measure(request), Ticket):
                 yield found
