@@ -36,12 +36,14 @@ import numpy.typing as npt
 
 from psd_core import _kernels
 from psd_core._kernels import InvalidTensor
+from psd_core._norms import RUN, square_root, square_sum, trust_ratio
 from psd_core._rules import RULES, RealArray, step_block
-from psd_core._updates import adadelta, adagrad, adam, adamax, ftrl, lion, nadam, rmsprop, sgd
+from psd_core._updates import adadelta, adagrad, adam, adamax, ftrl, lamb, lion, nadam, rmsprop, sgd
 
 __all__ = [
     "InvalidTensor",
     "RULES",
+    "RUN",
     "accumulate",
     "adadelta",
     "adagrad",
@@ -50,12 +52,16 @@ __all__ = [
     "aligned_empty",
     "first_nonfinite",
     "ftrl",
+    "lamb",
     "lion",
     "nadam",
     "rmsprop",
     "scaled_copy",
     "sgd",
+    "square_root",
+    "square_sum",
     "step_block",
+    "trust_ratio",
 ]
 
 _CACHE_LINE_BYTES = 64

@@ -23,6 +23,7 @@ cdef extern from "kernels.h" nogil:
         PSD_ADAM
         PSD_ADAMAX
         PSD_FTRL
+        PSD_LAMB
         PSD_LION
         PSD_NADAM
         PSD_RMSPROP
@@ -30,6 +31,7 @@ cdef extern from "kernels.h" nogil:
     enum:
         PSD_SLOTS_MAX
         PSD_SCALARS_MAX
+        PSD_LIMBS
     ctypedef struct psd_hyper:
         double scalars[PSD_SCALARS_MAX]
         uint32_t flags
@@ -51,6 +53,7 @@ cdef extern from "kernels.h" nogil:
     void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intptr_t n) noexcept
     void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n) noexcept
     intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
+    int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset) noexcept
     void psd_step(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, uint64_t step, intptr_t n) noexcept
     void psd_step_block(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, const psd_segments *) noexcept
 
@@ -61,6 +64,7 @@ RULE_IDS = {
     "adam": <int>PSD_ADAM,
     "adamax": <int>PSD_ADAMAX,
     "ftrl": <int>PSD_FTRL,
+    "lamb": <int>PSD_LAMB,
     "lion": <int>PSD_LION,
     "nadam": <int>PSD_NADAM,
     "rmsprop": <int>PSD_RMSPROP,
@@ -202,6 +206,22 @@ def first_nonfinite(object x):
     with nogil:
         index = psd_first_nonfinite(_dtype(view), view.buf, view.shape[0])
     return index
+
+
+def square_sum(object x, int offset):
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *view = borrow.take("x", x, c"r", False)
+    cdef uint64_t limbs[PSD_LIMBS]
+    cdef uint32_t words[PSD_LIMBS]
+    cdef int i, is_finite
+    memset(limbs, 0, sizeof(limbs))
+    with nogil:
+        is_finite = psd_add_squares(_dtype(view), limbs, view.buf, view.shape[0], offset)
+    if not is_finite:
+        return None
+    for i in range(PSD_LIMBS):
+        words[i] = <uint32_t>limbs[i]
+    return int.from_bytes((<char *>words)[: sizeof(words)], "little")
 
 
 cdef int _set_hyper(psd_hyper *hyper, tuple scalars, uint32_t flags) except -1:

@@ -68,6 +68,7 @@ RULES = {
     ),
     "adamax": Rule(_IDS["adamax"], _ADAM_SCALARS, ("maximize",), (Slot("exp_avg"), Slot("exp_inf"))),
     "ftrl": Rule(_IDS["ftrl"], ("lr", "beta", "l1", "l2"), (), (Slot("accumulator"), Slot("linear"))),
+    "lamb": Rule(_IDS["lamb"], _ADAM_SCALARS, ("maximize",), _MOMENTS),
     "lion": Rule(_IDS["lion"], ("lr", "beta1", "beta2", "weight_decay"), ("maximize",), (Slot("exp_avg"),)),
     "nadam": Rule(_IDS["nadam"], (*_ADAM_SCALARS, "momentum_decay"), ("maximize", "decoupled_weight_decay"), _MOMENTS),
     "rmsprop": Rule(
@@ -110,6 +111,9 @@ def step_block(
     updated as the function of the rule's name does with ``step = steps_in[i] + 1`` and
     ``grad = scale * (acc + weight * grad)``, where an absent term is left out; an untouched one is
     copied through unchanged, slots too. A lone contribution with weight and scale of 1 is used exactly as it is.
+
+    "lamb" alone makes no step, which needs norms of whole tensors, and a block may have parts of them: ``param_out`` gets the
+    direction of the update, and the caller makes the step.
 
     Args:
         rule: a key of ``RULES``.

@@ -23,8 +23,11 @@ add, and so differ by rounding. ``tests/core/test_core_rules.py`` compares over 
 
 from __future__ import annotations
 
+import math
+
 from psd_core import _kernels
 from psd_core._kernels import InvalidTensor
+from psd_core._norms import square_sum, trust_ratio
 from psd_core._rules import RULES, RealArray
 
 
@@ -272,6 +275,37 @@ def ftrl(
     """
     slots: dict[str, RealArray | None] = {"accumulator": accumulator, "linear": linear}
     _update("ftrl", param, grad, slots, (lr, beta, l1, l2), set(), step)
+
+
+def lamb(
+    param: RealArray,
+    grad: RealArray,
+    exp_avg: RealArray,
+    exp_avg_sq: RealArray,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    maximize: bool = False,
+    step: int,
+) -> None:
+    """Apply one LAMB update to a whole tensor in place; this one allocates an array of the tensor's size.
+
+    Args:
+        exp_avg, exp_avg_sq: first and second moment, not corrected for their bias.
+        weight_decay: times the parameter, a part of the update whose norm counts.
+
+    Source: You et al. 2020 (arXiv:1904.00962) alg. 2, with the norm itself as its phi; the trust ratio is 1 where either norm
+        is 0. The rest is as for all rules, see ``psd_core._updates``.
+    """
+    direction = param.copy()
+    slots: dict[str, RealArray | None] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    _update("lamb", direction, grad, slots, (lr, beta1, beta2, eps, weight_decay), _flags(maximize=maximize), step)
+    squares, direction_squares = square_sum(param), square_sum(direction)
+    ratio = math.nan if squares is None or direction_squares is None else trust_ratio(squares, direction_squares)
+    _kernels.accumulate(param, direction, -lr * ratio)
 
 
 def lion(

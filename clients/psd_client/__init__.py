@@ -39,7 +39,7 @@ from psd.contract.errors import (
 )
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
-from psd_client.optimizers import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
+from psd_client.optimizers import FTRL, LAMB, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Adamax",
     "AdamW",
     "FTRL",
+    "LAMB",
     "Lion",
     "NAdam",
     "RMSprop",

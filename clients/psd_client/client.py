@@ -133,6 +133,8 @@ class ParameterServer(Worker):
         quorum: int | None = None,
         aggregation: str | None = None,
         staleness: str = "",
+        clip_norm: float | None = None,
+        nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
@@ -150,6 +152,10 @@ class ParameterServer(Worker):
             staleness: async and ssp: what is done about gradients whose parameters have been updated since their worker read
                 them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
                 (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
+            clip_norm: the largest norm that a round's gradient may have, over all parameters and the workers' mean (or sum): a
+                longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's. Implies "exact".
+            nan_policy: what becomes of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
+                "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
 
         Raises:
@@ -167,6 +173,8 @@ class ParameterServer(Worker):
             reduce=reduce,
             quorum=quorum,
             aggregation=aggregation,
+            clip_norm=clip_norm,
+            nan_policy=nan_policy,
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
         self._named = named, param_groups

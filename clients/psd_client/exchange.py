@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
+from psd.contract.verdicts import clip_scale
 from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers, segment_bytes
 from psd_client.segment import Segment
 from psd_client.session import Session
+from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
 from psd_client.transport import Call, GradientPart, Lane
 
@@ -30,6 +32,7 @@ logger = logging.getLogger("psd_client")
 
 
 CUTS_MAX = 8
+COUNTS = ("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped", "rounds_skipped")
 
 
 @dataclass
@@ -39,11 +42,13 @@ class _Sent:
     Attributes:
         session: that it belongs to; another one neither sends nor commits it again.
         header, present: to send it again. incarnations: by shard, of those that have it.
+        skip: the gradient is not finite, and is not in it.
     """
 
     session: int
     header: data_pb2.PushHeader
     present: NDArray[np.bool_] | None
+    skip: bool
     incarnations: dict[int, int]
 
 
@@ -66,7 +71,9 @@ class Exchange:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
         parameters: what the last pull brought; undefined after one that failed.
         client_state: goes to shard 0 with the next push.
-        counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped.
+        is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
+            worker's. Known after the pull.
+        counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped, rounds_skipped.
     """
 
     def __init__(
@@ -91,6 +98,10 @@ class Exchange:
         self._is_exact = layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._sent: _Sent | None = None
+        self._settlement: Settlement | None = None
+        if layout.spec.has_verdicts:
+            self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
+        self.is_skipped = False
         self.client_state = b""
         segment = _segment(layout) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
@@ -98,7 +109,7 @@ class Exchange:
         if segment is not None:
             for lane in sharing:
                 lane.share(self.gradients, self.parameters)
-        self.counts = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -107,6 +118,9 @@ class Exchange:
         self._session.while_fenced(self._pull_all)
 
     def _pull_all(self) -> None:
+        if self._settlement is not None:
+            self._settlement.settle()
+
         def pull_at(lane: Lane, call: Call) -> None:
             lane.pull(self._pull_request(lane, ()), self._layout.blocks_of(lane.shard), self.parameters, call)
 
@@ -116,6 +130,8 @@ class Exchange:
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
         self._sent = None
+        if self._settlement is not None:
+            self._settlement.forget()
         self._session.go_back()
         self.pull_all()
 
@@ -128,30 +144,48 @@ class Exchange:
         if self.is_unconfirmed:
             self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
 
-    def push(self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None) -> None:
-        """Send the gradients; returns when every shard has them. The push before must be confirmed."""
-        header = self._header(scalars, weight, present)
-        try:
-            self._on_pushed(self._push(header, present))
-            if self._is_exact:
-                self._commit(header.clock, without_waiting=True)
-        except SessionFenced as error:
-            self._drop(error, header.clock)
+    def push(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """Send the gradients; returns when every shard has them. The push before must be confirmed.
 
-    def push_pull(self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None) -> None:
-        """Send the gradients and fetch the parameters of the clock after them."""
-        header = self._header(scalars, weight, present)
+        Args:
+            skip: they are not finite, and the job's policy is to skip the round then.
+        """
+        sent = self._begin(scalars, weight, present, skip=skip)
+        try:
+            self._on_pushed(self._push(sent))
+            if self._is_exact:
+                self._commit(sent, without_waiting=True)
+        except SessionFenced as error:
+            self._drop(error, sent.header.clock)
+
+    def push_pull(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`."""
+        sent = self._begin(scalars, weight, present, skip=skip)
         try:
             if self._is_exact:
-                self._push_commit_pull(header, present)
+                self._push_commit_pull(sent)
                 return
             replies = self._shards.run(
-                lambda lane, call: lane.push_pull(self._part(lane, header, present), self.parameters, call),
+                lambda lane, call: lane.push_pull(self._part(lane, sent), self.parameters, call),
                 self._timeout_s,
                 self._lanes,
             )
         except SessionFenced as error:
-            self._drop(error, header.clock)
+            self._drop(error, sent.header.clock)
             self.pull()
             return
         self._on_pushed(replies)
@@ -162,12 +196,29 @@ class Exchange:
 
     # -- inner ---------------------------------------------------------------------------------------------------------
 
-    def _push(self, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> list[data_pb2.PushReply]:
-        sent = _Sent(self._session.number, header, present, {})
+    def _begin(
+        self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None, *, skip: bool
+    ) -> _Sent:
+        """The next push; raises for anything that must not be sent."""
+        settlement = self._settlement
+        if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
+            # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
+            self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
+        policy = self._layout.spec.nan_policy
+        if skip and policy != "skip":
+            raise InvalidRequest(f'skip: the job was declared with nan_policy="{policy}", not "skip"')
+        skip = self._check(weight, present) or skip
+        if skip:
+            weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
+        header = self._header(scalars, weight)
+        self.is_skipped = skip and not self._has_rounds
+        self.counts["rounds_skipped"] += self.is_skipped
+        return _Sent(self._session.number, header, present, skip, {})
 
+    def _push(self, sent: _Sent) -> list[data_pb2.PushReply]:
         def push_at(lane: Lane, call: Call) -> data_pb2.PushReply:
             incarnation = self._session.incarnation(lane.shard)
-            reply = lane.push(self._part(lane, header, present), call)
+            reply = lane.push(self._part(lane, sent), call)
             sent.incarnations[lane.shard] = incarnation
             return reply
 
@@ -186,13 +237,13 @@ class Exchange:
         """The last push, if its round may still be open."""
         return self._sent if self._sent is not None and self._sent.session == self._session.number else None
 
-    def _push_commit_pull(self, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> None:
-        replies = self._push(header, present)
+    def _push_commit_pull(self, sent: _Sent) -> None:
+        replies = self._push(sent)
         try:
-            self._session.clock = header.clock + 1
+            self._session.clock = sent.header.clock + 1
             self._pull(self._lanes)
         except BaseException:
-            self._session.clock = header.clock  # the same call may be made again, and is then the same push
+            self._session.clock = sent.header.clock  # the same call may be made again, and is then the same push
             raise
         self._count(replies)
 
@@ -203,16 +254,19 @@ class Exchange:
             return
         incarnation = self._session.incarnation(lane.shard)
         if sent.incarnations[lane.shard] != incarnation:
-            lane.push(self._part(lane, sent.header, sent.present), call)
+            lane.push(self._part(lane, sent), call)
             sent.incarnations[lane.shard] = incarnation
 
-    def _commit(self, clock: int, *, without_waiting: bool) -> None:
-        """Exact aggregation: tell shard 0 that all shards have the push of `clock`; learn what was decided."""
+    def _commit(self, sent: _Sent, *, without_waiting: bool) -> None:
+        """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
             self._push_again(lane, call)
             request = control_pb2.CommitRequest(
-                caller=self._session.caller(lane.shard), clock=clock, without_waiting=without_waiting
+                caller=self._session.caller(lane.shard),
+                clock=sent.header.clock,
+                without_waiting=without_waiting,
+                skip=sent.skip,
             )
             return lane.commit(request, call)
 
@@ -224,7 +278,9 @@ class Exchange:
     def _pull(self, lanes: Sequence[Lane], *, versions_only: bool = False) -> None:
         sent = self._unconfirmed
         if self._is_exact and sent is not None:
-            self._commit(sent.header.clock, without_waiting=False)
+            self._commit(sent, without_waiting=False)
+        if self._settlement is not None:
+            self._settlement.settle()
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
@@ -236,43 +292,63 @@ class Exchange:
         self._shards.run(pull_at, self._timeout_s, lanes)
         if lanes is self._lanes:
             self._sent = None
+            if self._settlement is not None:
+                self._settlement.on_told()
+            if self._is_exact and sent is not None:
+                self._on_closed(sent.header.clock)
 
-    def _header(
-        self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None
-    ) -> data_pb2.PushHeader:
-        """The header of the next push, without its caller; raises for anything that must not be sent."""
+    def _on_closed(self, clock: int) -> None:
+        """The round of a push has closed: note whether it was skipped."""
+        decision = next((d for d in self._session.decisions if d.round == clock), None)
+        is_overflow = self._settlement is not None and self._settlement.skips(clock)
+        self.is_skipped = is_overflow or (decision is not None and not any(decision.members))
+        self.counts["rounds_skipped"] += self.is_skipped
+        if is_overflow:
+            logger.warning("psd: worker %d: step %d was skipped: a norm over all workers is not finite", self._rank, clock)
+
+    def _check(self, weight: float, present: NDArray[np.bool_] | None) -> bool:
+        """True if the round is to be skipped because of this worker's gradient; raises for anything that must not be sent."""
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         if present is not None:
             for tensor in np.flatnonzero(~present).tolist():
                 self.gradients.views[tensor][...] = 0
-        tensor_name = self.gradients.first_nonfinite()
-        clock = self._session.clock
-        if tensor_name is not None:
+        policy = self._layout.spec.nan_policy
+        tensor_name = self.gradients.first_nonfinite() if policy != "allow" else None
+        if tensor_name is not None and policy == "refuse":
+            clock = self._session.clock
             raise NonFiniteGradient(
                 f"worker {self._rank}: the gradient of {tensor_name!r} at step {clock} holds NaN or infinity; nothing was sent",
                 rank=self._rank,
                 tensor=tensor_name,
                 clock=clock,
             )
-        return data_pb2.PushHeader(
-            clock=clock,
+        return tensor_name is not None
+
+    def _header(self, scalars: Sequence[Sequence[float]], weight: float) -> data_pb2.PushHeader:
+        """The header of the next push, without its caller."""
+        header = data_pb2.PushHeader(
+            clock=self._session.clock,
             weight=weight,
             layout_digest=self._layout.digest,
             scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
             decisions=self._session.decisions,
             cuts=self._session.cuts,
         )
+        clip_norm = self._layout.spec.clip_norm
+        if clip_norm and not self._has_rounds and weight:
+            header.scale = clip_scale(clip_norm, self.gradients.norm())
+        return header
 
-    def _part(self, lane: Lane, header: data_pb2.PushHeader, present: NDArray[np.bool_] | None) -> GradientPart:
+    def _part(self, lane: Lane, sent: _Sent) -> GradientPart:
         own = data_pb2.PushHeader()
-        own.CopyFrom(header)
+        own.CopyFrom(sent.header)
         own.caller.CopyFrom(self._session.caller(lane.shard))
         if lane.shard == 0:
             own.client_state = self.client_state
         if not self._has_rounds:
             own.versions.extend(self.parameters.versions[block.index] for block in self._blocks[lane.shard])
-        return GradientPart(own, self._blocks[lane.shard], self.gradients, present)
+        return GradientPart(own, self._blocks[lane.shard], self.gradients, sent.present)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:
         return data_pb2.PullRequest(
@@ -281,6 +357,7 @@ class Exchange:
             layout_digest=self._layout.digest,
             blocks=[block.index for block in blocks],
             decisions=self._session.decisions,
+            verdict=self._settlement.verdict if self._settlement is not None else None,
         )
 
     def _on_pushed(self, replies: Sequence[data_pb2.PushReply]) -> None:

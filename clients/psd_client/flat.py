@@ -7,6 +7,7 @@ machine see, too. Must not know sockets, clocks or frameworks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,13 @@ class FlatBuffers:
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
+
+    def norm(self) -> float:
+        """The Euclidean norm of all that is trained; infinity beyond the range of float64. What it holds is finite."""
+        spaces = zip(self.layout.spaces, self.spaces, strict=True)
+        trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
+        sums = [psd_core.square_sum(memory) for memory in trained]
+        return math.inf if None in sums else psd_core.square_root(sum(total for total in sums if total is not None))
 
     def first_nonfinite(self) -> str | None:
         """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite."""

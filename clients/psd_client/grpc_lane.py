@@ -118,6 +118,10 @@ class GrpcLane(Lane):
         """Say that all shards have a push."""
         return self._unary("Commit", request, control_pb2.CommitReply, call, is_wait=True)
 
+    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
+        """What the shard's part of a round amounts to."""
+        return self._unary("Measure", request, control_pb2.MeasureReply, call, is_wait=True)
+
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""
         return self._unary("Barrier", request, control_pb2.BarrierReply, call, is_wait=True)

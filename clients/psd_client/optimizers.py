@@ -304,6 +304,29 @@ class FTRL(Optimizer):
 
 
 @dataclass(frozen=True)
+class LAMB(Optimizer):
+    """LAMB (You et al. 2020, arXiv:1904.00962): Adam's direction, by whose norm and the tensor's each tensor is stepped.
+
+    Synchronous only; implies exact aggregation.
+
+    Args:
+        lr, eps, weight_decay: numbers >= 0; the decay is a part of the direction. betas: two numbers >= 0 and < 1.
+        maximize: climb instead of descend.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+
+    rule: ClassVar[str] = "lamb"
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
 class Lion(Optimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675).
 

@@ -21,11 +21,13 @@ from typing import Any, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.amp.grad_scaler import GradScaler
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import STATIC
 from psd.contract.staleness import parse_staleness
+from psd_client import torch_amp
 from psd_client.client import ParameterServer, connect
 from psd_client.flat import FlatBuffers
 from psd_client.optimizers import Optimizer, group_spec, scalar_values
@@ -52,6 +54,8 @@ def distribute(
     quorum: int | None = None,
     aggregation: str | None = None,
     staleness: str = "",
+    clip_norm: float | None = None,
+    nan_policy: str = "refuse",
     buffers: str = "local",
     **connect_args: Any,
 ) -> DistributedOptimizer:
@@ -76,6 +80,10 @@ def distribute(
         aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
         staleness: async and ssp: what is done about gradients that come late, "lr", "dc" or "dc-adaptive", see
             ParameterServer.declare. The strength of "dc" is in the param_groups, as "dc_lambda", and may change.
+        clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all parameters: what
+            torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
+        nan_policy: what becomes of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
+            needs "skip": `scaler.step(optimizer)` then skips rounds on all workers alike, and so their scales stay equal.
         buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
             then those of the data it has seen. To save a model, save any worker's.
 
@@ -115,6 +123,8 @@ def distribute(
             reduce=reduce,
             quorum=quorum,
             aggregation=aggregation,
+            clip_norm=clip_norm,
+            nan_policy=nan_policy,
         )
     except BaseException:
         if ps is None:
@@ -132,10 +142,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ps: the connection, for barriers, the clock and the rank.
     """
 
+    _step_supports_amp_scaling = True  # see torch_amp.py
+
     def __init__(self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: _Declaration) -> None:
         self._is_declared = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies
         self._is_declared = True
+        torch_amp.ignore_the_warning()
         self.ps = ps
         self._given = optimizer
         self._declaration = declaration
@@ -145,11 +158,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradient_views = [gradients[i] for i in declaration.trained]
 
     @overload
-    def step(self, closure: None = None, *, batch_size: float = 1) -> None: ...
+    def step(self, closure: None = None, *, batch_size: float = 1, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float], *, batch_size: float = 1) -> float: ...
+    def step(self, closure: Callable[[], float], *, batch_size: float = 1, grad_scaler: None = None) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, *, batch_size: float = 1) -> float | None:
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        batch_size: float = 1,
+        grad_scaler: GradScaler | None = None,
+    ) -> float | None:
         """Push the gradients and pull the new parameters into the model.
 
         Returns when the round that the gradients belong to has closed (sync), or as soon as the staleness bound allows.
@@ -158,18 +177,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, as in torch; called once.
             batch_size: samples behind these gradients. Workers with batches of different sizes pass theirs, so that the mean
                 over all samples comes out right; 0 takes part in the round and contributes nothing.
+            grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
-            NonFiniteGradient: NaN or infinity in a gradient; nothing has been sent.
+            NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent.
             PsdError: what the shards or the connection refuse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if grad_scaler is not None and self.ps.nan_policy != "skip":
+            raise InvalidRequest('nan_policy: a GradScaler needs "skip"; pass nan_policy="skip" to distribute()')
         scalars = self._scalars()
+        is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
         present = self._gather()
-        self.ps.push_pull_flat(scalars, float(batch_size), present)
+        self.ps.push_pull_flat(scalars, float(batch_size), present, skip=is_infinite)
+        if grad_scaler is not None:
+            torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
         torch._foreach_copy_(self._trained, self._parameter_views)
         # A scheduler that was built on the given optimizer would warn that nobody has called its step.
         self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001

@@ -138,6 +138,10 @@ class Lane(ABC):
         """Exact aggregation: say that all shards have a push; wait for the decision on its round."""
 
     @abstractmethod
+    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
+        """Exact aggregation: what the shard's part of a decided round amounts to; wait for its gradients."""
+
+    @abstractmethod
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""
 

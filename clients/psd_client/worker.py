@@ -107,8 +107,8 @@ class Worker:
 
         Returns:
             pushes: that all shards have. pushes_dropped: lost because the lease ran out. blocks_counted, blocks_duplicate,
-            blocks_late: what the shards did with the pushes' blocks. rejoins: new sessions after the first.
-            sent_bytes, received_bytes: numbers moved.
+            blocks_late: what the shards did with the pushes' blocks. rounds_skipped: see `is_skipped`. rejoins: new sessions
+            after the first. sent_bytes, received_bytes: numbers moved.
         """
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes
@@ -209,6 +209,8 @@ class Worker:
         reduce: str | None = None,
         quorum: int | None = None,
         aggregation: str | None = None,
+        clip_norm: float | None = None,
+        nan_policy: str = "refuse",
     ) -> None:
         """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
         with self._operation("declare"):
@@ -219,7 +221,11 @@ class Worker:
             if quorum is None:
                 quorum = default.quorum if mode.mode == "sync" else 0
             if aggregation is None:
-                aggregation = default.aggregation if mode.mode == "sync" else "fast"
+                is_layerwise = any(group.is_layerwise for group in groups)
+                needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
+                aggregation = "fast" if mode.mode != "sync" else "exact" if needs_exact else default.aggregation
+            if clip_norm is not None and not clip_norm > 0:
+                raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
             spec = JobSpec(
                 world_size=self.world_size,
                 tensors=tuple(tensors),
@@ -228,6 +234,8 @@ class Worker:
                 reduction=reduce if reduce is not None else default.reduction,
                 quorum=quorum,
                 aggregation=aggregation,
+                clip_norm=clip_norm or 0.0,
+                nan_policy=nan_policy,
             )
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
@@ -242,8 +250,26 @@ class Worker:
                 exchange.pull_all()
             self._exchange = exchange
 
+    @property
+    def nan_policy(self) -> str:
+        """As declared: "refuse", "skip" or "allow"."""
+        return self._declared.parameters.layout.spec.nan_policy
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if the round of the last push has changed nothing on any shard, because a gradient or a norm was not finite.
+
+        Known after the pull that follows the push. Without rounds it is this worker's push that was left out.
+        """
+        return self._exchange is not None and self._exchange.is_skipped
+
     def push_flat(
-        self, scalars: Sequence[Sequence[float]], weight: float = 1, present: NDArray[np.bool_] | None = None
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float = 1,
+        present: NDArray[np.bool_] | None = None,
+        *,
+        skip: bool = False,
     ) -> None:
         """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat`, or the next push.
 
@@ -251,10 +277,11 @@ class Worker:
             scalars: per group, in the order of the rule's list.
             weight: samples behind the gradients.
             present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
+            skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
         """
         with self._operation("push"):
             self._declared.confirm()
-            self._declared.push(scalars, weight, present)
+            self._declared.push(scalars, weight, present, skip=skip)
 
     def pull_flat(self) -> None:
         """Pull into `parameters`, whose contents are undefined if it fails."""
@@ -262,11 +289,16 @@ class Worker:
             self._declared.pull()
 
     def push_pull_flat(
-        self, scalars: Sequence[Sequence[float]], weight: float = 1, present: NDArray[np.bool_] | None = None
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float = 1,
+        present: NDArray[np.bool_] | None = None,
+        *,
+        skip: bool = False,
     ) -> None:
         """`push_flat`, then `pull_flat`, in one round trip."""
         with self._operation("push_pull"):
-            self._declared.push_pull(scalars, weight, present)
+            self._declared.push_pull(scalars, weight, present, skip=skip)
 
     @property
     def _declared(self) -> Exchange:

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.rules import STATIC, RuleInfo, rule_info
+from psd.contract.rules import FLOAT32_MAX, LAYERWISE, STATIC, RuleInfo, rule_info
 from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
 
@@ -35,6 +36,9 @@ _REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
 
 AGGREGATIONS = {"fast": job_pb2.AGGREGATION_FAST, "exact": job_pb2.AGGREGATION_EXACT}
 _AGGREGATION_NAMES = {number: name for name, number in AGGREGATIONS.items()} | {job_pb2.AGGREGATION_UNSPECIFIED: "fast"}
+
+NAN_POLICIES = {"refuse": job_pb2.NAN_POLICY_REFUSE, "skip": job_pb2.NAN_POLICY_SKIP, "allow": job_pb2.NAN_POLICY_ALLOW}
+_NAN_POLICY_NAMES = {number: name for name, number in NAN_POLICIES.items()} | {job_pb2.NAN_POLICY_UNSPECIFIED: "refuse"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class GroupSpec:
         """True if nothing is ever pushed to the group."""
         return self.rule == STATIC.name
 
+    @property
+    def is_layerwise(self) -> bool:
+        """True if an update depends on norms over whole tensors."""
+        return self.rule == LAYERWISE
+
 
 @dataclass(frozen=True)
 class JobSpec:
@@ -93,6 +102,8 @@ class JobSpec:
         quorum: workers whose gradients close a synchronous round; world_size unless there are backup workers.
         reduction: "mean" (weighted by samples) or "sum".
         aggregation: "fast" (as gradients arrive) or "exact" (by rank, the same bits whatever the timing; sync only).
+        clip_norm: the largest norm of a round's gradient, over all trained tensors; 0: any. Without rounds: of each push.
+        nan_policy: what becomes of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
     """
 
     world_size: int
@@ -102,6 +113,8 @@ class JobSpec:
     reduction: str = "mean"
     quorum: int = 0
     aggregation: str = "fast"
+    clip_norm: float = 0.0
+    nan_policy: str = "refuse"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -128,6 +141,7 @@ class JobSpec:
                 raise InvalidRequest(
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
+        self._check_norms()
         seen: set[str] = set()
         for tensor in self.tensors:
             self._check_tensor(tensor)
@@ -139,6 +153,36 @@ class JobSpec:
     def stored_groups(self) -> tuple[GroupSpec, ...]:
         """The groups as far as checkpoints depend on them: a staleness without slots of its own may change."""
         return tuple(g if STALENESS[g.staleness].slots else dataclasses.replace(g, staleness="") for g in self.groups)
+
+    def _check_norms(self) -> None:
+        if not 0 <= self.clip_norm <= FLOAT32_MAX:  # also refuses NaN
+            raise InvalidRequest(f"clip_norm: must be finite and >= 0 (0: no clipping), got {self.clip_norm}")
+        if self.nan_policy not in NAN_POLICIES:
+            raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
+        is_layerwise = any(group.is_layerwise for group in self.groups)
+        if is_layerwise and self.consistency.mode != "sync":
+            raise InvalidRequest(
+                f"groups.rule: {LAYERWISE} needs the norms of whole tensors, which shards know of rounds only; the mode is "
+                f"{self.consistency}, not sync"
+            )
+        norms = "clip_norm" if self.clip_norm else f"groups.rule: {LAYERWISE}" if is_layerwise else ""
+        if norms and self.nan_policy == "allow":
+            raise InvalidRequest(f"nan_policy: allow, but {norms} needs norms, and NaN has none; use refuse or skip")
+        why = norms or ("nan_policy: skip" if self.nan_policy == "skip" else "")
+        if why and self.consistency.mode == "sync" and self.aggregation != "exact":
+            raise InvalidRequest(
+                f"{why} needs aggregation exact, by which all shards agree what a round is made of; it is {self.aggregation}"
+            )
+
+    @property
+    def has_verdicts(self) -> bool:
+        """True if how a round is applied follows from the whole gradient; see psd/contract/verdicts.py."""
+        return self.consistency.mode == "sync" and (self.clip_norm > 0 or bool(self.layerwise_tensors))
+
+    @cached_property
+    def layerwise_tensors(self) -> tuple[int, ...]:
+        """Indices of the tensors that a layer-wise rule updates."""
+        return tuple(i for i, t in enumerate(self.tensors) if self.groups[t.group].is_layerwise)
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
         name_bytes = len(tensor.name.encode())
@@ -172,6 +216,8 @@ class JobSpec:
             quorum=self.quorum,
             reduction=REDUCTIONS[self.reduction],
             aggregation=AGGREGATIONS[self.aggregation],
+            clip_norm=self.clip_norm,
+            nan_policy=NAN_POLICIES[self.nan_policy],
         )
         self.consistency.fill(message)
         for group in self.groups:
@@ -192,6 +238,8 @@ class JobSpec:
             raise InvalidRequest(f"reduction: must be mean or sum, got {message.reduction}")
         if message.aggregation not in _AGGREGATION_NAMES:
             raise InvalidRequest(f"aggregation: must be fast or exact, got {message.aggregation}")
+        if message.nan_policy not in _NAN_POLICY_NAMES:
+            raise InvalidRequest(f"nan_policy: must be refuse, skip or allow, got {message.nan_policy}")
         return cls(
             world_size=message.world_size,
             tensors=tuple(tensors),
@@ -203,11 +251,13 @@ class JobSpec:
             reduction=_REDUCTION_NAMES[message.reduction],
             quorum=message.quorum,
             aggregation=_AGGREGATION_NAMES[message.aggregation],
+            clip_norm=message.clip_norm,
+            nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
         )
 
     def difference(self, other: JobSpec) -> str | None:
         """Words for the first difference between this spec (declared first) and `other`, or None if they are equal."""
-        for field in ("world_size", "consistency", "quorum", "reduction", "aggregation"):
+        for field in ("world_size", "consistency", "quorum", "reduction", "aggregation", "clip_norm", "nan_policy"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{field}: declared first as {mine}, now {theirs}"

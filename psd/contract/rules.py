@@ -148,6 +148,9 @@ def check_weight(weight: float) -> None:
 STATIC = RuleInfo("static", (), frozenset())
 """Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
 
+LAYERWISE = "lamb"
+"""The rule whose updates depend on norms over whole tensors; see psd/contract/verdicts.py."""
+
 RULES = {STATIC.name: STATIC} | {
     name: RuleInfo(name, rule.scalars, frozenset(rule.flags), tuple(_CONSTANTS.get(name, ())))
     for name, rule in psd_core.RULES.items()

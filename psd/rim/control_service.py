@@ -12,6 +12,7 @@ from psd.rim import views
 from psd.rim.calls import Guard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
 from psd.state.shard import Shard
+from psd.state.tickets import Ticket
 from psd.v1 import control_pb2
 
 _DESCRIPTOR = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
@@ -55,6 +56,7 @@ class ControlService:
             "Leave": self.leave,
             "Barrier": self.barrier,
             "Commit": self.commit,
+            "Measure": self.measure,
             "Checkpoint": self.checkpoint,
             "Rollback": self.rollback,
             "Describe": self.describe,
@@ -106,6 +108,13 @@ class ControlService:
         if ticket is not None:
             Waiter(self._shard, context).wait(ticket)
         return self._shard.exchange.commit_reply(request.clock)
+
+    def measure(self, request: control_pb2.MeasureRequest, context: grpc.ServicerContext) -> control_pb2.MeasureReply:
+        """See ControlService.Measure."""
+        waiter = Waiter(self._shard, context)
+        while isinstance(found := self._shard.measures.measure(request), Ticket):
+            waiter.wait(found)
+        return found
 
     def checkpoint(self, request: control_pb2.CheckpointRequest, context: grpc.ServicerContext) -> control_pb2.CheckpointReply:
         """See ControlService.Checkpoint."""

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import PsdError, RuleFailed, StateLost
+from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
+from psd.state.measured import MeasuredRound
 from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
@@ -38,12 +40,20 @@ class Outcome(enum.Enum):
     EARLY = "early"  # its round is not open yet; nothing changed
 
 
+class Unmeasured(enum.Enum):
+    """Why a round has no measure here."""
+
+    OPEN = "open"  # gradients are still to come
+    CLOSED = "closed"
+
+
 class BlockState:
     """A block of this shard.
 
     Args:
         slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
+        has_verdicts: rounds are applied as a verdict says; ratio_places: see MeasuredRound.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
         on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
         rule_name, tensor_at: for messages.
@@ -69,6 +79,8 @@ class BlockState:
         waited_in: Callable[[int], int],
         may_void: Callable[[int], bool],
         on_lost: Callable[[StateLost], bool],
+        has_verdicts: bool = False,
+        ratio_places: NDArray[np.intp] | None = None,
     ) -> None:
         self.plan = plan
         self.lock = threading.Lock()
@@ -81,17 +93,25 @@ class BlockState:
         self._policy = policy
         self._is_mean = is_mean
         self._is_exact = is_exact
+        self._has_verdicts = has_verdicts
+        self._ratio_places = ratio_places
         self._waited_in = waited_in
         self._may_void = may_void
         self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
+        self._measurers: list[Ticket] = []
         self._at_version: dict[int, list[Callable[[Page], None]]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         self.readers = Readers(plan.index)
         self._failure: RuleFailed | None = None  # why the open round could not be closed
         page = arena.current(slot)
         self.version = page.version if page is not None else 0
+
+    @property
+    def is_layerwise(self) -> bool:
+        """True if an update needs the norms of whole tensors."""
+        return self._ratio_places is not None
 
     @property
     def slot_bytes(self) -> int:
@@ -150,7 +170,7 @@ class BlockState:
                 values = part.values if part.weight else None
                 age, backup = self.readers.look_up(part.rank, part.version_read, self.version)
                 # A push that is an update of its own: the mean, or the sum, of one gradient is that gradient.
-                gradient = Gradient(None, values, 1.0, 1.0, touched, age or 0, backup)
+                gradient = Gradient(None, values, 1.0, part.scale, touched, age=age or 0, backup=backup)
                 self._apply(gradient, part.scalars, {part.rank: part.session}, part.clock)
                 self.readers.count(age)
                 return Outcome.COUNTED
@@ -170,18 +190,24 @@ class BlockState:
         else:
             round_.add(part)
             self._round = round_
+            if self._has_verdicts:
+                self._settle()
         return Outcome.COUNTED
 
     def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
         segments, version = len(self.plan.segment_ends), self.version
         if self._is_exact:
-            return ExactRound(
-                scalars,
-                segments,
-                is_mean=self._is_mean,
-                accumulators=self,
-                waited=lambda: self._waited_in(version),
-            )
+            waited = lambda: self._waited_in(version)  # noqa: E731
+            if self._has_verdicts:
+                return MeasuredRound(
+                    scalars,
+                    segments,
+                    is_mean=self._is_mean,
+                    accumulators=self,
+                    waited=waited,
+                    ratio_places=self._ratio_places,
+                )
+            return ExactRound(scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited)
         return FastRound(
             scalars,
             segments,
@@ -202,6 +228,43 @@ class BlockState:
             self._round = current
             self._settle()
 
+    def judge(self, verdict: Verdict) -> None:
+        """EXACT: let a round be applied as its verdict says, when its members' gradients are here."""
+        with self.lock:
+            if verdict.round != self.version:
+                return
+            current = self._round if self._round is not None else self._new_round(())
+            assert isinstance(current, MeasuredRound)
+            current.verdict = verdict
+            self._round = current
+            self._settle()
+
+    def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
+        """Sums of squares of a decided round: of its gradient; or of its updates under a verdict, two for each segment."""
+        with self.lock:
+            if round_ < self.version:
+                return Unmeasured.CLOSED
+            if not self._is_gathered(round_):
+                return Unmeasured.OPEN
+            assert isinstance(self._round, MeasuredRound)
+            return self._round.measure(self._page, self._rule, self.plan.segment_ends, under)
+
+    def when_measurable(self, round_: int, ticket: Ticket) -> None:
+        """Resolve the ticket when the round's gradients are here, or it has closed."""
+        with self.lock:
+            self._measurers[:] = [t for t in self._measurers if not t.future.done()] + [ticket]
+            if round_ < self.version or self._is_gathered(round_):
+                self._wake_measurers()
+            self._fail_if_lost()
+
+    def _is_gathered(self, round_: int) -> bool:
+        return round_ == self.version and isinstance(self._round, MeasuredRound) and self._round.is_gathered()
+
+    def _wake_measurers(self) -> None:
+        measurers, self._measurers = self._measurers, []
+        for ticket in measurers:
+            ticket.resolve()
+
     def settle(self) -> None:
         """Close the rounds that are complete now: somebody left, expired or skipped rounds."""
         with self.lock:
@@ -221,6 +284,8 @@ class BlockState:
                 except RuleFailed:
                     return  # those who wait for the round have been told
             else:
+                if self._measurers and self._is_gathered(self.version):
+                    self._wake_measurers()
                 return
 
     def _fail_if_lost(self) -> None:
@@ -239,7 +304,7 @@ class BlockState:
             self._fail_waits(error)
 
     def _fail_waits(self, error: PsdError) -> None:
-        for tickets in self._tickets.values():
+        for tickets in (self._measurers, *self._tickets.values()):
             for ticket in tickets:
                 ticket.fail(error)
 
@@ -295,6 +360,8 @@ class BlockState:
             take(self._arena.pin(self._slot))
         for ticket in self._tickets.pop(self.version, ()):
             ticket.resolve()
+        if self._measurers:
+            self._wake_measurers()
 
     def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.

@@ -185,6 +185,7 @@ class ShardCore:
             arena_of=arena_of,
             on_lost=self._on_lost,
             rules=self.rules,
+            verdicts=self.storage,
         )
 
     def _on_lost(self, error: StateLost) -> bool:

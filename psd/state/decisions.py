@@ -42,6 +42,7 @@ class Decisions:
         self._members = members
         self.news: list[tuple[int, int]] = []
         self._committed = 0
+        self._skipping = 0
         self._waiting: list[Ticket] = []
 
     @property
@@ -63,8 +64,11 @@ class Decisions:
                 found.append(job_pb2.Decision(round=round_, members=mask.to_bytes(size, "little")))
         return found
 
-    def on_commit(self, worker: Worker, clock: int) -> bool:
+    def on_commit(self, worker: Worker, clock: int, *, skip: bool = False) -> bool:
         """Note that all shards have the worker's push of `clock`; True if that round is decided already.
+
+        Args:
+            skip: the worker's gradient is not finite: the round is decided to be made of nobody, and so changes nothing.
 
         Raises:
             InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one.
@@ -74,6 +78,7 @@ class Decisions:
         if clock < self.next_round:
             return True
         self._committed |= 1 << worker.rank
+        self._skipping |= skip << worker.rank
         self.settle()
         return clock < self.next_round
 
@@ -97,7 +102,8 @@ class Decisions:
             self._decide(self.next_round)
 
     def _decide(self, round_: int) -> None:
-        mask, self._committed = self._committed, 0
+        mask = 0 if self._skipping else self._committed
+        self._committed = self._skipping = 0
         self._arena.record_decision(round_, mask)
         self._arena.set_word(_WORD, round_ + 1)
         self.news.append((round_, mask))

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, ShardRestarted, WrongShard
+from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
+from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState, Outcome
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts, check_client_state, check_cuts
@@ -44,6 +46,7 @@ class Push:
     clock: int
     weight: float
     scalars: Scalars
+    scale: float
     client_state: bytes = b""
     cuts: tuple[data_pb2.Cut, ...] = ()
     is_entered: bool = False
@@ -89,6 +92,7 @@ class Exchange:
             check_cuts(header.cuts)
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
+            scale = check_scale(header, job.spec)
             job.check_agreement(header.clock, scalars, worker.rank)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
@@ -102,6 +106,7 @@ class Exchange:
             header.clock,
             header.weight,
             scalars,
+            scale=scale,
             client_state=header.client_state,
             cuts=tuple(header.cuts),
             versions=versions,
@@ -163,7 +168,9 @@ class Exchange:
                 )
         else:
             values = frames.numbers(payload, plan.dtype, plan.length, f"block {index}")
-            self._core.check_finite(values, index, f"the gradient of worker {push.worker.rank}", push.worker.rank, push.clock)
+            if job.spec.nan_policy != "allow":
+                whose = f"the gradient of worker {push.worker.rank}"
+                self._core.check_finite(values, index, whose, push.worker.rank, push.clock)
             if mask is not None:
                 lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
                 if np.any(values[np.repeat(mask, lengths) == 0]):
@@ -182,6 +189,7 @@ class Exchange:
             mask,
             push.scalars[plan.group],
             push.versions.get(index),
+            push.scale,
         )
         try:
             outcome = block.contribute(part)
@@ -239,11 +247,17 @@ class Exchange:
                 raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {len(job.blocks)}")
             blocks = [job.block(i) for i in request.blocks] if request.blocks else list(job.blocks.values())
             decisions = check_decisions(request.decisions, job.spec.world_size)
+            verdict = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
+            if verdict is not None and not verdict.is_final:
+                raise InvalidRequest(
+                    "verdict.is_final: updates are still to be measured; a round is applied by a final verdict"
+                )
             self._core.check_clock(worker, request.clock)
             skipped = self._core.members.on_clock(worker, request.clock)
             self._core.initial.is_read = True
             self._core.counters.pulls += 1
         job.decide(decisions)
+        job.judge(verdict)
         if skipped:
             self._core.settle()
         reader = None if request.versions_only else worker.rank
@@ -254,7 +268,15 @@ class Exchange:
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             decisions = self._decisions()
-            if decisions.on_commit(worker, request.clock) or request.without_waiting:
+            self._check_commit(request, decisions)
+            is_decided = decisions.on_commit(worker, request.clock, skip=request.skip)
+            verdicts = self._core.declared().verdicts
+            if request.measures and verdicts is not None:
+                under = (
+                    Verdict.from_message(request.verdict, self._core.declared().spec) if request.HasField("verdict") else None
+                )
+                verdicts.offer(request.clock, under, request.measures)
+            if is_decided or request.without_waiting:
                 ticket = None
             else:
                 ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, decisions.missing)
@@ -265,8 +287,22 @@ class Exchange:
     def commit_reply(self, clock: int) -> control_pb2.CommitReply:
         """What was decided, for a worker that had committed `clock`."""
         with self._core.lock:
-            decisions = self._decisions()
-            return control_pb2.CommitReply(decisions=decisions.latest(), clock=max(clock + 1, decisions.next_round))
+            decisions, verdicts = self._decisions(), self._core.declared().verdicts
+            known = verdicts.on(clock) if verdicts is not None else None
+            return control_pb2.CommitReply(
+                decisions=decisions.latest(),
+                clock=max(clock + 1, decisions.next_round),
+                verdict=known.to_message() if known is not None else None,
+            )
+
+    def _check_commit(self, request: control_pb2.CommitRequest, decisions: Decisions) -> None:
+        spec = self._core.declared().spec
+        if request.skip and spec.nan_policy != "skip":
+            raise InvalidRequest(f"skip: the job's nan_policy is {spec.nan_policy}, not skip")
+        if request.measures and not spec.has_verdicts:
+            raise InvalidRequest("measures: only a job with rounds that has clip_norm or a layer-wise rule is measured")
+        if request.measures and request.clock >= decisions.next_round:
+            raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
 
     def _decisions(self) -> Decisions:
         job = self._core.initialized()
@@ -321,3 +357,14 @@ class Exchange:
     def release(block: BlockState, page: Page) -> None:
         """Give back a page that was read. The block's arena has it, which may no longer be the job's."""
         block.unpin(page)
+
+
+def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
+    """By which a push is multiplied; InvalidRequest if that is not the worker's to say, or out of range."""
+    if not header.HasField("scale"):
+        return 1.0
+    if spec.consistency.mode == "sync" or not spec.clip_norm:
+        raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
+    if not 0 <= header.scale <= 1:  # also refuses NaN
+        raise InvalidRequest(f"scale: must be from 0 to 1, got {header.scale}")
+    return header.scale

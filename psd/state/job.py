@@ -9,16 +9,21 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from psd.contract.custom_rules import CustomRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree, StateLost
 from psd.contract.jobspec import JobSpec
-from psd.contract.layout import Layout
+from psd.contract.layout import Block, Layout
+from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
 from psd.state.decisions import Decisions
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.state.staleness import bound_rule
+from psd.state.verdicts import Verdicts, VerdictStore
 from psd_core.arena import Arena, BlockShape, Page
 
 Scalars = tuple[tuple[float, ...], ...]
@@ -38,6 +43,7 @@ class Job:
     Args:
         arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockState.
         rules: the users' own rules that are listed on this shard.
+        verdicts: what keeps the verdicts beside the arena.
 
     Raises:
         InvalidRequest: the job names a rule that is not.
@@ -45,6 +51,7 @@ class Job:
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
         decisions: EXACT, on shard 0 only: which workers make up the rounds.
+        verdicts: in a job that has verdicts, on shard 0 only: how rounds are applied.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Job:
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
         on_lost: Callable[[StateLost], bool],
         rules: Mapping[str, CustomRule],
+        verdicts: VerdictStore,
     ) -> None:
         check_listed(spec, rules)
         self.spec = spec
@@ -83,6 +91,8 @@ class Job:
                 policy=self.policy,
                 is_mean=spec.reduction == "mean",
                 is_exact=self.is_exact,
+                has_verdicts=spec.has_verdicts,
+                ratio_places=self._ratio_places(plan),
                 waited_in=membership.waited_in,
                 may_void=membership.is_void,
                 on_lost=on_lost,
@@ -90,11 +100,20 @@ class Job:
             for slot, plan in enumerate(plans)
         }
         self.decisions = Decisions(self.arena, self.policy, membership) if self.is_exact and shard_index == 0 else None
-        self._decided_round = -1
+        self.verdicts: Verdicts | None = None
+        if spec.has_verdicts and shard_index == 0:
+            measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
+            self.verdicts = Verdicts(spec, len(measuring), verdicts)
+        self._decided_round = self._judged_round = -1
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
         self._round_scalars: dict[int, _RoundScalars] = {}
         self._shard_index = shard_index
+
+    def _ratio_places(self, plan: Block) -> NDArray[np.intp] | None:
+        if not self.spec.groups[plan.group].is_layerwise:
+            return None
+        return np.searchsorted(np.array(self.spec.layerwise_tensors), plan.segment_tensors)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -176,6 +195,13 @@ class Job:
                 self._decided_round = round_
                 for block in self._trained:
                     block.decide(round_, members)
+
+    def judge(self, verdict: Verdict | None) -> None:
+        """EXACT: tell the blocks how a round is applied. Repeating it changes nothing."""
+        if verdict is not None and verdict.round >= self._judged_round:
+            self._judged_round = verdict.round
+            for block in self._trained:
+                block.judge(verdict)
 
     def pin_all(self) -> dict[int, Page]:
         """The pages of all blocks at one instant, pinned, by block."""

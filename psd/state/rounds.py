@@ -29,6 +29,7 @@ class Contribution:
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: of the block's group.
         version_read: of the parameters that the gradient was computed from; None: not known.
+        scale: without rounds: by which the gradient is multiplied.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Contribution:
     present: NDArray[np.uint8] | None
     scalars: Sequence[float]
     version_read: int | None = None
+    scale: float = 1.0
 
 
 class Accumulators(Protocol):

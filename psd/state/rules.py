@@ -7,7 +7,7 @@ need around a rule. Must not know workers, rounds or locks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import psd_core
 from psd.contract.custom_rules import CustomRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
+from psd.contract.verdicts import Squares
 from psd_core.arena import Page
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Gradient:
         touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged.
         age: updates that the block has seen since the worker read it; 0 where rounds hold the workers together.
         backup: the parameters that the worker had read, if the rule asks for them and they are known.
+        ratios: (k,) float64, for a layer-wise rule: the trust ratio of each segment's tensor.
     """
 
     accumulator: NDArray[Any] | None
@@ -42,6 +44,7 @@ class Gradient:
     weight: float
     scale: float
     touched: NDArray[np.uint8]
+    ratios: NDArray[np.float64] | None = None
     age: int = 0
     backup: NDArray[Any] | None = None
 
@@ -136,6 +139,76 @@ class Elementwise:
         )
 
 
+class Layerwise:
+    """LAMB: the kernel gives the update's direction, the verdict each tensor's trust ratio.
+
+    The direction is computed twice, once to measure it and once to apply it, so that nothing of a model's size is kept between
+    the two.
+    """
+
+    needs_backup = False
+
+    def __init__(self, group: GroupSpec) -> None:
+        self._name = group.rule
+        self._flags = group.flags
+        self._lr = group.info.scalars.index("lr")
+
+    def squares(self, before: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]) -> Squares:
+        """Sums of squares, two for each segment: of its parameters and of its direction; zeros where nothing is touched."""
+        sums = [0] * (2 * len(segment_ends))
+        if gradient.accumulator is None:
+            return sums
+        direction = psd_core.aligned_empty(len(before.parameter), before.parameter.dtype)
+        slots = [psd_core.aligned_empty(len(slot), slot.dtype) for slot in before.slots]
+        self._direct(before, direction, slots, np.empty_like(before.steps), gradient, segment_ends, scalars)
+        for segment, part, offset in _touched(gradient, segment_ends):
+            parameter_squares = psd_core.square_sum(before.parameter[part], offset)
+            direction_squares = psd_core.square_sum(direction[part], offset)
+            if parameter_squares is None or direction_squares is None:
+                return None
+            sums[2 * segment : 2 * segment + 2] = parameter_squares, direction_squares
+        return sums
+
+    def apply(
+        self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
+    ) -> None:
+        """See Rule. The gradient has the ratios."""
+        assert gradient.ratios is not None
+        self._direct(before, after.parameter, after.slots, after.steps, gradient, segment_ends, scalars)
+        for segment, part, _ in _touched(gradient, segment_ends):
+            step = after.parameter[part]
+            psd_core.scaled_copy(step, step, -scalars[self._lr] * gradient.ratios[segment])
+            psd_core.accumulate(step, before.parameter[part])
+
+    def _direct(
+        self,
+        before: Page,
+        direction: NDArray[Any],
+        slots: Sequence[NDArray[Any]],
+        steps: NDArray[np.uint64],
+        gradient: Gradient,
+        segment_ends: NDArray[np.uint32],
+        scalars: Sequence[float],
+    ) -> None:
+        psd_core.step_block(
+            self._name,
+            before.parameter,
+            direction,
+            before.slots,
+            slots,
+            gradient.accumulator,
+            gradient.last,
+            weight=gradient.weight,
+            scale=gradient.scale,
+            segment_ends=segment_ends,
+            touched=gradient.touched,
+            steps_in=before.steps,
+            steps_out=steps,
+            scalars=scalars,
+            flags=self._flags,
+        )
+
+
 class Static:
     """Tensors that never change."""
 
@@ -211,4 +284,15 @@ def rule_of(group: GroupSpec, listed: Mapping[str, CustomRule]) -> Rule:
     """The rule of a group; the spec has been checked, so that it exists."""
     if group.is_static:
         return Static()
+    if group.is_layerwise:
+        return Layerwise(group)
     return Custom(group, listed[group.rule]) if group.info.is_custom else Elementwise(group)
+
+
+def _touched(gradient: Gradient, segment_ends: NDArray[np.uint32]) -> Iterator[tuple[int, slice, int]]:
+    """Number, place and offset in its run of each segment that the gradient touches."""
+    start = 0
+    for segment, (end, is_touched) in enumerate(zip(segment_ends.tolist(), gradient.touched.tolist(), strict=True)):
+        if is_touched:
+            yield segment, slice(start, end), start % psd_core.RUN
+        start = end

@@ -21,6 +21,7 @@ from psd.state.admission import Admission
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
+from psd.state.measures import Measures
 from psd.state.membership import Worker
 from psd.state.restoration import Restoration
 from psd.state.storage import Storage
@@ -75,6 +76,7 @@ class Shard:
         self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self.core, wall, self.restoration.redeclare)
         self.exchange = Exchange(self.core, self.cuts)
+        self.measures = Measures(self.core)
         self.is_draining = False
         self._started = now()
 

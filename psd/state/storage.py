@@ -28,6 +28,7 @@ from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
 logger = logging.getLogger(__name__)
 
 _BARRIERS_NAME = "barriers"
+_VERDICT_NAME = "verdict"
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 _MAKING_S_MAX = 60.0
 """A private directory that has no arena after that will get none."""
@@ -76,7 +77,7 @@ class Storage:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {self.directory}: a block is missing; this shard cannot go on with it")
         if not arena.word("initialized"):
-            (self.directory / _BARRIERS_NAME).unlink(missing_ok=True)
+            _remove_notes(self.directory)
             # The process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
@@ -118,14 +119,30 @@ class Storage:
 
     def save_barriers(self, opened: bytes) -> None:
         """Keep which barriers have opened, beside the arena; nothing to keep it for before there is one."""
-        if self.arena is not None:
-            temporary = self.directory / f"{_BARRIERS_NAME}.new"
-            temporary.write_bytes(opened)
-            temporary.replace(self.directory / _BARRIERS_NAME)
+        self._save(_BARRIERS_NAME, opened)
 
     def load_barriers(self) -> bytes:
         """What was kept; empty if nothing was."""
-        path = self.directory / _BARRIERS_NAME
+        return self._load(_BARRIERS_NAME)
+
+    def save_verdict(self, verdict: bytes) -> None:
+        """Keep shard 0's latest verdict, beside the arena."""
+        self._save(_VERDICT_NAME, verdict)
+
+    def load_verdict(self) -> bytes:
+        """What was kept; empty if nothing was."""
+        return self._load(_VERDICT_NAME)
+
+    def _save(self, name: str, content: bytes) -> None:
+        if self.arena is not None:
+            self._crash_point(f"storage.{name}.before")
+            temporary = self.directory / f"{name}.new"
+            temporary.write_bytes(content)
+            temporary.replace(self.directory / name)
+            self._crash_point(f"storage.{name}.after")
+
+    def _load(self, name: str) -> bytes:
+        path = self.directory / name
         return path.read_bytes() if path.exists() else b""
 
     def close(self, *, keep: bool) -> None:
@@ -133,7 +150,7 @@ class Storage:
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
-                (self.directory / _BARRIERS_NAME).unlink(missing_ok=True)
+                _remove_notes(self.directory)
             self.arena.close(remove=is_removed)
             self.arena = None
 
@@ -153,6 +170,11 @@ class Storage:
             if arena is None:  # killed while it made its arena
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                (path / _BARRIERS_NAME).unlink(missing_ok=True)
+                _remove_notes(path)
                 arena.close(remove=True)
                 logger.info("cleared %s, which a killed shard had left", path)
+
+
+def _remove_notes(directory: Path) -> None:
+    for name in (_BARRIERS_NAME, _VERDICT_NAME):
+        (directory / name).unlink(missing_ok=True)

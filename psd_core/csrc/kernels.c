@@ -33,6 +33,11 @@ intptr_t psd_first_nonfinite(psd_dtype dtype, const void *x, intptr_t n)
     return dtype == PSD_F32 ? psd_first_nonfinite_f32(x, n) : psd_first_nonfinite_f64(x, n);
 }
 
+int psd_add_squares(psd_dtype dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset)
+{
+    return dtype == PSD_F32 ? psd_add_squares_f32(limbs, x, n, offset) : psd_add_squares_f64(limbs, x, n, offset);
+}
+
 void psd_step(psd_dtype dtype, psd_rule_id rule, const psd_arrays *arrays, const psd_hyper *hyper, uint64_t step, intptr_t n)
 {
     (dtype == PSD_F32 ? psd_step_f32 : psd_step_f64)(rule, arrays, hyper, step, n);

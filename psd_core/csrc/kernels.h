@@ -20,6 +20,12 @@ void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intp
 /* The index of the first NaN or infinity, or -1. */
 intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n);
 
+#define PSD_LIMBS 68 /* of 32 bits, from 2^-1074 on: room for any sum of squares */
+
+/* Adds the squares of x to a sum of PSD_LIMBS limbs in units of 2^-1074, whose limbs are less than 2^32 before and after. x begins `offset` elements
+ * behind the start of a run of 16, 0 <= offset < 16; see squares.h. Returns 0 if a square or a run's sum is not finite. */
+int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset);
+
 /* Update rules. A new one is a file rule_<name>.h, an entry here, and a row in the table of step.h. */
 typedef enum {
     PSD_ADADELTA,
@@ -27,6 +33,7 @@ typedef enum {
     PSD_ADAM,
     PSD_ADAMAX,
     PSD_FTRL,
+    PSD_LAMB,
     PSD_LION,
     PSD_NADAM,
     PSD_RMSPROP,

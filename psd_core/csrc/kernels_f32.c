@@ -14,4 +14,5 @@ typedef uint32_t real_bits;
 
 #include "typed.h"
 #include "elementwise.h"
+#include "squares.h"
 #include "step.h"

@@ -32,6 +32,7 @@ PSD_INLINE real FN(lerp)(real a, real b, real w)
 #include "rule_adam.h"
 #include "rule_adamax.h"
 #include "rule_ftrl.h"
+#include "rule_lamb.h"
 #include "rule_lion.h"
 #include "rule_nadam.h"
 #include "rule_rmsprop.h"
@@ -43,6 +44,7 @@ static const FN(rule) FN(rules)[] = {
     [PSD_ADAM] = {3, UINT64_MAX, FN(adam_prepare), FN(psd_adam_tile)},
     [PSD_ADAMAX] = {2, UINT64_MAX, FN(adamax_prepare), FN(psd_adamax_tile)},
     [PSD_FTRL] = {2, 1, FN(ftrl_prepare), FN(psd_ftrl_tile)},
+    [PSD_LAMB] = {2, UINT64_MAX, FN(lamb_prepare), FN(psd_lamb_tile)},
     [PSD_LION] = {1, 1, FN(lion_prepare), FN(psd_lion_tile)},
     [PSD_NADAM] = {2, UINT64_MAX, FN(nadam_prepare), FN(psd_nadam_tile)},
     [PSD_RMSPROP] = {3, 1, FN(rmsprop_prepare), FN(psd_rmsprop_tile)},

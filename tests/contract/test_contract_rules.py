@@ -16,7 +16,9 @@ ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.0)
 
 
 def job(*groups: GroupSpec) -> JobSpec:
-    return JobSpec(1, tuple(TensorSpec(f"t{i}", (3,), "float32", i) for i in range(len(groups))), groups)
+    aggregation = "exact" if any(group.is_layerwise for group in groups) else "fast"
+    tensors = tuple(TensorSpec(f"t{i}", (3,), "float32", i) for i in range(len(groups)))
+    return JobSpec(1, tensors, groups, aggregation=aggregation)
 
 
 @pytest.mark.parametrize(

@@ -35,22 +35,29 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "Adamax": psd_client.Adamax(weight_decay=0.1),
     "NAdam": psd_client.NAdam(weight_decay=0.1),
     "FTRL": psd_client.FTRL(lr=0.1, l1=0.01, l2=0.1),
+    "LAMB": psd_client.LAMB(lr=1e-2),
     "Lion": psd_client.Lion(lr=1e-2, weight_decay=0.1),
     "CustomRule": psd_client.CustomRule(CUSTOM, lr=0.05),
 }
+CLIPPED = ("SGD", "LAMB")  # by a norm that most gradients are above
+
+# An optimizer, and clip_norm.
+CASES = {name: (optimizer, None) for name, optimizer in OPTIMIZERS.items()} | {
+    f"{name} clipped": (OPTIMIZERS[name], 5.0) for name in CLIPPED
+}
 
 
-@pytest.fixture(scope="module", params=OPTIMIZERS.values(), ids=OPTIMIZERS)
-def optimizer(request: pytest.FixtureRequest) -> Optimizer:
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[Optimizer, float | None]:
     """Every one."""
-    chosen: Optimizer = request.param
+    chosen: tuple[Optimizer, float | None] = request.param
     return chosen
 
 
 @pytest.fixture(scope="module")
-def expected(module_cluster: Callable[..., Any], optimizer: Optimizer) -> dict[str, Any]:
+def expected(module_cluster: Callable[..., Any], case: tuple[Optimizer, float | None]) -> dict[str, Any]:
     """The parameters after all steps on one shard."""
-    return run(module_cluster(1, rules=(CUSTOM,)).servers, optimizer)
+    return run(module_cluster(1, rules=(CUSTOM,)).servers, *case)
 
 
 def initial_values() -> dict[str, np.ndarray[Any, Any]]:
@@ -64,17 +71,17 @@ def gradients(params: dict[str, Any], rank: int, step: int) -> dict[str, Any]:
     return {name: grads[name] for i, name in enumerate(grads) if (step + i) % 4}
 
 
-def train(servers: str, rank: int, optimizer: Optimizer, until: int) -> dict[str, Any]:
+def train(servers: str, rank: int, optimizer: Optimizer, until: int, clip_norm: float | None) -> dict[str, Any]:
     with psd_client.connect(servers, rank, 2, wait_timeout=60) as ps:
-        params = ps.declare(initial_values(), optimizer, **EXACT)
+        params = ps.declare(initial_values(), optimizer, **EXACT, clip_norm=clip_norm)
         while ps.clock < until:
             params = ps.push_pull(gradients(params, rank, ps.clock), weight=1 + (rank + ps.clock) % 3)
         return params
 
 
-def run(servers: str, optimizer: Optimizer, until: int = STEPS) -> dict[str, Any]:
+def run(servers: str, optimizer: Optimizer, clip_norm: float | None = None, until: int = STEPS) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(train, servers, rank, optimizer, until) for rank in range(2)]
+        jobs = [pool.submit(train, servers, rank, optimizer, until, clip_norm) for rank in range(2)]
         return [job.result() for job in jobs].pop()
 
 
@@ -83,24 +90,31 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(np.isfinite(array).all() for array in actual.values())
 
 
-def test_five_shards_give_the_bits_of_one(cluster: Callable[..., Any], optimizer: Optimizer, expected: dict[str, Any]) -> None:
-    """Other numbers are in the test below, whose parts run on 1, 2, 3 and 5."""
-    assert_same_bits(run(cluster(5, rules=(CUSTOM,)).servers, optimizer), expected)
+def test_five_shards_give_the_bits_of_one(
+    cluster: Callable[..., Any], case: tuple[Optimizer, float | None], expected: dict[str, Any]
+) -> None:
+    """Norms over whole tensors, and over all of them, too. Other numbers of shards are in the test below: 1, 2 and 3."""
+    assert_same_bits(run(cluster(5, rules=(CUSTOM,)).servers, *case), expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (5, 2)])
 def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
-    cluster: Callable[..., Any], tmp_path: Path, optimizer: Optimizer, expected: dict[str, Any], before: int, after: int
+    cluster: Callable[..., Any],
+    tmp_path: Path,
+    case: tuple[Optimizer, float | None],
+    expected: dict[str, Any],
+    before: int,
+    after: int,
 ) -> None:
     """Slots, the steps of each tensor, and the float32 masters of half-precision ones are in the checkpoint."""
     url = str(tmp_path / "checkpoints")
     first = cluster(before, checkpoint_dir=url, rules=(CUSTOM,))
-    run(first.servers, optimizer, STOP)
+    run(first.servers, *case, until=STOP)
     for shard in first.shards:
         assert shard.done.wait(10)
         shard.drain(5)
 
-    restored = run(cluster(after, checkpoint_dir=url, rules=(CUSTOM,)).servers, optimizer)
+    restored = run(cluster(after, checkpoint_dir=url, rules=(CUSTOM,)).servers, *case)
 
     assert_same_bits(restored, expected)
 
@@ -108,7 +122,7 @@ def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
 def test_a_checkpoint_with_another_constant_is_another_job(cluster: Callable[..., Any], tmp_path: Path) -> None:
     url = str(tmp_path / "checkpoints")
     first = cluster(1, checkpoint_dir=url)
-    run(first.servers, psd_client.Adagrad(initial_accumulator_value=0.25), STOP)
+    run(first.servers, psd_client.Adagrad(initial_accumulator_value=0.25), until=STOP)
     assert first.shards[0].done.wait(10)
     first.shards[0].drain(5)
     second = cluster(1, checkpoint_dir=url)

@@ -45,6 +45,7 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
         (_control("Join"), control_pb2.JoinRequest(shard_count=2, rank=ME, world_size=WORLD, host="h", pid=9)),
         (_control("Describe"), control_pb2.DescribeRequest(shard_count=2)),
         (_control("Commit"), control_pb2.CommitRequest(caller=caller, clock=2)),
+        (_control("Measure"), control_pb2.MeasureRequest(caller=caller, clock=2, round=1)),
         (_control("Rollback"), control_pb2.RollbackRequest(checkpoint="step-0")),
         (_control("Declare"), control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message())),
         (_control("Heartbeat"), control_pb2.HeartbeatRequest(caller=caller, clock=2)),
@@ -80,9 +81,12 @@ def wrong_decisions(rng: random.Random, decisions: Any) -> tuple[tuple[str, ...]
 
 
 def wrong_header(rng: random.Random, push: data_pb2.PushHeader) -> tuple[tuple[str, ...], str]:
-    kind = rng.randrange(8)
+    kind = rng.randrange(9)
     if kind == 0:
         return wrong_caller(rng, push.caller)
+    if kind == 8:
+        push.scale = rng.choice((-1.0, 0.0, 0.5, 1.0, float("nan")))
+        return ("InvalidRequest",), "scale"
     if kind == 6:
         return wrong_decisions(rng, push.decisions)
     if kind == 7:
@@ -166,9 +170,12 @@ def wrong_push(rng: random.Random, target: Target) -> Request:
 
 def wrong_pull(rng: random.Random, target: Target) -> Request:
     pull = data_pb2.PullRequest(caller=target.callers[ME], clock=2, layout_digest=LAYOUT.digest, blocks=[TRAINED])
-    kind = rng.randrange(5)
+    kind = rng.randrange(6)
     if kind == 0:
         reasons, word = wrong_caller(rng, pull.caller)
+    elif kind == 5:
+        pull.verdict.CopyFrom(job_pb2.Verdict(round=rng.randrange(4), scale=rng.random(), is_final=rng.random() < 0.5))
+        reasons, word = ("InvalidRequest",), "verdict"
     elif kind == 1:
         pull.clock = rng.choice((2 + 1025, 1 << 30, (1 << 64) - 1))
         reasons, word = ("InvalidRequest",), "clock"
@@ -279,6 +286,9 @@ def wrong_declare(rng: random.Random, target: Target) -> Request:
         (lambda: setattr(spec, "staleness_bound", rng.choice((1, 1 << 31))), "InvalidRequest", "staleness_bound"),
         (lambda: setattr(spec, "reduction", rng.choice((0, 9))), "InvalidRequest", "reduction"),
         (lambda: setattr(spec, "reduction", 2), "SpecMismatch", "reduction"),
+        (lambda: setattr(spec, "clip_norm", rng.choice((-1.0, math.nan, math.inf, 1.0))), "InvalidRequest", "clip_norm"),
+        (lambda: setattr(spec, "nan_policy", rng.choice((2, 9))), "InvalidRequest", "nan_policy"),
+        (lambda: setattr(spec, "nan_policy", 3), "SpecMismatch", "nan_policy"),
         (lambda: spec.groups.extend([group] * 1100), "InvalidRequest", "groups"),
         (lambda: spec.ClearField("groups"), "InvalidRequest", "groups"),
         (lambda: spec.groups.add(rule="sgd"), "SpecMismatch", "groups"),
@@ -308,9 +318,12 @@ def wrong_declare(rng: random.Random, target: Target) -> Request:
 
 def wrong_control(rng: random.Random, target: Target) -> Request:
     caller = target.callers[ME]
-    kind = rng.randrange(8)
+    kind = rng.randrange(9)
     request: Any
-    if kind == 5:
+    if kind == 8:
+        name, request = "Measure", control_pb2.MeasureRequest(caller=caller, clock=2, round=rng.choice((0, 2, 1 << 63)))
+        reasons, word = ("InvalidRequest",), "round"
+    elif kind == 5:
         name, request = "Commit", control_pb2.CommitRequest(caller=caller, clock=rng.choice((0, 2, 1 << 63)))
         reasons, word = ("InvalidRequest",), "clock"
     elif kind == 6:

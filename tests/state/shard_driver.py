@@ -79,6 +79,7 @@ def job_spec(
     quorum: int = 0,
     dtype: str = "float64",
     aggregation: str = "fast",
+    **fields: Any,
 ) -> JobSpec:
     """A job of so many blocks: every group is a space of its own, and a small space is one block."""
     return JobSpec(
@@ -89,6 +90,7 @@ def job_spec(
         reduction,
         quorum,
         aggregation,
+        **fields,
     )
 
 

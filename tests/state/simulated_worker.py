@@ -34,6 +34,7 @@ class Sent:
     clock: int
     value: float
     weight: float
+    skip: bool = False
     incarnations: dict[int, int] = field(default_factory=dict)
 
 
@@ -47,6 +48,8 @@ class SimulatedWorker:
         self.incarnations: list[int] = []
         self.clock = 0
         self.decisions: list[job_pb2.Decision] = []
+        self.verdict: job_pb2.Verdict | None = None
+        self.settled = -1
         self.sent: Sent | None = None
         self.barrier_seq = 0
 
@@ -129,7 +132,10 @@ class SimulatedWorker:
             if self.clock in world.barrier_steps:
                 yield from self.barrier(f"step {self.clock}")
             value = rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20))
+            yield from self.catch_up()
             sent = Sent(self.session, self.clock, value, float(rng.choice((0, 1, 1, 2, 7))))
+            if world.spec.nan_policy == "skip" and rng.random() < 0.1:
+                sent.weight, sent.skip = 0.0, True
             yield from self.push_everywhere(sent)
             if world.has_rounds:
                 self.sent = sent
@@ -137,7 +143,7 @@ class SimulatedWorker:
                 if rng.random() < 0.3:
                     yield from self.call(0, lambda shard: self.commit(shard, without_waiting=True))
                 yield from self.call(0, lambda shard: self.commit(shard, without_waiting=False))
-            yield from self.at_all(self.pull)
+            yield from self.pull_everywhere()
             self.sent = None
         if world.has_final_barrier:
             yield from self.barrier("end")
@@ -175,6 +181,18 @@ class SimulatedWorker:
         self.world.check_alive(0, caller)
         return False
 
+    def pull_everywhere(self) -> Iterator[Any]:
+        if self.world.spec.has_verdicts:
+            yield from self.settle()
+        yield from self.at_all(self.pull)
+        if self.verdict is not None:
+            self.settled = self.verdict.round
+
+    def catch_up(self) -> Iterator[Any]:
+        """Whoever made the last round may be gone before all shards had its verdict."""
+        if self.world.spec.has_verdicts and self.settled < self.latest_round() < self.clock:
+            yield from self.pull_everywhere()
+
     def push_everywhere(self, sent: Sent) -> Iterator[Any]:
         self.world.oracle.on_send(self.rank, sent)
         clocks: list[int] = []
@@ -204,7 +222,7 @@ class SimulatedWorker:
             except StateLost:
                 assert not self.world.was_initialized, "a shard lost values that the job was built on"
         self.world.oracle.entered[self.rank, self.session] = self.clock
-        yield from self.at_all(self.pull)
+        yield from self.pull_everywhere()
 
     def join(self) -> Iterator[Any]:
         self.session, self.incarnations, self.sent, self.barrier_seq = 0, [], None, 0
@@ -349,7 +367,9 @@ class SimulatedWorker:
         clock, caller = self.sent.clock, self.caller(0)
         self.world.check_alive(0, caller)
         self.world.oracle.on_commit(self.rank, self.sent)
-        ticket = shard.exchange.commit(control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting))
+        ticket = shard.exchange.commit(
+            control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting, skip=self.sent.skip)
+        )
         if ticket is not None:
             yield ticket
             ticket.future.result(0)
@@ -360,6 +380,75 @@ class SimulatedWorker:
         if not without_waiting:
             self.clock = max(self.clock, reply.clock)
 
+    # -- verdicts: see psd_client/settlement.py --
+
+    def latest_round(self) -> int:
+        return max((d.round for d in self.decisions if any(d.members)), default=-1)
+
+    def has_verdict(self, round_: int) -> bool:
+        return self.verdict is not None and self.verdict.round == round_
+
+    def settle(self) -> Iterator[Any]:
+        measures: list[job_pb2.Measure] = []
+        under: job_pb2.Verdict | None = None
+        for _ in range(20):
+            round_ = self.latest_round()
+            if round_ < 0 or self.has_verdict(round_):
+                return
+            found = yield from self.call(0, self.ask(round_, measures, under))
+            measures, under = [], None
+            if found is not None and found.is_final:
+                self.verdict = found
+            elif round_ == self.latest_round():
+                measures, under = (yield from self.measure_everywhere(round_, found)), found
+        raise AssertionError(f"shard 0 has no verdict on round {round_}")
+
+    def ask(self, round_: int, measures: list[job_pb2.Measure], under: job_pb2.Verdict | None) -> Callable[[Shard], Any]:
+        def ask(shard: Shard) -> Iterator[Any]:
+            self.world.check_alive(0, self.caller(0))
+            request = control_pb2.CommitRequest(
+                caller=self.caller(0),
+                clock=round_,
+                without_waiting=True,
+                measures=measures,
+                verdict=under if measures else None,
+            )
+            assert shard.exchange.commit(request) is None
+            reply = shard.exchange.commit_reply(round_)
+            yield None
+            self.world.oracle.on_decisions(reply.decisions)
+            self.decisions = list(reply.decisions)
+            if reply.HasField("verdict") and reply.verdict.is_final:
+                self.world.oracle.on_verdict(reply.verdict)
+            return reply.verdict if reply.HasField("verdict") else None
+
+        return ask
+
+    def measure_everywhere(self, round_: int, under: job_pb2.Verdict | None) -> Iterator[Any]:
+        replies: dict[int, control_pb2.MeasureReply] = {}
+        measuring = [i for i in range(len(self.world.shards)) if self.world.layout.blocks_of(i)]
+        yield from self.at_all(lambda index: self.measure_at(index, round_, under, replies))
+        closed = any(replies[index].is_closed for index in measuring)
+        return [] if closed else [replies[index].measure for index in measuring]
+
+    def measure_at(
+        self, index: int, round_: int, under: job_pb2.Verdict | None, replies: dict[int, control_pb2.MeasureReply]
+    ) -> Iterator[Any]:
+        def measure(shard: Shard) -> Iterator[Any]:
+            yield from self.push_again(index, shard)
+            caller = self.caller(index)
+            request = control_pb2.MeasureRequest(
+                caller=caller, clock=self.clock, decisions=self.decisions, round=round_, verdict=under
+            )
+            self.world.check_alive(index, caller)
+            while isinstance(found := shard.measures.measure(request), Ticket):
+                yield found
+                found.future.result(0)
+                self.world.check_alive(index, caller)
+            return found
+
+        replies[index] = yield from self.call(index, measure)
+
     def pull(self, index: int) -> Iterator[Any]:
         yield from self.call(index, lambda shard: self.pull_once(index, shard))
 
@@ -368,7 +457,13 @@ class SimulatedWorker:
         world, clock, exchange, caller = self.world, self.clock, shard.exchange, self.caller(index)
         world.check_alive(index, caller)
         pull, blocks = exchange.begin_pull(
-            data_pb2.PullRequest(caller=caller, clock=clock, layout_digest=world.layout.digest, decisions=self.decisions)
+            data_pb2.PullRequest(
+                caller=caller,
+                clock=clock,
+                layout_digest=world.layout.digest,
+                decisions=self.decisions,
+                verdict=self.verdict,
+            )
         )
         while (ticket := exchange.gate(pull, clock)) is not None:
             yield ticket

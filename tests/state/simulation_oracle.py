@@ -7,10 +7,12 @@ slots and step counts from that, to the bit.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +56,7 @@ class Oracle:
         self.acknowledged: set[tuple[int, int, int]] = set()
         self.committed: dict[tuple[int, int], int] = {}  # (clock, rank) -> session
         self.decided: dict[int, int] = {}
+        self.verdicts: dict[int, job_pb2.Verdict] = {}
         self._exact: dict[int, list[tuple[float, float, int]]] = {}  # block -> by version: parameter, slot, steps
         self.arrived: dict[str, dict[int, int]] = defaultdict(dict)  # barrier -> rank -> session
         self.opened: set[tuple[int, int, int]] = set()  # (rank, session, number of the call)
@@ -93,6 +96,11 @@ class Oracle:
         for decision in decisions:
             mask = members_mask(decision.members)
             assert self.decided.setdefault(decision.round, mask) == mask, f"round {decision.round} was decided twice"
+
+    def on_verdict(self, verdict: job_pb2.Verdict) -> None:
+        known = self.verdicts.setdefault(verdict.round, verdict)
+        assert known == verdict, f"round {verdict.round} has two verdicts: {known}, {verdict}"
+        assert verdict.scale == self._scale(verdict.round), f"round {verdict.round}: {verdict.scale}"
 
     @contextmanager
     def initializing(self, index: int, value: float) -> Iterator[None]:
@@ -176,27 +184,45 @@ class Oracle:
             if round_ not in self.decided:
                 self.world.learn_decisions()
             assert round_ in self.decided, f"block {block} closed round {round_}, which nobody has decided"
-            mask = self.decided[round_]
-            members = [
-                self.sent[rank, self.committed[round_, rank], round_]
-                for rank in range(self.world.spec.world_size)
-                if mask >> rank & 1
-            ]
-            states.append(self._stepped(states[-1], [(m.weight, m.value + block) for m in members]))
+            if self.world.spec.has_verdicts and self.decided[round_]:
+                assert round_ in self.verdicts, f"block {block} closed round {round_}, on which there is no verdict"
+            states.append(self._stepped(states[-1], self._gradient(block, round_), self._scale(round_)))
         return states[version]
 
-    def _stepped(self, state: tuple[float, float, int], members: Sequence[tuple[float, float]]) -> tuple[float, float, int]:
-        parameter, momentum, steps = state
+    def _gradient(self, block: int, round_: int) -> float | None:
+        """The members' gradient, in the order of the ranks; None if they have none."""
+        mask = self.decided[round_]
+        members = [
+            self.sent[rank, self.committed[round_, rank], round_]
+            for rank in range(self.world.spec.world_size)
+            if mask >> rank & 1
+        ]
+        assert not any(m.skip for m in members), f"round {round_} counts a gradient that is not finite"
         is_mean = self.world.spec.reduction == "mean"
-        parts = [(weight if is_mean else 1.0, value) for weight, value in members if weight]
+        parts = [(m.weight if is_mean else 1.0, m.value + block) for m in members if m.weight]
         if not parts:
+            return None
+        if len(parts) == 1:
+            return parts[0][1]
+        total = parts[0][0] * parts[0][1]
+        for weight, value in parts[1:]:
+            total += weight * value
+        return total * (1.0 / sum(m.weight for m in members)) if is_mean else total
+
+    def _scale(self, round_: int) -> float:
+        """What a round's gradient is multiplied by: torch's clip_grad_norm_ over all blocks, with an exactly rounded sum."""
+        norm_max = self.world.spec.clip_norm
+        if not norm_max:
+            return 1.0
+        gradients = [(self._gradient(block.index, round_) or 0.0, block.length) for block in self.world.layout.blocks]
+        norm = math.sqrt(sum(Fraction(sum([g * g] * length)) for g, length in gradients))
+        return min(1.0, norm_max / (norm + 1e-6))
+
+    def _stepped(self, state: tuple[float, float, int], gradient: float | None, scale: float) -> tuple[float, float, int]:
+        parameter, momentum, steps = state
+        if gradient is None:
             return state
-        gradient = parts[0][1]
-        if len(parts) > 1:
-            total = parts[0][0] * parts[0][1]
-            for weight, value in parts[1:]:
-                total += weight * value
-            gradient = total * (1.0 / sum(weight for weight, _ in members)) if is_mean else total
+        gradient = scale * gradient
         lr, factor, _, _ = self.world.scalars
         momentum = gradient if steps == 0 or not factor else factor * momentum + gradient
         return parameter - lr * momentum, momentum, steps + 1
@@ -268,6 +294,8 @@ class Oracle:
         everything = {(r, c) for r, steps in enumerate(self.world.steps) for c in range(begun[r], steps)}
         if self.world.is_exact:
             found = {(r, c) for c, mask in self.decided.items() for r in range(self.world.spec.world_size) if mask >> r & 1}
+            skipped = {c for (_, _, c), sent in self.sent.items() if sent.skip}
+            everything = {(r, c) for r, c in everything if c not in skipped}
         else:
             found = {(c.rank, c.clock) for c in self.counted[block]}
         assert found == everything, f"block {block}: gradients were lost: {everything ^ found}"

@@ -9,7 +9,7 @@ import pytest
 from shard_driver import job_spec
 from simulation import Simulation
 
-MODES = ("sync", "quorum", "exact", "exact quorum", "ssp:0", "ssp:1", "ssp:3", "async")
+MODES = ("sync", "quorum", "exact", "exact quorum", "exact norms", "exact norms quorum", "ssp:0", "ssp:1", "ssp:3", "async")
 SEEDS_PER_CASE = int(os.environ.get("PSD_TEST_SEEDS", "25"))
 
 
@@ -27,6 +27,8 @@ def simulate(seed, mode, *, trouble, kills=0):
         reduction=rng.choice(("mean", "sum")),
         quorum=rng.randrange(1, workers + 1) if mode.endswith("quorum") else 0,
         aggregation="exact" if is_exact else "fast",
+        clip_norm=20.0 if "norms" in mode else 0.0,
+        nan_policy="skip" if "norms" in mode else "refuse",
     )
     world = Simulation(seed, spec, shards, rng.choice((4, 8)), trouble=trouble, kills=kills)
     world.run()

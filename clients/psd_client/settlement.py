@@ -1,0 +1,119 @@
+"""Exact aggregation with norms over the whole gradient: brings the verdict on a decided round about.
+
+Every shard measures its part of the round, shard 0 turns the measures of all into a verdict, and the pull that follows carries
+it to the shards, which apply the round. Any worker may do so, for a round of its own or one whose workers are gone, and all of
+them come to the same verdict; the first one's is kept. See psd/state/verdicts.py. Must not know gradients or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from psd.contract.errors import InternalError
+from psd.v1 import control_pb2, job_pb2
+from psd_client.session import Session
+from psd_client.shards import Shards
+from psd_client.transport import Call, Lane
+
+ATTEMPTS_MAX = 8
+"""Two for each thing that is measured, and some for workers that come in between."""
+
+
+class Settlement:
+    """One worker's part in it.
+
+    Args:
+        lanes: of the shards that have something to measure.
+        push_again: makes sure that a shard has this worker's gradient before it is asked.
+
+    Attributes:
+        verdict: the last one, for the next pull. settled: the latest round of which all shards have been told by this worker.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        shards: Shards,
+        lanes: Sequence[Lane],
+        timeout_s: float,
+        push_again: Callable[[Lane, Call], None],
+    ) -> None:
+        self._session = session
+        self._shards = shards
+        self._lanes = lanes
+        self._timeout_s = timeout_s
+        self._push_again = push_again
+        self.verdict: job_pb2.Verdict | None = None
+        self.settled = -1
+
+    @property
+    def latest(self) -> int:
+        """The latest decided round that has members, as far as this worker knows; -1 if there is none."""
+        return max((d.round for d in self._session.decisions if any(d.members)), default=-1)
+
+    def settle(self) -> None:
+        """Have the verdict on the latest round, measuring it if nobody has."""
+        measures: Sequence[job_pb2.Measure] = ()
+        under = None
+        for _ in range(ATTEMPTS_MAX):
+            round_ = self.latest
+            if round_ < 0 or self._is_final(self.verdict, round_):
+                return
+            found = self._ask(round_, measures, under)
+            measures, under = (), None
+            if self._is_final(found, round_):
+                self.verdict = found
+            elif round_ == self.latest:  # else the others have gone on meanwhile
+                measures, under = self._measure(round_, found), found
+        raise InternalError(f"round {round_} was measured again and again, and shard 0 has no verdict on it")
+
+    def on_told(self) -> None:
+        """All shards have the last verdict, and have applied its round."""
+        if self.verdict is not None:
+            self.settled = self.verdict.round
+
+    def skips(self, round_: int) -> bool:
+        """True if the last verdict is on that round, and skips it."""
+        return self.verdict is not None and self.verdict.round == round_ and self.verdict.skip
+
+    def forget(self) -> None:
+        """The job has gone back to a checkpoint."""
+        self.verdict, self.settled = None, -1
+
+    @staticmethod
+    def _is_final(verdict: job_pb2.Verdict | None, round_: int) -> bool:
+        return verdict is not None and verdict.round == round_ and verdict.is_final
+
+    def _ask(self, round_: int, measures: Sequence[job_pb2.Measure], under: job_pb2.Verdict | None) -> job_pb2.Verdict | None:
+        """What shard 0 knows of the round, after it has been told these measures, if any."""
+
+        def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
+            request = control_pb2.CommitRequest(
+                caller=self._session.caller(lane.shard),
+                clock=round_,
+                without_waiting=True,
+                measures=measures,
+                verdict=under if measures else None,
+            )
+            return lane.commit(request, call)
+
+        (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
+        self._session.decisions = list(reply.decisions)
+        return reply.verdict if reply.HasField("verdict") else None
+
+    def _measure(self, round_: int, under: job_pb2.Verdict | None) -> list[job_pb2.Measure]:
+        """What the round amounts to, shard by shard; empty if it has closed somewhere, so that shard 0 knows the verdict."""
+
+        def measure_at(lane: Lane, call: Call) -> control_pb2.MeasureReply:
+            self._push_again(lane, call)
+            request = control_pb2.MeasureRequest(
+                caller=self._session.caller(lane.shard),
+                clock=self._session.clock,
+                decisions=self._session.decisions,
+                round=round_,
+                verdict=under,
+            )
+            return lane.measure(request, call)
+
+        replies = self._shards.run(measure_at, self._timeout_s, self._lanes)
+        return [] if any(reply.is_closed for reply in replies) else [reply.measure for reply in replies]

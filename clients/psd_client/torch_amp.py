@@ -1,0 +1,32 @@
+"""How a step learns from torch's GradScaler whether a gradient is infinite, and how the scaler learns whether the step counted.
+
+Where it has found an infinity, `scaler.step(optimizer)` leaves an ordinary optimizer's step out; the other workers would then
+wait for a gradient that never comes. An optimizer with `_step_supports_amp_scaling` whose step takes a `grad_scaler` is always
+called, and given the scaler. It unscales the gradients, and afterwards tells the scaler what is true of the round of all
+workers, so that all scalers back off, or grow, alike.
+
+The other protocol, the attributes `grad_scale` and `found_inf`, has no way back to the scaler. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+
+def ignore_the_warning() -> None:
+    """Torch warns a program whose optimizer has this step, on whichever line calls it; nothing there can be changed."""
+    warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+
+def unscale(scaler: Any, optimizer: Any) -> bool:
+    """Unscale the gradients, unless the program has; True if one is infinite or NaN."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":  # noqa: SLF001 - the contract's own words for it
+        scaler.unscale_(optimizer)
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
+
+
+def report(scaler: Any, optimizer: Any, *, is_skipped: bool) -> None:
+    """Let the scaler's next update know whether the step was skipped, whatever this worker's own gradients were."""
+    for found in scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001
+        found.fill_(float(is_skipped))

@@ -1,0 +1,110 @@
+"""Verdicts: how a round is applied where that follows from the whole gradient, although tensors are cut over shards.
+
+Each shard *measures* its part of a round, as sums of squares that add up without rounding (psd_core.square_sum); the verdict
+follows from the sums of all shards. So it is the same bits for any number of shards, and whoever computes it.
+
+Pure functions on values; who asks whom is in psd/state/verdicts.py and psd_client/settlement.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import psd_core
+from psd.contract.errors import InvalidRequest
+from psd.contract.jobspec import JobSpec
+from psd.v1 import job_pb2
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
+
+SQUARES_BYTES_MAX = 320
+"""Of one sum: 2176 bits are room for any shard's, and as many shards as there may be add some."""
+
+Squares = list[int] | None
+"""Sums of squares in units of 2**-1074; None: something is not finite."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """See psd.v1.Verdict."""
+
+    round: int
+    skip: bool = False
+    scale: float = 1.0
+    ratios: tuple[float, ...] = ()
+    is_final: bool = True
+
+    def to_message(self) -> job_pb2.Verdict:
+        """The protobuf form."""
+        return job_pb2.Verdict(round=self.round, skip=self.skip, scale=self.scale, ratios=self.ratios, is_final=self.is_final)
+
+    @classmethod
+    def from_message(cls, message: job_pb2.Verdict, spec: JobSpec) -> Verdict:
+        """From the protobuf form; InvalidRequest if it cannot be one on a round of this job."""
+        if not spec.has_verdicts:
+            raise InvalidRequest("verdict: only a job with rounds that has clip_norm or a layer-wise rule has verdicts")
+        if not 0 <= message.scale <= 1:  # also refuses NaN
+            raise InvalidRequest(f"verdict.scale: must be from 0 to 1, got {message.scale}")
+        expected = len(spec.layerwise_tensors) if message.is_final and not message.skip else 0
+        if len(message.ratios) != expected:
+            raise InvalidRequest(f"verdict.ratios: expected {expected}, got {len(message.ratios)}")
+        for ratio in message.ratios:
+            if not (math.isfinite(ratio) and ratio >= 0):
+                raise InvalidRequest(f"verdict.ratios: must be finite and >= 0, got {ratio}")
+        return cls(message.round, message.skip, message.scale, tuple(message.ratios), message.is_final)
+
+
+def clip_scale(norm_max: float, norm: float) -> float:
+    """What a gradient of that norm is multiplied by, so that it has at most `norm_max` (torch.nn.utils.clip_grad_norm_)."""
+    return min(1.0, norm_max / (norm + CLIP_EPSILON))
+
+
+def measure_message(squares: Squares) -> job_pb2.Measure:
+    """Sums of squares as they travel."""
+    if squares is None:
+        return job_pb2.Measure(is_finite=False)
+    return job_pb2.Measure(is_finite=True, squares=[n.to_bytes((n.bit_length() + 7) // 8, "little") for n in squares])
+
+
+def total_of(measures: Iterable[job_pb2.Measure], count: int) -> Squares:
+    """The sums of all shards together, `count` of them; InvalidRequest if a measure has another number."""
+    totals: Squares = [0] * count
+    for measure in measures:
+        if not measure.is_finite:
+            totals = None
+            continue
+        if len(measure.squares) != count:
+            raise InvalidRequest(f"measures.squares: expected {count}, got {len(measure.squares)}")
+        for index, squares in enumerate(measure.squares):
+            if len(squares) > SQUARES_BYTES_MAX:
+                raise InvalidRequest(f"measures.squares: has {len(squares)} bytes, the limit is {SQUARES_BYTES_MAX}")
+            if totals is not None:
+                totals[index] += int.from_bytes(squares, "little")
+    return totals
+
+
+def measures_gradients(spec: JobSpec, under: Verdict | None) -> bool:
+    """True if gradients are the next to be measured, False if updates are. `under`: the verdict so far."""
+    return under is None and spec.clip_norm > 0
+
+
+def judged(spec: JobSpec, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict:
+    """The verdict that follows from the measures of all shards: of gradients, or of updates `under` an earlier verdict."""
+    layerwise = spec.layerwise_tensors
+    if measures_gradients(spec, under):
+        totals = total_of(measures, 1)
+        norm = math.inf if totals is None else psd_core.square_root(totals[0])
+        if not math.isfinite(norm):
+            return Verdict(round_, skip=True)
+        return Verdict(round_, scale=clip_scale(spec.clip_norm, norm), is_final=not layerwise)
+    totals = total_of(measures, 2 * len(layerwise))
+    if totals is None:
+        return Verdict(round_, skip=True)
+    pairs = list(zip(totals[::2], totals[1::2], strict=True))
+    if not all(math.isfinite(psd_core.square_root(total)) for total in totals):
+        return Verdict(round_, skip=True)
+    ratios = tuple(psd_core.trust_ratio(parameter, direction) for parameter, direction in pairs)
+    return replace(under or Verdict(round_), ratios=ratios, is_final=True)

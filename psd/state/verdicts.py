@@ -1,0 +1,70 @@
+"""EXACT aggregation, where an update needs norms over the whole gradient: from the shards' measures to one verdict for all.
+
+    a round is decided -> every shard measures its part -> shard 0 finds the verdict -> every shard applies the round
+
+A worker takes the measures to shard 0 and the verdict to the others, as it does with decisions. Measures follow from the
+decision, the gradients and the current pages alone, to the bit; so it does not matter who asks, how often, or in which
+incarnation of a shard. A final verdict is kept beside the arena before anybody hears of it: once it is known, some shard may
+have applied it, and could not measure that round again.
+
+Guarded by the shard's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from psd.contract.errors import InvalidRequest
+from psd.contract.jobspec import JobSpec
+from psd.contract.verdicts import Verdict, judged
+from psd.v1 import job_pb2
+
+
+class VerdictStore(Protocol):
+    """Keeps a few bytes beside the arena, as long as that."""
+
+    def load_verdict(self) -> bytes:
+        """What was saved last; empty if nothing was."""
+        ...
+
+    def save_verdict(self, verdict: bytes) -> None:
+        """Keep it instead of what was saved before, whole or not at all."""
+        ...
+
+
+class Verdicts:
+    """The verdict on the latest round that has one.
+
+    Args:
+        measuring: how many shards have something to measure.
+    """
+
+    def __init__(self, spec: JobSpec, measuring: int, store: VerdictStore) -> None:
+        self._spec = spec
+        self._measuring = measuring
+        self._store = store
+        stored = store.load_verdict()
+        self._latest = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
+
+    def on(self, round_: int) -> Verdict | None:
+        """What is known of a round."""
+        return self._latest if self._latest is not None and self._latest.round == round_ else None
+
+    def offer(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> None:
+        """Find the verdict on a decided round; the first to offer its measures does, and all others would find the same.
+
+        Raises:
+            InvalidRequest: the measures are not those of all shards.
+        """
+        latest = self._latest
+        if latest is not None and (latest.round > round_ or (latest.round == round_ and latest.is_final)):
+            return
+        if len(measures) != self._measuring:
+            raise InvalidRequest(f"measures: expected those of {self._measuring} shards, got {len(measures)}")
+        if under is not None and under.round != round_:
+            raise InvalidRequest(f"verdict.round: the measures are of round {round_}, got {under.round}")
+        verdict = judged(self._spec, round_, under, measures)
+        if verdict.is_final:
+            self._store.save_verdict(verdict.to_message().SerializeToString())
+        self._latest = verdict

@@ -1,0 +1,60 @@
+"""Norms over arrays that are cut into pieces, the same bits however they are cut."""
+
+from __future__ import annotations
+
+import math
+
+from psd_core import _kernels
+from psd_core._rules import RealArray
+
+RUN = 16
+"""Elements that `square_sum` adds in floating point; an array must be cut between runs."""
+
+
+def square_sum(x: RealArray, offset: int = 0) -> int | None:
+    """Return the sum of the squares in ``x``, such that the parts of an array add up to the whole to the bit.
+
+    Squares are rounded to float64 and added within runs of 16 elements in one fixed order; the runs' sums are added without
+    rounding. So an array may be cut between runs, and the parts' results be added in any order.
+
+    Args:
+        x: (n,) float32|float64.
+        offset: where ``x`` begins within a run, 0 to 15: its position in the whole array modulo 16.
+
+    Returns:
+        An integer in units of 2**-1074, see ``square_root``; None if ``x`` holds NaN or infinity, or a square overflows.
+
+    Raises:
+        InvalidTensor: type, shape, layout or alignment.
+        ValueError: ``offset`` is out of range.
+
+    Cost: O(n), no allocation but the result's, GIL released.
+    """
+    if not 0 <= offset < RUN:
+        raise ValueError(f"offset: expected 0 to {RUN - 1}, got {offset}")
+    return _kernels.square_sum(x, offset)
+
+
+def square_root(total: int) -> float:
+    """Return the root of a sum of squares, the Euclidean norm; infinity beyond the range of float64.
+
+    Args:
+        total: a sum of results of ``square_sum``, >= 0.
+    """
+    try:
+        return math.sqrt(total / (1 << 1074))  # an integer's quotient is rounded once
+    except OverflowError:
+        return math.inf
+
+
+def trust_ratio(parameter_squares: int, direction_squares: int) -> float:
+    """Return LAMB's factor of an update: the tensor's norm over its direction's; 1 where either is 0, or the ratio overflows.
+
+    Args:
+        parameter_squares, direction_squares: sums of results of ``square_sum``.
+    """
+    parameter_norm, direction_norm = square_root(parameter_squares), square_root(direction_squares)
+    if parameter_norm == 0 or direction_norm == 0:
+        return 1.0
+    ratio = parameter_norm / direction_norm
+    return ratio if math.isfinite(ratio) else 1.0
