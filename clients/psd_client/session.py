@@ -214,8 +214,8 @@ class Session:
                 if rejoins == REJOINS_MAX or self._config.run_id:
                     raise
                 self._membership = None  # the others have begun under another name that nobody has given
-            # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning anew,
-            # however often it is killed; but if it has not been, that must end.
+            # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning
+            # anew, however often it is killed; but if it has not been, that must end.
             self.join()
             if before is not None and self._membership is not None:
                 rejoins += before.incarnations == self._membership.incarnations
