@@ -334,6 +334,7 @@ class Exchange:
             scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
             decisions=self._session.decisions,
             cuts=self._session.cuts,
+            is_finite=self._layout.spec.nan_policy != "allow",  # see _check
         )
         clip_norm = self._layout.spec.clip_norm
         if clip_norm and not self._has_rounds and weight:
