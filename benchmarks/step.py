@@ -227,8 +227,8 @@ def main() -> int:
         print(f"\nToo few steps to judge by: {args.rounds * args.steps}, should be at least {STEPS_MIN}")
     for name, why in left_out.items():
         print(f"\n{name} is left out: {why}")
-    results = {"machine": about, "model": args.model, "consistency": args.consistency, "left_out": left_out}
-    report.write_json(args.json, {**results, "results": [r for rows in by_workers.values() for r in rows]}, checked)
+    context = {"machine": about, "model": args.model, "consistency": args.consistency, "left_out": left_out}
+    report.write_json(args.json, {**context, "results": [r for rows in by_workers.values() for r in rows]}, checked)
     wanted = len(transports) * len(args.shards) * len(args.workers)
     measured = sum(r["shards"] > 0 and r["workers"] == workers for workers, rows in by_workers.items() for r in rows)
     return 0 if measured >= wanted else 1
