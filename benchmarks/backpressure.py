@@ -1,6 +1,6 @@
 """Measures memory while workers push as fast as they can at a shard that is held back.
 
-    python benchmarks/backpressure.py [--transports grpc,tcp,shm] [--workers 8] [--megabytes 64] [--seconds 20]
+    python benchmarks/backpressure.py [--transports grpc,tcp,shm] [--workers 8] [--megabytes 64] [--seconds 30]
 
 The shard is suspended (SIGSTOP) for nine tenths of the time, in turns of a second, and the workers, asynchronous, push without
 pause. A system without back-pressure would queue what they push: in the shard up to --workers x --megabytes, or in the workers.
@@ -38,6 +38,7 @@ from peers import work
 
 HELD_S, FREE_S = 0.9, 0.1
 SAMPLE_S = 0.05
+PUSHES_MIN = 8
 PUSHES_FREE = 5
 """Of each worker while nothing is held back, to see how long they take."""
 
@@ -90,7 +91,7 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
             watch(pool.submit(contender.take_turn, 0, PUSHES_FREE), memory, [])
             free = dict(memory.most)
             push_s = sum(contender.seconds) / PUSHES_FREE
-            pushes = max(3, int(args.seconds * FREE_S / (HELD_S + FREE_S) / push_s))
+            pushes = max(PUSHES_MIN, int(args.seconds * FREE_S / (HELD_S + FREE_S) / push_s))
             begun = time.monotonic()
             watch(pool.submit(contender.take_turn, 0, pushes), memory, shards)
             took_s = time.monotonic() - begun
@@ -119,7 +120,7 @@ def main() -> int:
     parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--megabytes", type=int, default=64, help="of parameters (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=20, help="about as long is the shard held back (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="about as long is the shard held back (default: %(default)s)")
     parser.add_argument("--in-flight-mb", type=int, default=16, help="per connection (default: %(default)s)")
     parser.add_argument("--own-mb", type=int, default=32, help="per process (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
