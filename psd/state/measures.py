@@ -45,9 +45,10 @@ class Measures:
     ) -> control_pb2.MeasureReply | Ticket:
         places = {tensor: place for place, tensor in enumerate(job.spec.layerwise_tensors)}
         totals: Squares = [0] * (1 if under is None else 2 * len(places))
-        for block in job.blocks.values():
-            if not block.plan.trained or (under is not None and not block.is_layerwise):
-                continue
+        blocks = [b for b in job.blocks.values() if b.plan.trained and (under is None or b.is_layerwise)]
+        # Workers that measure at the same time begin at different blocks, and so share the work.
+        start = worker.rank * len(blocks) // job.spec.world_size
+        for block in blocks[start:] + blocks[:start]:
             found = block.measure(request.round, under)
             if found is Unmeasured.CLOSED:
                 return control_pb2.MeasureReply(is_closed=True)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers_torch import assert_close, part, small_model, values  # noqa: E402
+from helpers_torch import assert_close, part, scaled_backward, small_model, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import SGD, AdamW  # noqa: E402
 
@@ -23,11 +23,6 @@ OPTIMIZERS = {
 
 def scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-
-
-def scaled_backward(grad_scaler, model, x, y):
-    model.zero_grad()
-    grad_scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
 
 
 def spoil(model, value=float("inf")):
