@@ -101,6 +101,8 @@ class Exchange:
 
         lanes = [lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)]
         self._shards.run(pull_at, self._timeout_s, lanes)
+        if self._settlement is not None:
+            self._settlement.on_told()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
@@ -242,6 +244,8 @@ class Exchange:
 
         (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
         self._session.decisions = list(reply.decisions)
+        if self._settlement is not None:
+            self._settlement.on_commit(sent.header.clock, reply)
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
 

@@ -18,6 +18,7 @@ class SettlingWorker:
     decisions: list[job_pb2.Decision]
     verdict: job_pb2.Verdict | None
     settled: int
+    asked: int
     at_all: Callable[..., Iterator[Any]]
     call: Callable[..., Iterator[Any]]
     caller: Callable[[int], Any]
@@ -39,23 +40,33 @@ class SettlingWorker:
     def latest_round(self) -> int:
         return max((d.round for d in self.decisions if any(d.members)), default=-1)
 
-    def has_verdict(self, round_: int) -> bool:
-        return self.verdict is not None and self.verdict.round == round_
+    def is_final(self, round_: int) -> bool:
+        return self.verdict is not None and self.verdict.round == round_ and self.verdict.is_final
 
     def settle(self) -> Iterator[Any]:
         measures: list[job_pb2.Measure] = []
         under: job_pb2.Verdict | None = None
         for _ in range(20):
             round_ = self.latest_round()
-            if round_ < 0 or self.has_verdict(round_):
+            if round_ < 0 or self.is_final(round_):
                 return
-            found = yield from self.call(0, self.ask(round_, measures, under))
+            if measures or self.asked != round_:
+                yield from self.call(0, self.ask(round_, measures, under))
             measures, under = [], None
-            if found is not None and found.is_final:
-                self.verdict = found
-            elif round_ == self.latest_round():
-                measures, under = (yield from self.measure_everywhere(round_, found)), found
+            if round_ == self.latest_round() and not self.is_final(round_):
+                under = self.verdict if self.verdict is not None and self.verdict.round == round_ else None
+                measures = yield from self.measure_everywhere(round_, under)
+                self.asked = -1
         raise AssertionError(f"shard 0 has no verdict on round {round_}")
+
+    def on_commit(self, round_: int, reply: control_pb2.CommitReply) -> None:
+        self.world.oracle.on_decisions(reply.decisions)
+        self.decisions = list(reply.decisions)
+        self.asked = round_
+        if reply.HasField("verdict"):
+            self.verdict = reply.verdict
+            if reply.verdict.is_final:
+                self.world.oracle.on_verdict(reply.verdict)
 
     def ask(self, round_: int, measures: list[job_pb2.Measure], under: job_pb2.Verdict | None) -> Callable[[Shard], Any]:
         def ask(shard: Shard) -> Iterator[Any]:
@@ -70,11 +81,7 @@ class SettlingWorker:
             assert shard.exchange.commit(request) is None
             reply = shard.exchange.commit_reply(round_)
             yield None
-            self.world.oracle.on_decisions(reply.decisions)
-            self.decisions = list(reply.decisions)
-            if reply.HasField("verdict") and reply.verdict.is_final:
-                self.world.oracle.on_verdict(reply.verdict)
-            return reply.verdict if reply.HasField("verdict") else None
+            self.on_commit(round_, reply)
 
         return ask
 

@@ -50,7 +50,7 @@ class SimulatedWorker(SettlingWorker):
         self.clock = 0
         self.decisions: list[job_pb2.Decision] = []
         self.verdict: job_pb2.Verdict | None = None
-        self.settled = -1
+        self.settled = self.asked = -1
         self.sent: Sent | None = None
 
     def caller(self, index: int) -> job_pb2.Caller:
@@ -326,8 +326,7 @@ class SimulatedWorker(SettlingWorker):
             ticket.future.result(0)
             self.world.check_alive(0, caller)
         reply = shard.exchange.commit_reply(clock)
-        self.world.oracle.on_decisions(reply.decisions)
-        self.decisions = list(reply.decisions)
+        self.on_commit(clock, reply)
         if not without_waiting:
             self.clock = max(self.clock, reply.clock)
 
