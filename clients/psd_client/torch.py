@@ -168,8 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if grad_scaler is not None and self.ps.nan_policy != "skip":
-            raise InvalidRequest('nan_policy: a GradScaler needs "skip"; pass nan_policy="skip" to distribute()')
+        torch_amp.check(grad_scaler, self, self.ps.nan_policy)
         scalars = self._scalars()
         is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
         present = self._gather()

@@ -132,6 +132,35 @@ def test_the_next_worker_settles_a_round_whose_worker_has_died(cluster: Start) -
     dying.close()
 
 
+def test_a_worker_that_lost_its_push_settles_the_round_before_the_next(cluster: Start) -> None:
+    """Fenced while it committed; the round is the other worker's alone, which has died: nobody else would settle it, and
+    the next push would wait for ever."""
+    shards = cluster(2)
+    ps, faults = connect_faulty(shards.servers, 0, 2, wait_timeout_s=20)
+    dying = connect(shards.servers, 1, 2)
+    in_threads(lambda: declare(dying, "clipped"), lambda: declare(ps, "clipped"))
+    dying.push({"w": np.ones(SIZE, np.float32)})
+
+    def expire_all() -> None:
+        for shard in shards.shards:
+            for rank in (0, 1):
+                expire(shard, rank)
+
+    with ps:
+        faults.run_before("commit", shard=0, action=expire_all)
+        ps.push({"w": np.ones(SIZE, np.float32)})
+        assert (ps.clock, ps.stats()["pushes_dropped"]) == (1, 1)
+        assert [shard.shard.core.declared().version_max for shard in shards.shards] == [0, 0]
+        ps.push({"w": np.zeros(SIZE, np.float32)})
+        params = ps.pull()
+
+    faults.assert_all_fired()
+    start, step = np.linspace(-1, 1, SIZE, dtype=np.float32), 2 / np.sqrt(SIZE)
+    np.testing.assert_allclose(params["w"], start - step - 0.9 * step, rtol=0, atol=1e-6)
+    dying._session._membership = None
+    dying.close()
+
+
 def test_a_skipped_round_is_told_to_all_and_counted(cluster: Start) -> None:
     """The worker whose gradient was not finite, and the one whose was; the gradient of the next round counts."""
     servers = cluster(2).servers

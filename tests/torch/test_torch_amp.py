@@ -100,6 +100,19 @@ def test_a_scaler_needs_the_policy_and_says_so(run_workers):
     run_workers(1, 1, worker)
 
 
+def test_a_scaler_that_does_not_give_itself_is_refused(run_workers):
+    """Should torch leave that out one day: the gradients would be pushed as they are, scaled."""
+
+    def worker(ps):
+        model = small_model()
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, nan_policy="skip")
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+        with pytest.raises(InvalidRequest, match="grad_scaler: this version of torch"):
+            optimizer.step()
+
+    run_workers(1, 1, worker)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_without_a_scaler_the_policy_holds_all_the_same(run_workers, bad):
     """What a worker finds in its gradient by itself."""
