@@ -184,8 +184,16 @@ class Exchange:
         policy = self._layout.spec.nan_policy
         if skip and policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{policy}", not "skip"')
-        skip = self._check(weight, present) or skip
-        if skip:
+        tensor_name = self._check(weight, present)
+        if tensor_name is not None and not skip:
+            logger.warning(
+                "psd: worker %d: the gradient of %r at step %d holds NaN or infinity; the round is skipped",
+                self._rank,
+                tensor_name,
+                self._session.clock,
+            )
+        if skip or tensor_name is not None:
+            skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
         header = self._header(scalars, weight)
         self.is_skipped = skip and not self._has_rounds
@@ -280,8 +288,8 @@ class Exchange:
         if is_overflow:
             logger.warning("psd: worker %d: step %d was skipped: a norm over all workers is not finite", self._rank, clock)
 
-    def _check(self, weight: float, present: NDArray[np.bool_] | None) -> bool:
-        """True if the round is to be skipped because of this worker's gradient; raises for anything that must not be sent."""
+    def _check(self, weight: float, present: NDArray[np.bool_] | None) -> str | None:
+        """The first tensor whose gradient is why the round is to be skipped, if any; raises for what must not be sent."""
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         if present is not None:
@@ -297,7 +305,7 @@ class Exchange:
                 tensor=tensor_name,
                 clock=clock,
             )
-        return tensor_name is not None
+        return tensor_name
 
     def _header(self, scalars: Sequence[Sequence[float]], weight: float) -> data_pb2.PushHeader:
         """The header of the next push, without its caller."""

@@ -161,7 +161,7 @@ def test_a_worker_that_lost_its_push_settles_the_round_before_the_next(cluster: 
     dying.close()
 
 
-def test_a_skipped_round_is_told_to_all_and_counted(cluster: Start) -> None:
+def test_a_skipped_round_is_told_to_all_and_counted(cluster: Start, caplog: Any) -> None:
     """The worker whose gradient was not finite, and the one whose was; the gradient of the next round counts."""
     servers = cluster(2).servers
 
@@ -184,6 +184,7 @@ def test_a_skipped_round_is_told_to_all_and_counted(cluster: Start) -> None:
     for params, told, count in in_threads(lambda: worker(0), lambda: worker(1)):
         assert set(params.tolist()) == {-2.0}
         assert (told, count) == ([False, True, False], 1)
+    assert "worker 1: the gradient of 'w' at step 1 holds NaN or infinity; the round is skipped" in caplog.text
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_declared(cluster: Start) -> None:
