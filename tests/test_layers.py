@@ -31,7 +31,7 @@ OUTSIDE = {
     "keras": ("psd_client.keras", "psd_client.tensorflow"),
     "jax": ("psd_client.jax",),
     "argparse": ("psd.cli",),
-    "socket": ("psd.cli", "psd.rim", "psd_client"),
+    "socket": ("psd.cli", "psd.rim", "psd_client", "psd.contract.wire"),
     "socketserver": ("psd.rim",),
     "ssl": ("psd.rim", "psd_client"),
     "asyncio": (),

@@ -118,6 +118,8 @@ class Exchange:
 
         lanes = [lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)]
         self._shards.run(pull_at, self._timeout_s, lanes)
+        if self._settlement is not None:
+            self._settlement.on_told()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
@@ -212,8 +214,16 @@ class Exchange:
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{policy}", not "skip"')
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        skip = (feed is None and self._check(present)) or skip
-        if skip:
+        tensor_name = self._check(present) if feed is None else None
+        if tensor_name is not None and not skip:
+            logger.warning(
+                "psd: worker %d: the gradient of %r at step %d holds NaN or infinity; the round is skipped",
+                self._rank,
+                tensor_name,
+                self._session.clock,
+            )
+        if skip or tensor_name is not None:
+            skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
         header = self._header(scalars, weight)
         self.is_skipped = skip and not self._has_rounds
@@ -277,6 +287,8 @@ class Exchange:
 
         (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
         self._session.decisions = list(reply.decisions)
+        if self._settlement is not None:
+            self._settlement.on_commit(sent.header.clock, reply)
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
 
@@ -311,8 +323,8 @@ class Exchange:
         if is_overflow:
             logger.warning("psd: worker %d: step %d was skipped: a norm over all workers is not finite", self._rank, clock)
 
-    def _check(self, present: NDArray[np.bool_] | None) -> bool:
-        """True if the round is to be skipped because of this worker's gradient; raises for anything that must not be sent."""
+    def _check(self, present: NDArray[np.bool_] | None) -> str | None:
+        """The first tensor whose gradient is why the round is to be skipped, if any; raises for what must not be sent."""
         if present is not None:
             for tensor in np.flatnonzero(~present).tolist():
                 self.gradients.views[tensor][...] = 0
@@ -326,7 +338,7 @@ class Exchange:
                 tensor=tensor_name,
                 clock=clock,
             )
-        return tensor_name is not None
+        return tensor_name
 
     def _header(self, scalars: Sequence[Sequence[float]], weight: float) -> data_pb2.PushHeader:
         """The header of the next push, without its caller."""

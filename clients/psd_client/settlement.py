@@ -27,7 +27,8 @@ class Settlement:
         push_again: makes sure that a shard has this worker's gradient before it is asked.
 
     Attributes:
-        verdict: the last one, for the next pull. settled: the latest round of which all shards have been told by this worker.
+        verdict: the last that is known, final when `settle` returns.
+        settled: the latest round of which this worker has told all shards.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Settlement:
         self._push_again = push_again
         self.verdict: job_pb2.Verdict | None = None
         self.settled = -1
+        self._asked = -1
 
     @property
     def latest(self) -> int:
@@ -59,13 +61,20 @@ class Settlement:
             round_ = self.latest
             if round_ < 0 or self._is_final(self.verdict, round_):
                 return
-            found = self._ask(round_, measures, under)
+            if measures or self._asked != round_:
+                self._ask(round_, measures, under)
             measures, under = (), None
-            if self._is_final(found, round_):
-                self.verdict = found
-            elif round_ == self.latest:  # else the others have gone on meanwhile
-                measures, under = self._measure(round_, found), found
+            if round_ == self.latest and not self._is_final(self.verdict, round_):
+                under = self.verdict if self.verdict is not None and self.verdict.round == round_ else None
+                measures = self._measure(round_, under)
+                self._asked = -1
         raise InternalError(f"round {round_} was measured again and again, and shard 0 has no verdict on it")
+
+    def on_commit(self, round_: int, reply: control_pb2.CommitReply) -> None:
+        """Note what shard 0 says of a round."""
+        self._asked = round_
+        if reply.HasField("verdict"):
+            self.verdict = reply.verdict
 
     def on_told(self) -> None:
         """All shards have the last verdict, and have applied its round."""
@@ -78,14 +87,14 @@ class Settlement:
 
     def forget(self) -> None:
         """The job has gone back to a checkpoint."""
-        self.verdict, self.settled = None, -1
+        self.verdict, self.settled, self._asked = None, -1, -1
 
     @staticmethod
     def _is_final(verdict: job_pb2.Verdict | None, round_: int) -> bool:
         return verdict is not None and verdict.round == round_ and verdict.is_final
 
-    def _ask(self, round_: int, measures: Sequence[job_pb2.Measure], under: job_pb2.Verdict | None) -> job_pb2.Verdict | None:
-        """What shard 0 knows of the round, after it has been told these measures, if any."""
+    def _ask(self, round_: int, measures: Sequence[job_pb2.Measure], under: job_pb2.Verdict | None) -> None:
+        """Learn what shard 0 knows of the round, after it has been told these measures, if any."""
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
             request = control_pb2.CommitRequest(
@@ -99,7 +108,7 @@ class Settlement:
 
         (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
         self._session.decisions = list(reply.decisions)
-        return reply.verdict if reply.HasField("verdict") else None
+        self.on_commit(round_, reply)
 
     def _measure(self, round_: int, under: job_pb2.Verdict | None) -> list[job_pb2.Measure]:
         """What the round amounts to, shard by shard; empty if it has closed somewhere, so that shard 0 knows the verdict."""

@@ -192,8 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if grad_scaler is not None and self.ps.nan_policy != "skip":
-            raise InvalidRequest('nan_policy: a GradScaler needs "skip"; pass nan_policy="skip" to distribute()')
+        torch_amp.check(grad_scaler, self, self.ps.nan_policy)
         size = float(self.batch_size if batch_size is None else batch_size)
         if self._is_overlapping:
             self._finish_overlapped(size)

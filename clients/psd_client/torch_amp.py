@@ -13,10 +13,20 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from psd.contract.errors import InvalidRequest
+
 
 def ignore_the_warning() -> None:
     """Torch warns a program whose optimizer has this step, on whichever line calls it; nothing there can be changed."""
     warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+
+def check(scaler: Any, optimizer: Any, nan_policy: str) -> None:
+    """Raise InvalidRequest if a scaler calls whose infinities the shards could not be told of."""
+    if scaler is None and hasattr(optimizer, "found_inf"):
+        raise InvalidRequest("grad_scaler: this version of torch does not give its GradScaler to the optimizer's step")
+    if scaler is not None and nan_policy != "skip":
+        raise InvalidRequest('nan_policy: a GradScaler needs "skip"; pass nan_policy="skip" to distribute()')
 
 
 def unscale(scaler: Any, optimizer: Any) -> bool:

@@ -217,7 +217,7 @@ class JobSpec:
             reduction=REDUCTIONS[self.reduction],
             aggregation=AGGREGATIONS[self.aggregation],
             clip_norm=self.clip_norm,
-            nan_policy=NAN_POLICIES[self.nan_policy],
+            nan_policy=NAN_POLICIES[self.nan_policy] if self.nan_policy != "refuse" else None,  # as jobs before it had it
         )
         self.consistency.fill(message)
         for group in self.groups:

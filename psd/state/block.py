@@ -53,7 +53,7 @@ class BlockState:
     Args:
         slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
-        has_verdicts: rounds are applied as a verdict says; ratio_places: see MeasuredRound.
+        has_verdicts: rounds are applied as a verdict says.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
         on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
         rule_name, tensor_at: for messages.
@@ -61,6 +61,7 @@ class BlockState:
     Attributes:
         version: updates applied; under SYNC also the number of the open round.
         readers: what the workers have read, where there are no rounds.
+        ratio_places: see MeasuredRound; None unless the rule is layer-wise.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class BlockState:
         self._is_mean = is_mean
         self._is_exact = is_exact
         self._has_verdicts = has_verdicts
-        self._ratio_places = ratio_places
+        self.ratio_places = ratio_places
         self._waited_in = waited_in
         self._may_void = may_void
         self._on_lost = on_lost
@@ -107,11 +108,6 @@ class BlockState:
         self._failure: RuleFailed | None = None  # why the open round could not be closed
         page = arena.current(slot)
         self.version = page.version if page is not None else 0
-
-    @property
-    def is_layerwise(self) -> bool:
-        """True if an update needs the norms of whole tensors."""
-        return self._ratio_places is not None
 
     @property
     def slot_bytes(self) -> int:
@@ -205,7 +201,7 @@ class BlockState:
                     is_mean=self._is_mean,
                     accumulators=self,
                     waited=waited,
-                    ratio_places=self._ratio_places,
+                    ratio_places=self.ratio_places,
                 )
             return ExactRound(scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited)
         return FastRound(

@@ -270,20 +270,20 @@ class Exchange:
         """EXACT: note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
-            decisions = self._decisions()
+            job, decisions = self._core.declared(), self._decisions()
             self._check_commit(request, decisions)
-            is_decided = decisions.on_commit(worker, request.clock, skip=request.skip)
-            verdicts = self._core.declared().verdicts
-            if request.measures and verdicts is not None:
-                under = (
-                    Verdict.from_message(request.verdict, self._core.declared().spec) if request.HasField("verdict") else None
-                )
-                verdicts.offer(request.clock, under, request.measures)
-            if is_decided or request.without_waiting:
-                ticket = None
-            else:
+        found = None
+        if request.measures and job.verdicts is not None:
+            under = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
+            found = job.verdicts.find(request.clock, under, request.measures)
+        with self._core.lock:
+            self._core.check_caller(request.caller)
+            ticket = None
+            if not decisions.on_commit(worker, request.clock, skip=request.skip) and not request.without_waiting:
                 ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, decisions.missing)
                 decisions.wait(ticket)
+            if job.verdicts is not None:
+                job.verdicts.record(found)
         self._core.settle()
         return ticket
 

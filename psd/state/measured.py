@@ -82,7 +82,7 @@ class MeasuredRound(ExactRound):
             if under is not None:
                 assert isinstance(rule, Layerwise)
                 judged = replace(gradient, scale=under.scale)
-                self._squares[of_gradient] = rule.squares(page, judged, segment_ends, self.scalars)
+                self._squares[of_gradient] = rule.squares(page, judged, segment_ends, self.scalars, self._accumulators)
             elif gradient.accumulator is None:
                 self._squares[of_gradient] = [0]
             else:

@@ -43,11 +43,11 @@ class Measures:
     def _measured(
         self, job: Job, worker: Worker, request: control_pb2.MeasureRequest, under: Verdict | None
     ) -> control_pb2.MeasureReply | Ticket:
-        places = {tensor: place for place, tensor in enumerate(job.spec.layerwise_tensors)}
-        totals: Squares = [0] * (1 if under is None else 2 * len(places))
-        for block in job.blocks.values():
-            if not block.plan.trained or (under is not None and not block.is_layerwise):
-                continue
+        totals: Squares = [0] * (1 if under is None else 2 * len(job.spec.layerwise_tensors))
+        blocks = [b for b in job.blocks.values() if b.plan.trained and (under is None or b.ratio_places is not None)]
+        # Workers that measure at the same time begin at different blocks, and so share the work.
+        start = worker.rank * len(blocks) // job.spec.world_size
+        for block in blocks[start:] + blocks[:start]:
             found = block.measure(request.round, under)
             if found is Unmeasured.CLOSED:
                 return control_pb2.MeasureReply(is_closed=True)
@@ -55,13 +55,12 @@ class Measures:
                 return self._when_measurable(block, worker, request)
             if found is None or totals is None:
                 totals = None
-            elif under is None:
+            elif under is None or block.ratio_places is None:
                 totals[0] += found[0]
             else:
-                for segment, tensor in enumerate(block.plan.segment_tensors.tolist()):
-                    place = 2 * places[tensor]
-                    totals[place] += found[2 * segment]
-                    totals[place + 1] += found[2 * segment + 1]
+                for segment, place in enumerate(block.ratio_places.tolist()):
+                    totals[2 * place] += found[2 * segment]
+                    totals[2 * place + 1] += found[2 * segment + 1]
         return control_pb2.MeasureReply(measure=measure_message(totals))
 
     def _when_measurable(self, block: BlockState, worker: Worker, request: control_pb2.MeasureRequest) -> Ticket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
 from psd_core.arena import Page
+
+if TYPE_CHECKING:
+    from psd.state.rounds import Accumulators
 
 logger = logging.getLogger(__name__)
 
@@ -153,20 +156,30 @@ class Layerwise:
         self._flags = group.flags
         self._lr = group.info.scalars.index("lr")
 
-    def squares(self, before: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]) -> Squares:
+    def squares(
+        self,
+        before: Page,
+        gradient: Gradient,
+        segment_ends: NDArray[np.uint32],
+        scalars: Sequence[float],
+        accumulators: Accumulators,
+    ) -> Squares:
         """Sums of squares, two for each segment: of its parameters and of its direction; zeros where nothing is touched."""
         sums = [0] * (2 * len(segment_ends))
         if gradient.accumulator is None:
             return sums
-        direction = psd_core.aligned_empty(len(before.parameter), before.parameter.dtype)
-        slots = [psd_core.aligned_empty(len(slot), slot.dtype) for slot in before.slots]
-        self._direct(before, direction, slots, np.empty_like(before.steps), gradient, segment_ends, scalars)
-        for segment, part, offset in _touched(gradient, segment_ends):
-            parameter_squares = psd_core.square_sum(before.parameter[part], offset)
-            direction_squares = psd_core.square_sum(direction[part], offset)
-            if parameter_squares is None or direction_squares is None:
-                return None
-            sums[2 * segment : 2 * segment + 2] = parameter_squares, direction_squares
+        direction, *slots = lent = [accumulators.lend() for _ in (before.parameter, *before.slots)]
+        try:
+            self._direct(before, direction, slots, np.empty_like(before.steps), gradient, segment_ends, scalars)
+            for segment, part, offset in _touched(gradient, segment_ends):
+                parameter_squares = psd_core.square_sum(before.parameter[part], offset)
+                direction_squares = psd_core.square_sum(direction[part], offset)
+                if parameter_squares is None or direction_squares is None:
+                    return None
+                sums[2 * segment : 2 * segment + 2] = parameter_squares, direction_squares
+        finally:
+            for array in lent:
+                accumulators.give_back(array)
         return sums
 
     def apply(

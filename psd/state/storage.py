@@ -177,4 +177,5 @@ class Storage:
 
 def _remove_notes(directory: Path) -> None:
     for name in (_BARRIERS_NAME, _VERDICT_NAME):
-        (directory / name).unlink(missing_ok=True)
+        for path in (directory / name, directory / f"{name}.new"):
+            path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ decision, the gradients and the current pages alone, to the bit; so it does not 
 incarnation of a shard. A final verdict is kept beside the arena before anybody hears of it: once it is known, some shard may
 have applied it, and could not measure that round again.
 
-Guarded by the shard's lock.
+Guarded by the shard's lock, but for `find`, which may take a while.
 """
 
 from __future__ import annotations
@@ -51,20 +51,28 @@ class Verdicts:
         """What is known of a round."""
         return self._latest if self._latest is not None and self._latest.round == round_ else None
 
-    def offer(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> None:
-        """Find the verdict on a decided round; the first to offer its measures does, and all others would find the same.
+    def find(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
+        """The verdict that follows from the measures of a round; None if one is known that needs no more. Takes no lock.
 
         Raises:
             InvalidRequest: the measures are not those of all shards.
         """
-        latest = self._latest
-        if latest is not None and (latest.round > round_ or (latest.round == round_ and latest.is_final)):
-            return
+        if self._is_settled(round_):
+            return None
         if len(measures) != self._measuring:
             raise InvalidRequest(f"measures: expected those of {self._measuring} shards, got {len(measures)}")
         if under is not None and under.round != round_:
             raise InvalidRequest(f"verdict.round: the measures are of round {round_}, got {under.round}")
-        verdict = judged(self._spec, round_, under, measures)
+        return judged(self._spec, round_, under, measures)
+
+    def record(self, verdict: Verdict | None) -> None:
+        """Keep what was found; the first to find a verdict does, and all others have found the same."""
+        if verdict is None or self._is_settled(verdict.round):
+            return
         if verdict.is_final:
             self._store.save_verdict(verdict.to_message().SerializeToString())
         self._latest = verdict
+
+    def _is_settled(self, round_: int) -> bool:
+        latest = self._latest
+        return latest is not None and (latest.round > round_ or (latest.round == round_ and latest.is_final))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from psd.contract.config import ClientConfig
@@ -77,6 +78,14 @@ class FaultyLane(GrpcLane):
         with self._faults.around("declare", self.shard):
             return super().declare(*args)
 
+    def commit(self, *args: Any) -> Any:
+        with self._faults.around("commit", self.shard):
+            return super().commit(*args)
+
+    def measure(self, *args: Any) -> Any:
+        with self._faults.around("measure", self.shard):
+            return super().measure(*args)
+
     def barrier(self, *args: Any) -> Any:
         with self._faults.around("barrier", self.shard):
             return super().barrier(*args)
@@ -96,6 +105,32 @@ class FaultyLane(GrpcLane):
     def push_pull(self, *args: Any) -> Any:
         with self._faults.around("push_pull", self.shard):
             return super().push_pull(*args)
+
+
+class Restartable:
+    """Two shards with state directories, each to be stopped and started again at its address."""
+
+    def __init__(self, cluster: Callable[..., Any], directory: Path, **config: Any) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._config = config
+        self.shards = [self._start(index, "127.0.0.1:0") for index in range(2)]
+
+    def _start(self, index: int, address: str) -> Any:
+        state_dir = str(self._directory / f"shard-{index}")
+        return self._cluster(2, only=index, listen=address, state_dir=state_dir, **self._config).shards[0]
+
+    @property
+    def servers(self) -> str:
+        return ",".join(shard.address for shard in self.shards)
+
+    def restart(self, index: int) -> None:
+        self.shards[index].stop()
+        self.shards[index] = self._start(index, self.shards[index].address)
+
+    def version(self, index: int) -> int:
+        version: int = self.shards[index].shard.core.declared().version_max
+        return version
 
 
 def connect_faulty(servers: str, rank: int = 0, world_size: int = 1, **config: Any) -> tuple[ParameterServer, Faults]:

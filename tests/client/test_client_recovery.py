@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import Thread, connect_faulty, expire, until
+from client_faults import Restartable, Thread, connect_faulty, expire, until
 
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost
 from psd_client import SGD, ParameterServer, connect
@@ -26,37 +25,6 @@ ps = psd_client.connect({servers!r}, 0, 2)
 ps.declare({{"w": np.zeros({size}, np.float32)}}, psd_client.SGD(lr=1.0))
 ps.push({{"w": np.full({size}, 2, np.float32)}})
 """
-
-
-class Restartable:
-    """Two shards with state directories, each to be stopped and started again at its address."""
-
-    def __init__(self, cluster: Start, directory: Path, **config: Any) -> None:
-        self._cluster = cluster
-        self._directory = directory
-        self._config = config
-        self.shards = [self._start(index, "127.0.0.1:0") for index in range(2)]
-
-    def _start(self, index: int, address: str) -> Any:
-        state_dir = str(self._directory / f"shard-{index}")
-        return self._cluster(2, only=index, listen=address, state_dir=state_dir, **self._config).shards[0]
-
-    @property
-    def servers(self) -> str:
-        return ",".join(shard.address for shard in self.shards)
-
-    def restart(self, index: int) -> None:
-        self.shards[index].stop()
-        self.shards[index] = self._start(index, self.shards[index].address)
-
-    def version(self, index: int) -> int:
-        version: int = self.shards[index].shard.core.declared().version_max
-        return version
-
-
-@pytest.fixture
-def restartable(cluster: Start, tmp_path: Path) -> Callable[..., Restartable]:
-    return lambda **config: Restartable(cluster, tmp_path, **config)
 
 
 def declare(ps: ParameterServer, **options: Any) -> dict[str, Any]:

@@ -58,6 +58,25 @@ MESSAGES: dict[str, tuple[Message, bytes | None]] = {
     "barrier_request": (control_pb2.BarrierRequest(caller=CALLER, name="epoch-1", seq=2), None),
 }
 
+DECISION = job_pb2.Decision(round=41, members=b"\x0d")
+VERDICT = job_pb2.Verdict(round=41, scale=0.25, ratios=[1.0, 0.5], is_final=True)
+MEASURE = job_pb2.Measure(is_finite=True, squares=[bytes(100) + b"\x01", b""])
+MESSAGES |= {
+    "commit_request": (
+        control_pb2.CommitRequest(
+            caller=CALLER, clock=41, without_waiting=True, skip=True, measures=[MEASURE], verdict=job_pb2.Verdict(round=41)
+        ),
+        None,
+    ),
+    "commit_reply": (control_pb2.CommitReply(decisions=[DECISION], clock=42, verdict=VERDICT), None),
+    "measure_request": (
+        control_pb2.MeasureRequest(caller=CALLER, clock=42, decisions=[DECISION], round=41, verdict=job_pb2.Verdict(scale=1.0)),
+        None,
+    ),
+    "measure_reply": (control_pb2.MeasureReply(is_closed=True, measure=MEASURE), None),
+    "pull_request_verdict": (data_pb2.PullRequest(caller=CALLER, clock=42, layout_digest=DIGEST, verdict=VERDICT), None),
+}
+
 
 def wire_bytes(head: Message, payload: bytes | None) -> bytes:
     """The message as psd writes it."""

@@ -48,6 +48,7 @@ def measure(*arrays: Any) -> job_pb2.Measure:
     ],
 )
 def test_what_makes_no_sense_together_is_refused(fields: dict[str, Any], words: str) -> None:
+    """By name, with what would go together."""
     with pytest.raises(InvalidRequest, match=words):
         job(**fields)
 
@@ -59,6 +60,7 @@ def test_without_rounds_each_push_is_clipped_or_skipped_by_its_worker(mode: str)
 
 
 def test_specs_come_back_from_their_message_and_name_what_differs() -> None:
+    """Both fields travel, and both must be equal."""
     spec = job(clip_norm=0.5, nan_policy="skip")
 
     assert JobSpec.from_message(spec.to_message()) == spec
@@ -67,6 +69,7 @@ def test_specs_come_back_from_their_message_and_name_what_differs() -> None:
 
 
 def test_the_scale_is_that_of_torch() -> None:
+    """For norms above the largest, at it, below it, and of zero."""
     torch = pytest.importorskip("torch")
     for norm_max, values in ((1.0, [3.0, 4.0]), (7.0, [3.0, 4.0]), (5.0, [3.0, 4.0]), (1.0, [0.0])):
         parameter = torch.nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
@@ -96,6 +99,7 @@ def test_updates_of_all_shards_make_ratios() -> None:
 
 @pytest.mark.parametrize("rules", [("sgd",), ("lamb",)])
 def test_what_is_not_finite_skips_the_round(rules: tuple[str, ...]) -> None:
+    """On whichever shard it was measured."""
     spec = job(rules, clip_norm=1.0 if rules == ("sgd",) else 0.0)
     sums = [[1]] if rules == ("sgd",) else [[1], [1]]
 
@@ -114,6 +118,7 @@ def test_what_is_not_finite_skips_the_round(rules: tuple[str, ...]) -> None:
     ],
 )
 def test_verdicts_that_no_shard_0_finds_are_refused(message: job_pb2.Verdict, words: str) -> None:
+    """A scale above 1, ratios in another number than tensors, or no numbers."""
     with pytest.raises(InvalidRequest, match=words):
         Verdict.from_message(message, job(("lamb",)))
     with pytest.raises(InvalidRequest, match="verdict: only a job with rounds"):
@@ -121,6 +126,7 @@ def test_verdicts_that_no_shard_0_finds_are_refused(message: job_pb2.Verdict, wo
 
 
 def test_measures_that_no_shard_makes_are_refused() -> None:
+    """Another number of sums, or one of more bytes than a sum can have."""
     with pytest.raises(InvalidRequest, match=r"measures\.squares: expected 1, got 2"):
         judged(job(clip_norm=1.0), 0, None, [measure([1], [2])])
     with pytest.raises(InvalidRequest, match=r"measures\.squares: has 1000 bytes, the limit is 320"):

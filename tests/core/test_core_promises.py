@@ -125,7 +125,7 @@ def tame_numbers(rng, shape, dtype):
     return rng.standard_normal(shape).astype(dtype)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", cases() + cases("lamb"), ids=str)
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_every_instruction_set_gives_the_same_bits(library, case, rng):
     """In both precisions, at a first step and at a later one, with numbers of any magnitude."""
@@ -154,6 +154,23 @@ def by_both(library, case, values, step):
         steps_in=np.array([step - 1], np.uint64), steps_out=np.zeros(1, np.uint64), scalars=case.scalars, flags=case.flags,
     )  # fmt: skip
     return out, theirs
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(np.float32, 0), (np.float64, 1)])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_every_instruction_set_gives_the_same_sum_of_squares(library, dtype, code, offset, rng):
+    """Whole runs and parts of them; squares of every magnitude that has one."""
+    x = np.ldexp(rng.standard_normal(4099), rng.integers(-500, 500, 4099) if code else rng.integers(-140, 120, 4099)).astype(
+        dtype
+    )
+    limbs = (ctypes.c_uint64 * 68)()
+
+    is_finite = library.psd_add_squares(
+        code, limbs, ctypes.c_void_p(address(x)), ctypes.c_ssize_t(len(x)), ctypes.c_ssize_t(offset)
+    )
+
+    assert is_finite
+    assert sum(limb << 32 * place for place, limb in enumerate(limbs)) == psd_core.square_sum(x, offset)
 
 
 # -- the build

@@ -25,12 +25,19 @@ WORLD_SIZE = 3
 KILLS = 3
 
 
-def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int) -> dict[str, NDArray[Any]]:
+JOBS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "exact": (psd_client.SGD(lr=0.1, momentum=0.9), {"aggregation": "exact"}),
+    "norms": (psd_client.LAMB(lr=0.1), {"clip_norm": 20.0}),
+}
+
+
+def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int, job: str) -> dict[str, NDArray[Any]]:
     """Gradients depend on the parameters, so that one lost, doubled or late update shows in every later number."""
     rng = np.random.default_rng(1)
     initial = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     with psd_client.connect(servers, rank, WORLD_SIZE, retry_timeout=60, wait_timeout=100) as ps:
-        params = ps.declare(initial, psd_client.SGD(lr=0.1, momentum=0.9), consistency="sync", aggregation="exact")
+        optimizer, declaration = JOBS[job]
+        params = ps.declare(initial, optimizer, consistency="sync", **declaration)
         for step in range(steps):
             grads = {name: (np.sin(value + rank + step) + value) / 7 for name, value in params.items()}
             ps.push(grads, weight=1 + (rank + step) % 3)
@@ -39,15 +46,17 @@ def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int)
     return params
 
 
+@pytest.mark.parametrize("job", JOBS)
 def test_exact_when_shards_are_killed_between_push_and_pull_then_training_ends_in_the_same_bits(
-    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, job: str
 ) -> None:
-    """A push that was acknowledged, but whose round was open, is sent again to the shard that lost it."""
+    """A push that was acknowledged, but whose round was open, is sent again to the shard that lost it; what was measured before
+    is measured again, or is known."""
     ends = []
     for name, kills in {"undisturbed": 0, "disturbed": KILLS}.items():
         url = str(tmp_path / name)
         shards = shard_processes(2, "--checkpoint-dir", url, "--lease", "60")
-        work = functools.partial(train, steps=steps_for(KILLS, 0))
+        work = functools.partial(train, steps=steps_for(KILLS, 0), job=job)
         pulled = run_disturbed(shards, WORLD_SIZE, work, seed=10, kills=kills, faults=0)
         ends.append((pulled, final_state(shards, url)))
 

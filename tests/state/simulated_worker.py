@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from shard_driver import Killed
+from simulated_settlement import SettlingWorker
 
 from psd.contract.errors import BarrierTimeout, SessionFenced, ShardRestarted, StateLost
 from psd.state.block import Outcome
@@ -38,7 +39,7 @@ class Sent:
     incarnations: dict[int, int] = field(default_factory=dict)
 
 
-class SimulatedWorker:
+class SimulatedWorker(SettlingWorker):
     """One rank, in all its lives."""
 
     def __init__(self, world: Simulation, rank: int) -> None:
@@ -49,7 +50,7 @@ class SimulatedWorker:
         self.clock = 0
         self.decisions: list[job_pb2.Decision] = []
         self.verdict: job_pb2.Verdict | None = None
-        self.settled = -1
+        self.settled = self.asked = -1
         self.sent: Sent | None = None
         self.barrier_seq = 0
 
@@ -180,18 +181,6 @@ class SimulatedWorker:
         ticket.future.result(0)
         self.world.check_alive(0, caller)
         return False
-
-    def pull_everywhere(self) -> Iterator[Any]:
-        if self.world.spec.has_verdicts:
-            yield from self.settle()
-        yield from self.at_all(self.pull)
-        if self.verdict is not None:
-            self.settled = self.verdict.round
-
-    def catch_up(self) -> Iterator[Any]:
-        """Whoever made the last round may be gone before all shards had its verdict."""
-        if self.world.spec.has_verdicts and self.settled < self.latest_round() < self.clock:
-            yield from self.pull_everywhere()
 
     def push_everywhere(self, sent: Sent) -> Iterator[Any]:
         self.world.oracle.on_send(self.rank, sent)
@@ -375,79 +364,9 @@ class SimulatedWorker:
             ticket.future.result(0)
             self.world.check_alive(0, caller)
         reply = shard.exchange.commit_reply(clock)
-        self.world.oracle.on_decisions(reply.decisions)
-        self.decisions = list(reply.decisions)
+        self.on_commit(clock, reply)
         if not without_waiting:
             self.clock = max(self.clock, reply.clock)
-
-    # -- verdicts: see psd_client/settlement.py --
-
-    def latest_round(self) -> int:
-        return max((d.round for d in self.decisions if any(d.members)), default=-1)
-
-    def has_verdict(self, round_: int) -> bool:
-        return self.verdict is not None and self.verdict.round == round_
-
-    def settle(self) -> Iterator[Any]:
-        measures: list[job_pb2.Measure] = []
-        under: job_pb2.Verdict | None = None
-        for _ in range(20):
-            round_ = self.latest_round()
-            if round_ < 0 or self.has_verdict(round_):
-                return
-            found = yield from self.call(0, self.ask(round_, measures, under))
-            measures, under = [], None
-            if found is not None and found.is_final:
-                self.verdict = found
-            elif round_ == self.latest_round():
-                measures, under = (yield from self.measure_everywhere(round_, found)), found
-        raise AssertionError(f"shard 0 has no verdict on round {round_}")
-
-    def ask(self, round_: int, measures: list[job_pb2.Measure], under: job_pb2.Verdict | None) -> Callable[[Shard], Any]:
-        def ask(shard: Shard) -> Iterator[Any]:
-            self.world.check_alive(0, self.caller(0))
-            request = control_pb2.CommitRequest(
-                caller=self.caller(0),
-                clock=round_,
-                without_waiting=True,
-                measures=measures,
-                verdict=under if measures else None,
-            )
-            assert shard.exchange.commit(request) is None
-            reply = shard.exchange.commit_reply(round_)
-            yield None
-            self.world.oracle.on_decisions(reply.decisions)
-            self.decisions = list(reply.decisions)
-            if reply.HasField("verdict") and reply.verdict.is_final:
-                self.world.oracle.on_verdict(reply.verdict)
-            return reply.verdict if reply.HasField("verdict") else None
-
-        return ask
-
-    def measure_everywhere(self, round_: int, under: job_pb2.Verdict | None) -> Iterator[Any]:
-        replies: dict[int, control_pb2.MeasureReply] = {}
-        measuring = [i for i in range(len(self.world.shards)) if self.world.layout.blocks_of(i)]
-        yield from self.at_all(lambda index: self.measure_at(index, round_, under, replies))
-        closed = any(replies[index].is_closed for index in measuring)
-        return [] if closed else [replies[index].measure for index in measuring]
-
-    def measure_at(
-        self, index: int, round_: int, under: job_pb2.Verdict | None, replies: dict[int, control_pb2.MeasureReply]
-    ) -> Iterator[Any]:
-        def measure(shard: Shard) -> Iterator[Any]:
-            yield from self.push_again(index, shard)
-            caller = self.caller(index)
-            request = control_pb2.MeasureRequest(
-                caller=caller, clock=self.clock, decisions=self.decisions, round=round_, verdict=under
-            )
-            self.world.check_alive(index, caller)
-            while isinstance(found := shard.measures.measure(request), Ticket):
-                yield found
-                found.future.result(0)
-                self.world.check_alive(index, caller)
-            return found
-
-        replies[index] = yield from self.call(index, measure)
 
     def pull(self, index: int) -> Iterator[Any]:
         yield from self.call(index, lambda shard: self.pull_once(index, shard))

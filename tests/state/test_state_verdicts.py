@@ -7,23 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from settling import bring, clipped, commit, decision, measure, norm_of, on_shard_1, push_all, settle, verdict
 from shard_driver import Driver, Fuse, Killed, job_spec
 
-import psd_core
-from psd.contract.errors import InvalidRequest, NonFiniteGradient, StateLost, WrongShard
+from psd.contract.errors import InvalidRequest, StateLost, WrongShard
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.state.tickets import Ticket, WaitKind
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import job_pb2
 
 LAMB = (1.0, 0.0, 0.0, 0.0, 0.0)  # lr, beta1, beta2, eps, weight_decay: the direction is the gradient's sign
-
-
-def clipped(world_size=2, clip_norm=1.0, **fields):
-    return job_spec(world_size, aggregation="exact", clip_norm=clip_norm, **fields)
-
-
-def skipping(world_size=2, **fields):
-    return job_spec(world_size, aggregation="exact", nan_policy="skip", **fields)
 
 
 def lamb_spec(world_size=1, **fields):
@@ -34,75 +26,6 @@ def lamb_spec(world_size=1, **fields):
 def driver_of(tmp_path):
     """Makes drivers whose shards outlive their process."""
     return lambda spec, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
-def on_shard_1(spec, *, world_size=2, value=0.0, **arguments):
-    """A shard that owns block 1, and its workers."""
-    driver = Driver(spec, shard=1, shards=2, **arguments)
-    seats = [driver.join(rank, session=rank + 1) for rank in range(world_size)]
-    for seat in seats:
-        driver.declare(seat)
-    driver.initialize(seats[0], value)
-    return driver, seats
-
-
-def commit(driver, seat, clock, **fields):
-    exchange = driver.shard.exchange
-    ticket = exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
-    return ticket if ticket is not None else exchange.commit_reply(clock)
-
-
-def measure(driver, seat, round_, *, clock=None, decisions=(), under=None):
-    """The measure, or what it waits for."""
-    return driver.shard.measures.measure(
-        control_pb2.MeasureRequest(
-            caller=seat.caller,
-            clock=round_ + 1 if clock is None else clock,
-            round=round_,
-            decisions=decisions,
-            verdict=under,
-        )
-    )
-
-
-def bring(driver, seat, clock, *, verdict=None, decisions=()):
-    """What a pull does that brings a verdict."""
-    driver.shard.exchange.begin_pull(
-        data_pb2.PullRequest(
-            caller=seat.caller, clock=clock, layout_digest=driver.layout.digest, decisions=decisions, verdict=verdict
-        )
-    )
-
-
-def decision(round_, *ranks):
-    return job_pb2.Decision(round=round_, members=bytes([sum(1 << rank for rank in ranks)]))
-
-
-def verdict(round_, scale=1.0, **fields):
-    return job_pb2.Verdict(round=round_, scale=scale, is_final=True, **fields)
-
-
-def norm_of(reply):
-    return psd_core.square_root(int.from_bytes(reply.measure.squares[0], "little"))
-
-
-def settle(driver, seat, round_):
-    """All that a worker does to close a decided round on a single shard; the verdict."""
-    reply = commit(driver, seat, round_, without_waiting=True)
-    while not (reply.HasField("verdict") and reply.verdict.is_final):
-        under = reply.verdict if reply.HasField("verdict") else None
-        measured = measure(driver, seat, round_, under=under)
-        reply = commit(driver, seat, round_, without_waiting=True, measures=[measured.measure], verdict=under)
-    bring(driver, seat, round_ + 1, verdict=reply.verdict)
-    return reply.verdict
-
-
-def push_all(driver, seats, clock, *values, **header):
-    for seat, value in zip(seats, values, strict=True):
-        driver.push(seat, clock, value, **header)
-    for seat in seats:
-        reply = commit(driver, seat, clock)
-    return reply
 
 
 # -- clipping --
@@ -153,6 +76,7 @@ def test_a_shard_measures_only_its_part():
 
 
 def test_momentum_and_steps_see_the_clipped_gradient():
+    """The slots are what one process on the clipped gradient has."""
     driver = Driver(clipped(1, size=1, clip_norm=1.0, flags=("momentum",)))
     (a,) = driver.start()
     for clock in range(2):
@@ -288,6 +212,7 @@ def test_the_first_verdict_holds_against_whoever_offers_another():
 
 
 def test_a_new_round_needs_a_verdict_of_its_own():
+    """That of the round before, brought again, does not close it."""
     driver = Driver(clipped(1, size=1))
     (a,) = driver.start()
     push_all(driver, [a], 0, 2.0)
@@ -300,99 +225,6 @@ def test_a_new_round_needs_a_verdict_of_its_own():
     settle(driver, a, 1)
 
     assert driver.version() == 2
-
-
-# -- skipping --
-
-
-def test_one_infinite_gradient_skips_the_round_on_this_shard():
-    """No parameter, slot or step changes; the version passes, and everybody is told."""
-    driver = Driver(skipping(3, blocks=2, flags=("momentum",)))
-    seats = driver.start(value=5.0)
-    for seat, is_bad in zip(seats, (False, True, False), strict=True):
-        driver.push(seat, 0, None if is_bad else 2.0, present=b"\0" if is_bad else b"", weight=0.0 if is_bad else 1.0)
-    waits = [commit(driver, seat, 0, skip=seat is seats[1]) for seat in seats]
-
-    assert all(ticket.future.done() for ticket in waits[:2])
-    reply = driver.shard.exchange.commit_reply(0)
-    assert list(reply.decisions) == [job_pb2.Decision(round=0, members=b"\0")]
-    page = driver.core.job.blocks[0]._page
-    assert (driver.version(0), driver.version(1)) == (1, 1)
-    assert (page.parameter.tolist(), page.slots[0].tolist(), page.steps.tolist()) == ([5.0] * 3, [0.0] * 3, [0])
-
-
-def test_another_shard_skips_as_it_is_told():
-    """It may hold all gradients: a round of nobody changes nothing."""
-    driver, (a, b) = on_shard_1(skipping(blocks=2))
-    driver.push(a, 0, 2.0)
-    driver.push(b, 0, None, present=b"\0", weight=0.0)
-    bring(driver, a, 1, decisions=[job_pb2.Decision(round=0, members=b"\0")])
-
-    assert (driver.version(1), driver.values(1)) == (1, [0.0] * 3)
-    assert driver.push(a, 0, 2.0).blocks_late == 1
-
-
-def test_the_round_after_a_skipped_one_counts():
-    driver = Driver(skipping(1))
-    (a,) = driver.start()
-    driver.push(a, 0, None, present=b"\0", weight=0.0)
-    commit(driver, a, 0, skip=True)
-    push_all(driver, [a], 1, 3.0)
-
-    assert (driver.version(), driver.values()) == (2, [-3.0] * 3)
-
-
-def test_with_a_quorum_a_late_infinity_skips_nothing():
-    driver = Driver(skipping(2, quorum=1))
-    a, b = driver.start()
-    driver.push(a, 0, 3.0)
-    commit(driver, a, 0)
-    driver.push(b, 0, None, present=b"\0", weight=0.0)
-    reply = commit(driver, b, 0, skip=True)
-
-    assert list(reply.decisions) == [decision(0, 0)]
-    assert driver.values() == [-3.0] * 3
-
-
-def test_clipping_and_skipping_together():
-    """A skipped round needs no verdict."""
-    driver = Driver(clipped(2, size=1, nan_policy="skip"))
-    a, b = driver.start()
-    driver.push(a, 0, 3.0)
-    driver.push(b, 0, None, present=b"\0", weight=0.0)
-    commit(driver, b, 0, skip=True)
-    commit(driver, a, 0)
-    assert (driver.version(), driver.values()) == (1, [0.0])
-
-    push_all(driver, (a, b), 1, 3.0, 3.0)
-    settle(driver, b, 1)
-    assert driver.values() == pytest.approx([-1.0], rel=1e-6)
-
-
-def test_a_sum_that_is_not_finite_is_skipped():
-    driver = Driver(clipped(2, reduction="sum", dtype="float32", clip_norm=1.0), state_dir="")
-    a, b = driver.start(value=5.0)
-    push_all(driver, (a, b), 0, 3e38, 3e38)
-
-    found = settle(driver, a, 0)
-
-    assert found.skip
-    assert (driver.version(), driver.values()) == (1, [5.0] * 3)
-    assert driver.core.job.blocks[0]._page.steps.tolist() == [0]
-
-
-def test_nan_policies_of_a_shard():
-    """Refused by name of worker, tensor and step unless it is allowed; a worker that skips sends no numbers."""
-    for policy in ("refuse", "skip"):
-        driver = Driver(job_spec(1, aggregation="exact", nan_policy=policy))
-        (a,) = driver.start()
-        with pytest.raises(NonFiniteGradient, match=r"the gradient of worker 0 at step 0 has nan in tensor 't0'") as caught:
-            driver.push(a, 0, np.nan)
-        assert caught.value.detail == {"rank": 0, "tensor": "t0", "clock": 0}
-    driver = Driver(job_spec(1, nan_policy="allow"))
-    (a,) = driver.start()
-    driver.push(a, 0, [np.nan, np.inf, 1.0])
-    assert str(driver.values()) == "[nan, -inf, -1.0]"
 
 
 # -- LAMB --
@@ -426,6 +258,7 @@ def test_lamb_after_clipping_is_measured_twice():
 
 
 def test_lamb_leaves_what_has_no_gradient():
+    """No step is counted either."""
     driver = Driver(lamb_spec())
     (a,) = driver.start(value=2.0)
     driver.push(a, 0, None, present=b"\0", scalars=LAMB)
@@ -445,6 +278,7 @@ def refused(call: Any, words: str) -> None:
 
 
 def test_requests_that_make_no_sense_are_refused_by_name():
+    """Measures and verdicts of jobs without them, of other rounds, or out of range."""
     plain, driver, exact = Driver(job_spec(1)), Driver(clipped(1)), Driver(job_spec(1, aggregation="exact"))
     (p,), (a,), (e,) = plain.start(), driver.start(), exact.start()
     nothing = job_pb2.Measure(is_finite=True, squares=[b""])
@@ -471,6 +305,7 @@ def test_requests_that_make_no_sense_are_refused_by_name():
 
 
 def test_a_push_is_scaled_by_its_worker_only_without_rounds():
+    """There the worker has the whole gradient; in rounds nobody has."""
     driver = Driver(job_spec(1, mode="async", clip_norm=1.0))
     (a,) = driver.start()
 

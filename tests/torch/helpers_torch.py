@@ -38,6 +38,18 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     nn.functional.mse_loss(model(x), y).backward()
 
 
+def scaled_backward(
+    scaler: torch.amp.GradScaler, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, is_bad: bool = False
+) -> None:
+    """As under automatic mixed precision; with `is_bad`, an element of a gradient is infinite."""
+    model.zero_grad()
+    scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+    if is_bad:
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        gradient.view(-1)[1] = float("inf")
+
+
 def train_alone(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers_torch import assert_close, part, small_model, values  # noqa: E402
+from helpers_torch import assert_close, part, scaled_backward, small_model, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import SGD, AdamW  # noqa: E402
 
@@ -23,11 +23,6 @@ OPTIMIZERS = {
 
 def scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-
-
-def scaled_backward(grad_scaler, model, x, y):
-    model.zero_grad()
-    grad_scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
 
 
 def spoil(model, value=float("inf")):
@@ -101,6 +96,19 @@ def test_a_scaler_needs_the_policy_and_says_so(run_workers):
         scaled_backward(grad_scaler, model, *part(0, 0, 1))
         with pytest.raises(InvalidRequest, match='pass nan_policy="skip" to distribute'):
             grad_scaler.step(optimizer)
+
+    run_workers(1, 1, worker)
+
+
+def test_a_scaler_that_does_not_give_itself_is_refused(run_workers):
+    """Should torch leave that out one day: the gradients would be pushed as they are, scaled."""
+
+    def worker(ps):
+        model = small_model()
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, nan_policy="skip")
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+        with pytest.raises(InvalidRequest, match="grad_scaler: this version of torch"):
+            optimizer.step()
 
     run_workers(1, 1, worker)
 

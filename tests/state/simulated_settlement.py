@@ -1,0 +1,111 @@
+"""The part of a simulated worker that brings verdicts about: what psd_client/settlement.py does, as generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from psd.state.shard import Shard
+from psd.state.tickets import Ticket
+from psd.v1 import control_pb2, job_pb2
+
+
+class SettlingWorker:
+    """A worker with decisions, of whose rounds it finds out how they are applied."""
+
+    world: Any
+    clock: int
+    decisions: list[job_pb2.Decision]
+    verdict: job_pb2.Verdict | None
+    settled: int
+    asked: int
+    at_all: Callable[..., Iterator[Any]]
+    call: Callable[..., Iterator[Any]]
+    caller: Callable[[int], Any]
+    pull: Callable[[int], Iterator[Any]]
+    push_again: Callable[[int, Shard], Iterator[Any]]
+
+    def pull_everywhere(self) -> Iterator[Any]:
+        if self.world.spec.has_verdicts:
+            yield from self.settle()
+        yield from self.at_all(self.pull)
+        if self.verdict is not None:
+            self.settled = self.verdict.round
+
+    def catch_up(self) -> Iterator[Any]:
+        """Whoever made the last round may be gone before all shards had its verdict."""
+        if self.world.spec.has_verdicts and self.settled < self.latest_round() < self.clock:
+            yield from self.pull_everywhere()
+
+    def latest_round(self) -> int:
+        return max((d.round for d in self.decisions if any(d.members)), default=-1)
+
+    def is_final(self, round_: int) -> bool:
+        return self.verdict is not None and self.verdict.round == round_ and self.verdict.is_final
+
+    def settle(self) -> Iterator[Any]:
+        measures: list[job_pb2.Measure] = []
+        under: job_pb2.Verdict | None = None
+        for _ in range(20):
+            round_ = self.latest_round()
+            if round_ < 0 or self.is_final(round_):
+                return
+            if measures or self.asked != round_:
+                yield from self.call(0, self.ask(round_, measures, under))
+            measures, under = [], None
+            if round_ == self.latest_round() and not self.is_final(round_):
+                under = self.verdict if self.verdict is not None and self.verdict.round == round_ else None
+                measures = yield from self.measure_everywhere(round_, under)
+                self.asked = -1
+        raise AssertionError(f"shard 0 has no verdict on round {round_}")
+
+    def on_commit(self, round_: int, reply: control_pb2.CommitReply) -> None:
+        self.world.oracle.on_decisions(reply.decisions)
+        self.decisions = list(reply.decisions)
+        self.asked = round_
+        if reply.HasField("verdict"):
+            self.verdict = reply.verdict
+            if reply.verdict.is_final:
+                self.world.oracle.on_verdict(reply.verdict)
+
+    def ask(self, round_: int, measures: list[job_pb2.Measure], under: job_pb2.Verdict | None) -> Callable[[Shard], Any]:
+        def ask(shard: Shard) -> Iterator[Any]:
+            self.world.check_alive(0, self.caller(0))
+            request = control_pb2.CommitRequest(
+                caller=self.caller(0),
+                clock=round_,
+                without_waiting=True,
+                measures=measures,
+                verdict=under if measures else None,
+            )
+            assert shard.exchange.commit(request) is None
+            reply = shard.exchange.commit_reply(round_)
+            yield None
+            self.on_commit(round_, reply)
+
+        return ask
+
+    def measure_everywhere(self, round_: int, under: job_pb2.Verdict | None) -> Iterator[Any]:
+        replies: dict[int, control_pb2.MeasureReply] = {}
+        measuring = [i for i in range(len(self.world.shards)) if self.world.layout.blocks_of(i)]
+        yield from self.at_all(lambda index: self.measure_at(index, round_, under, replies))
+        closed = any(replies[index].is_closed for index in measuring)
+        return [] if closed else [replies[index].measure for index in measuring]
+
+    def measure_at(
+        self, index: int, round_: int, under: job_pb2.Verdict | None, replies: dict[int, control_pb2.MeasureReply]
+    ) -> Iterator[Any]:
+        def measure(shard: Shard) -> Iterator[Any]:
+            yield from self.push_again(index, shard)
+            caller = self.caller(index)
+            request = control_pb2.MeasureRequest(
+                caller=caller, clock=self.clock, decisions=self.decisions, round=round_, verdict=under
+            )
+            self.world.check_alive(index, caller)
+            while isinstance(found := shard.measures.measure(request), Ticket):
+                yield found
+                found.future.result(0)
+                self.world.check_alive(index, caller)
+            return found
+
+        replies[index] = yield from self.call(index, measure)

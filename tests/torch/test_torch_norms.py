@@ -1,0 +1,144 @@
+"""clip_norm is torch.nn.utils.clip_grad_norm_ of one process on the joined batch, alone and together with a GradScaler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from helpers_torch import assert_close, backward, batch, part, scaled_backward, small_model, values  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.utils import clip_grad_norm_  # noqa: E402
+from torch.optim import SGD, Adam, AdamW  # noqa: E402
+
+import psd_client.torch as psd  # noqa: E402
+
+STEPS = 20
+CLIP_NORM = 0.5
+BAD_STEPS = {3: 0, 7: 1}  # step -> the rank whose gradient is infinite there
+OPTIMIZERS = {
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+def alone(make):
+    """One process, which clips some of its gradients."""
+    model, clipped = small_model(), 0
+    optimizer = make(model.parameters())
+    for step in range(STEPS):
+        backward(model, *batch(step))
+        clipped += clip_grad_norm_(model.parameters(), CLIP_NORM).item() > CLIP_NORM
+        optimizer.step()
+    assert 0 < clipped < STEPS
+    return values(model)
+
+
+@pytest.mark.parametrize(("world_size", "shards"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_clipping_equals_that_of_one_process(run_workers, world_size, shards, make):
+    """PEERS: clipping per shard, or per worker, gives other numbers."""
+    expected = alone(make)
+
+    def worker(ps):
+        model = small_model()
+        optimizer = psd.distribute(model, make(model.parameters()), ps=ps, clip_norm=CLIP_NORM)
+        for step in range(STEPS):
+            x, y = part(step, ps.rank, world_size)
+            backward(model, x, y)
+            optimizer.step(batch_size=len(x))
+        return values(model)
+
+    for actual in run_workers(world_size, shards, worker):
+        assert_close(actual, expected)
+
+
+def test_parameters_without_a_gradient_have_no_part_in_the_norm(run_workers):
+    """As in torch; nor do frozen ones."""
+
+    def train(model, optimizer, clip, *, batches):
+        model[0].bias.requires_grad_(False)
+        for step in range(6):
+            optimizer.zero_grad()
+            hidden = model[1](model[0](batches(step)[0]))
+            (nn.functional.mse_loss(model[2](hidden), batches(step)[1]) if step % 2 else hidden.square().sum()).backward()
+            clip()
+            optimizer.step()
+        return values(model)
+
+    model = small_model()
+    expected = train(
+        model, SGD(model.parameters(), lr=0.1), lambda: clip_grad_norm_(model.parameters(), CLIP_NORM), batches=batch
+    )
+
+    def worker(ps):
+        model = small_model()
+        model[0].bias.requires_grad_(False)
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, clip_norm=CLIP_NORM)
+        return train(model, optimizer, lambda: None, batches=batch)
+
+    for actual in run_workers(2, 2, worker):
+        assert_close(actual, expected)
+
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from helpers_torch import part, scaled_backward, small_model
+import psd_client.torch as psd
+
+STEPS, CLIP_NORM, BAD_STEPS = eval(sys.argv[2])
+model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = psd.distribute(model, sgd, clip_norm=CLIP_NORM, nan_policy="skip")
+rank = optimizer.ps.rank
+for step in range(STEPS):
+    x, y = part(step, rank, 2)
+    scaled_backward(scaler, model, x, y, is_bad=BAD_STEPS.get(step) == rank)
+    scaler.step(optimizer, batch_size=len(x))
+    scaler.update()
+optimizer.ps.barrier("end")
+numbers = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+print("result", json.dumps([rank, scaler.get_scale(), optimizer.ps.stats()["rounds_skipped"], numbers]))
+"""
+
+
+@pytest.mark.process
+def test_two_worker_and_two_shard_processes_equal_one_process(tmp_path):
+    """Clipping and mixed precision together, in a script under psd-run."""
+    model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        scaled_backward(scaler, model, *batch(step), is_bad=step in BAD_STEPS)
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), CLIP_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+    expected = torch.cat([value.flatten() for value in values(model)])
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    arguments = [str(script), str(Path(__file__).parent), repr((STEPS, CLIP_NORM, BAD_STEPS))]
+    run = subprocess.run(
+        [sys.executable, "-m", "psd.cli.run", "--shards", "2", "--workers", "2", "--lease", "100", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = sorted(json.loads(line.partition("result ")[2]) for line in run.stdout.splitlines() if "result " in line)
+    assert [result[0] for result in results] == [0, 1]
+    for _, scale, skipped, numbers in results:
+        assert (scale, skipped) == (scaler.get_scale(), len(BAD_STEPS))
+        assert_close([torch.tensor(numbers)], [expected])
+    assert results[0][3] == results[1][3]
+    assert "Warning" not in run.stderr
