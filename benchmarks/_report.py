@@ -1,15 +1,12 @@
-"""What the benchmarks share in showing their figures: a table for people, JSON for programs, and a reference for memory."""
+"""What the benchmarks share in showing their figures: a table for people, JSON for programs, and how times are taken."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -37,31 +34,14 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, words: i
     )
 
 
-def seconds_of(work: Callable[[], object], *, rounds: int) -> float:
-    """The median time of `work`, after one call that is not counted."""
-    work()
-    times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
-
-
 def in_turns(works: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
-    """Median times of several works that are run in turns, so that what else the machine does meets all of them alike."""
+    """The shortest times of several works, of this thread on a processor, in turns: so that ratios hold on a busy machine."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in range(rounds):
         for name, work in works.items():
-            begun = time.perf_counter()
+            begun = time.thread_time()
             work()
-            times[name].append(time.perf_counter() - begun)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def copier(nbytes: int) -> Callable[[], None]:
-    """A copy of as many bytes from one array to another: it moves twice of them."""
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return lambda: np.copyto(target, source)
+            times[name].append(time.thread_time() - begun)
+    return {name: min(found) for name, found in times.items()}
