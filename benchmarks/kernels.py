@@ -4,7 +4,8 @@
 
 rules     an update of all blocks as a shard does it: each from its page to the spare one, which then is the page that was free
           last. Bytes are those that must be read and written: gradient, parameters and slots, the latter two twice.
-torch     the same update by torch's optimizer, fused where torch has that, in place; how many times faster psd is
+torch     the same update by torch's optimizer, fused where torch has that, in place; how many times faster psd is, as a shard
+          does it, and in place, which compares the kernels alone
 others    the sums of a round, the finite check, and the widening of half-precision gradients, which workers do by torch
 
 `bound` is the share of the bandwidth of the copy, by bytes moved. The quickest of some rounds counts, in processor time, and
@@ -137,10 +138,11 @@ def torch_step(case: Case, gradients: Sequence[Array]) -> Callable[[], object]:
 def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
     """One row of the first table."""
     gradients = [filled(0.01) for _ in range(blocks)]
-    pages, copied = Pages(blocks, 1 + case.slots), Pages(blocks, 1 + case.slots)
+    pages, copied, fixed = (Pages(blocks, 1 + case.slots) for _ in range(3))
     apply = stepper(case, gradients)
     works: dict[str, Callable[[], object]] = {"psd": lambda: pages.update(apply), "copy": lambda: copied.update(copy)}
     if case.torch_kind:
+        works["in place"] = lambda: [apply(page, page, index) for index, page in enumerate(fixed.current)] and None
         works["torch"] = torch_step(case, gradients)
     seconds = _report.in_turns(works, rounds=rounds)
     moved = blocks * BLOCK_BYTES * (2 * (1 + case.slots) + 1)
@@ -152,6 +154,7 @@ def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
         "copy_bytes_per_s": copy_bytes_per_s,
         "bound": moved / seconds["psd"] / copy_bytes_per_s,
         "times_faster_than_torch": seconds["torch"] / seconds["psd"] if case.torch_kind else None,
+        "times_faster_in_place": seconds["torch"] / seconds["in place"] if case.torch_kind else None,
         "torch": ("fused" if case.torch_kind in FUSED else "foreach") if case.torch_kind else None,
     }
 
@@ -200,14 +203,18 @@ def text(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
             f"{row['bytes_per_s'] / 1e9:.1f}",
             f"{row['copy_bytes_per_s'] / 1e9:.1f}",
             f"{row['bound']:.2f}",
-            f"{row['times_faster_than_torch']:.2f} ({row['torch']})" if row["torch"] else "-",
+            f"{row['times_faster_than_torch']:.2f}" if row["torch"] else "-",
+            f"{row['times_faster_in_place']:.2f}" if row["torch"] else "-",
+            row["torch"] or "",
         )
         for row in rules
     ]
     more = [(r["kernel"], r["bytes_per_element"], f"{r['bytes_per_s'] / 1e9:.1f}", f"{r['bound']:.2f}") for r in others]
     return "\n\n".join(
         [
-            _report.table(("rule", "bytes per element", "GB/s", "copy GB/s", "bound", "times torch's speed"), rows),
+            _report.table(
+                ("rule", "bytes per element", "GB/s", "copy GB/s", "bound", "times torch's speed", "in place", "torch"), rows
+            ),
             _report.table(("kernel", "bytes per element", "GB/s", "bound"), more),
         ]
     )
