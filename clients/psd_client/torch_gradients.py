@@ -3,7 +3,8 @@
 As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
 the processor's cache, and makes `.grad` a view of the buffer. So nothing is copied at the push, and what the program does to
 `.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device, dtype or
-memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is complete.
+memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is
+complete.
 
 Must not know shards, sessions or optimizers' options.
 """
