@@ -178,7 +178,7 @@ class Exchange:
             if self._is_exact:
                 self._push_commit_pull(sent)
                 return
-            replies = self._shards.run(
+            replies = self._shards.run_bulk(
                 lambda lane, call: lane.push_pull(self._part(lane, sent), self.parameters, call),
                 self._timeout_s,
                 self._lanes,
@@ -237,7 +237,7 @@ class Exchange:
             sent.incarnations[lane.shard] = incarnation
             return reply
 
-        replies = self._shards.run(push_at, self._timeout_s, self._lanes)
+        replies = self._shards.run_bulk(push_at, self._timeout_s, self._lanes)
         if self._has_rounds:
             self._sent = sent
         return replies
@@ -306,7 +306,7 @@ class Exchange:
             request.versions_only = versions_only
             lane.pull(request, blocks, self.parameters, call)
 
-        self._shards.run(pull_at, self._timeout_s, lanes)
+        self._shards.run_bulk(pull_at, self._timeout_s, lanes)
         if lanes is self._lanes:
             self._sent = None
             if self._settlement is not None:

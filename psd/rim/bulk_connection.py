@@ -220,7 +220,7 @@ class BulkConnection:
                 np.copyto(self._attached().parameter(answer.block), answer.values)
             else:
                 head = data_pb2.PullFrame(block=answer.block, version=answer.version)
-                self._stream.send(Kind.ANSWER, head.SerializeToString(), answer.values)
+                self._stream.send(Kind.ANSWER, head.SerializeToString(), answer.values, more=True)  # at least the REPLY
             self._plane.count_sent(answer.nbytes)
         finally:
             answer.release()
