@@ -24,9 +24,6 @@ READ_AHEAD_BYTES = 16 << 10
 KEPT_BACK_BYTES_MAX = 16 << 10
 """A system call costs more than copying this much."""
 
-BUFFER_BYTES = 4 << 20
-"""Of each socket and direction, as far as the kernel allows: a few blocks, so that neither side waits for the other's turn."""
-
 
 class Kind(enum.IntEnum):
     """See bulk.proto."""
@@ -62,9 +59,7 @@ class Stream:
         self._start = self._end = 0
         self._kept_back = b""
         self._timeout_s = 0
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        if sock.family != getattr(socket, "AF_UNIX", None):  # whose buffers stay as they are: TCP's grow by themselves
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
