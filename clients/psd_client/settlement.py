@@ -17,7 +17,7 @@ from psd_client.shards import Shards
 from psd_client.transport import Call, Lane
 
 POLL_S = 0.05
-"""Between two questions to all shards, after one was killed. They are asked again, and nobody waits at them: a worker that waited
+"""Between two questions to all shards, after one was killed. They are asked again, and nobody waits at them: a worker waiting
 at one for what others have to send would not hear that another was killed, and lacks what only this worker can send."""
 
 ATTEMPTS_MAX = 8
