@@ -4,23 +4,26 @@ PYTHON ?=
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
 
-.PHONY: help setup demo test chaos lint clean
+.PHONY: help setup demo test chaos bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make test    lint and run all tests"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
+	@echo "make bench   the dense step against other systems, latency, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
 	@echo "make clean   remove everything that was made, .venv too"
 	@echo
 	@echo "Variables: PYTHON=python3.12  PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
 	@echo "           DEMO_FLAGS='--data DIR --steps 400'  PYTEST_FLAGS='-k torch'"
+	@echo "           BENCH_FLAGS='--ray-python PATH --tensorflow-python PATH', interpreters that have these"
 
 setup: $(INSTALLED)
 
@@ -50,7 +53,15 @@ test: $(INSTALLED)
 chaos: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/recovery -m chaos $(PYTEST_FLAGS)
 
+# Each of them has --help; benchmarks/ has more that take longer. All run, whichever failed before.
+bench: $(INSTALLED)
+	@status=0; \
+	$(BIN)/python benchmarks/step.py --quick $(BENCH_FLAGS) || status=$$?; \
+	$(BIN)/python benchmarks/latency.py $(BENCH_FLAGS) || status=$$?; \
+	if [ -e benchmarks/kernels.py ]; then $(BIN)/python benchmarks/kernels.py || status=$$?; fi; \
+	exit $$status
+
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c
-	find psd psd_core clients tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,80 +16,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
+from _processes import Shard, cleanly, resident_bytes
 from numpy.typing import NDArray
 
 import psd_client
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.environment import memory_directory
 from psd.contract.layout import Layout
-from psd.v1 import control_pb2, control_pb2_grpc
 
 LR, MOMENTUM = 0.5, 0.5
 QUIET_STEPS_MIN = 3
 """Between two checkpoints."""
-
-
-class Shard:
-    """A psd-server process, the only shard of its job."""
-
-    def __init__(self, state_dir: Path, *flags: str) -> None:
-        self.address = "127.0.0.1:0"
-        self._flags = ("--state-dir", str(state_dir), "--exit-when-done", "--log-level", "error", *flags)
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        """Returns when it serves."""
-        command = [sys.executable, "-m", "psd.cli.server", "--shard", "0/1", "--listen", self.address, *self._flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        found = re.search(r"ready at (\S+)", self._process.stdout.readline())
-        assert found is not None, "the shard did not start"
-        self.address = found[1]
-
-    def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def resident_bytes(self) -> int:
-        """All that the process has touched, its arena included."""
-        assert self._process is not None
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self._process.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) << 10
-
-    def status(self) -> control_pb2.StatusReply:
-        """What psdctl status shows."""
-        with grpc.insecure_channel(self.address) as channel:
-            return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=60)
-
-    def checkpoint(self) -> str:
-        """Take one while the job trains; its name."""
-        with grpc.insecure_channel(self.address) as channel:
-            stub = control_pb2_grpc.ControlServiceStub(channel)
-            return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=600).name
-
-    def end(self) -> None:
-        """If it has not ended by itself."""
-        assert self._process is not None
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.kill()
 
 
 def connected(shard: Shard, size: int) -> psd_client.ParameterServer:
@@ -113,12 +59,14 @@ def check(values: NDArray[Any], expected: float, what: str) -> None:
     assert np.all(values == expected), f"{what}: not all are {expected}"
 
 
-def measure_checkpoints(megabytes: int, count: int, directory: Path, memory: Path) -> dict[str, Any]:
+def measure_checkpoints(stack: ExitStack, megabytes: int, count: int, directory: Path, memory: Path) -> dict[str, Any]:
     """Slow-down and bandwidth."""
     size = megabytes * 10**6 // 8
     url = directory / "checkpoints"
-    shard = Shard(memory / "state", "--checkpoint-dir", str(url), "--checkpoint-keep", "1")
+    shard = Shard("--state-dir", str(memory / "state"), "--checkpoint-dir", str(url), "--checkpoint-keep", "1")
+    stack.callback(shard.end)
     shard.start()
+    shard.wait_ready()
     gradient = {"w": np.ones(size, np.float32)}
     steps: list[tuple[float, float]] = []
     done = threading.Event()
@@ -197,13 +145,15 @@ def plain_write_s(path: Path, nbytes: int) -> float:
     return seconds
 
 
-def measure_recovery(megabytes: int, count: int, memory: Path) -> dict[str, Any]:
+def measure_recovery(stack: ExitStack, megabytes: int, count: int, memory: Path) -> dict[str, Any]:
     """From kill -9 to the ready line, and to the first pull."""
     size = megabytes * 10**6 // 8
-    shard = Shard(memory / "recovered", "--lease", "120")
+    shard = Shard("--state-dir", str(memory / "recovered"), "--lease", "120")
+    stack.callback(shard.end)
     begun = time.monotonic()
     shard.start()
-    empty_s, empty_bytes = time.monotonic() - begun, shard.resident_bytes()
+    shard.wait_ready()
+    empty_s, empty_bytes = time.monotonic() - begun, resident_bytes(shard.pid)
     gradient = {"w": np.ones(size, np.float32)}
     pull_s, ready_s, pulled_s, touched = [], [], [], []
     with connected(shard, size) as ps:
@@ -215,8 +165,9 @@ def measure_recovery(megabytes: int, count: int, memory: Path) -> dict[str, Any]
             begun = time.monotonic()
             shard.kill()
             shard.start()
+            shard.wait_ready()
             ready_s.append(time.monotonic() - begun)
-            touched.append(shard.resident_bytes() - empty_bytes)
+            touched.append(resident_bytes(shard.pid) - empty_bytes)
             values = ps.pull()["w"]
             pulled_s.append(time.monotonic() - begun)
             check(values, after(step)[0], f"recovery {step}")
@@ -268,9 +219,10 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(dir=args.directory, prefix="psd-benchmark-") as directory,
         tempfile.TemporaryDirectory(dir=memory_directory(), prefix="psd-benchmark-") as memory,
+        cleanly() as stack,
     ):
-        checkpoints = measure_checkpoints(args.megabytes, args.count, Path(directory), Path(memory))
-        recovery = measure_recovery(args.recovery_megabytes, args.count, Path(memory))
+        checkpoints = measure_checkpoints(stack, args.megabytes, args.count, Path(directory), Path(memory))
+        recovery = measure_recovery(stack, args.recovery_megabytes, args.count, Path(memory))
     if args.json:
         print(json.dumps({"checkpoints": checkpoints, "recovery": recovery}, indent=2))
     else:

@@ -128,6 +128,11 @@ class Arena:
             raise
         return arena
 
+    @staticmethod
+    def is_in(directory: str | os.PathLike[str]) -> bool:
+        """True if a directory holds a finished arena, whosever it is. Takes no lock."""
+        return (Path(directory) / files.ARENA_NAME).exists()
+
     @classmethod
     def open(
         cls,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from psd.contract.config import ServerConfig
 from psd.contract.environment import memory_directory
 from psd.rim.server import ShardServer
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("psd")
 
 
 @dataclass
@@ -35,8 +41,8 @@ def _no_arena_is_left() -> Iterator[None]:
     assert [str(path) for path in arenas if (path / "lock").read_bytes()[:16].strip() == b"%d" % os.getpid()] == []
 
 
-@pytest.fixture
-def cluster() -> Iterator[Callable[..., Cluster]]:
+@contextmanager
+def _clusters() -> Iterator[Callable[..., Cluster]]:
     """Starts shards: cluster(shard_count, **ServerConfig fields) -> Cluster; `only`: one of them. Stopped in the end."""
     started: list[ShardServer] = []
 
@@ -53,3 +59,17 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     yield start
     for shard in started:
         shard.stop()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    """As `_clusters`, for one test."""
+    with _clusters() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def module_cluster() -> Iterator[Callable[..., Cluster]]:
+    """As `_clusters`, for all tests of a module: for what they all need and none of them changes."""
+    with _clusters() as start:
+        yield start

@@ -27,6 +27,7 @@ from psd.contract.errors import (
     Overloaded,
     PsdError,
     RolledBack,
+    RuleFailed,
     ScalarsDisagree,
     SessionFenced,
     ShardRestarted,
@@ -37,6 +38,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd_client.client import ParameterServer, connect
+from psd_client.custom_rule import CustomRule
 from psd_client.optimizers import FTRL, LAMB, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
 
@@ -55,6 +57,7 @@ __all__ = [
     "Lion",
     "NAdam",
     "RMSprop",
+    "CustomRule",
     "ConfigError",
     "PsdError",
     "BarrierTimeout",
@@ -73,6 +76,7 @@ __all__ = [
     "OutOfSpace",
     "Overloaded",
     "RolledBack",
+    "RuleFailed",
     "ScalarsDisagree",
     "SessionFenced",
     "ShardRestarted",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from psd.contract.config import ClientConfig, ConfigError
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
+from psd_client.bulk_lane import BulkLane
 from psd_client.grpc_lane import GrpcLane
 from psd_client.optimizers import Optimizer
 from psd_client.param_groups import ParamGroups
@@ -71,13 +72,14 @@ def connect(
         rank, world_size: this worker's number from 0, and how many workers there are.
         role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
         run_id: name of the job; shards that serve another one refuse.
-        transport: "auto" or "grpc".
+        transport: how bulk data travels: "shm", shared memory with shards on this machine; "tcp"; "grpc"; or "auto", the
+            first of these that works, for each shard. `ParameterServer.transports` says which, and why not a better one.
         wait_timeout: seconds, the longest wait for other workers (default 600).
         retry_timeout: seconds for which an unreachable shard is tried again (default 30).
         report_after: seconds after which a wait is explained on the log (default 5).
 
     Raises:
-        ConfigError: a value is wrong or missing.
+        ConfigError: a value is wrong or missing, or the transport does not work here.
         ShardUnavailable: a shard could not be reached until the retry timeout.
         WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
     """
@@ -95,8 +97,12 @@ def connect(
         retry_timeout=retry_timeout,
         report_after=report_after,
     )
-    lanes: list[Lane] = [GrpcLane(shard, address) for shard, address in enumerate(config.servers)]
+    lanes = [_lane(shard, address, config.transport) for shard, address in enumerate(config.servers)]
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
+
+
+def _lane(shard: int, address: str, transport: str) -> Lane:
+    return GrpcLane(shard, address) if transport == "grpc" else BulkLane(shard, address, transport)
 
 
 class ParameterServer(Worker):
@@ -126,6 +132,7 @@ class ParameterServer(Worker):
         reduce: str | None = None,
         quorum: int | None = None,
         aggregation: str | None = None,
+        staleness: str = "",
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
@@ -136,12 +143,15 @@ class ParameterServer(Worker):
 
         Args:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name.
-            optimizer: the update rule, such as psd_client.Adam(lr=1e-3).
+            optimizer: the update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own.
             consistency: "sync", "async" or "ssp:S".
             reduce: "mean", weighted by the pushes' weights, or "sum".
             quorum: workers whose gradients close a synchronous round; all of them by default.
             aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on
                 all shards or on none: the same bits whatever the timing and whatever dies. Synchronous only.
+            staleness: async and ssp: what is done about gradients whose parameters have been updated since their worker read
+                them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
+                (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
             clip_norm: the largest norm that a round's gradient may have, over all parameters and the workers' mean (or sum): a
                 longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's. Implies "exact".
             nan_policy: what becomes of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
@@ -153,7 +163,7 @@ class ParameterServer(Worker):
             InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
             WaitTimeout: no worker has provided initial values until the wait timeout.
         """
-        param_groups = ParamGroups(list(params), optimizer, groups)
+        param_groups = ParamGroups(list(params), optimizer, groups, staleness)
         specs = tensor_specs(params, param_groups.group_of)
         self.declare_tensors(
             specs,

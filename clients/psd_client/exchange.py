@@ -21,7 +21,8 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale
 from psd.v1 import control_pb2, data_pb2
-from psd_client.flat import FlatBuffers
+from psd_client.flat import FlatBuffers, segment_bytes
+from psd_client.segment import Segment
 from psd_client.session import Session
 from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
@@ -51,8 +52,20 @@ class _Sent:
     incarnations: dict[int, int]
 
 
+def _segment(layout: Layout) -> Segment | None:
+    """Memory to share with the shards; None if the system has none to give, and then nothing is shared."""
+    try:
+        return Segment(segment_bytes(layout))
+    except OSError as error:
+        logger.warning("psd: gradients and parameters are not shared with the shards on this machine: %s", error)
+        return None
+
+
 class Exchange:
     """Moves gradients out and parameters in.
+
+    Args:
+        sharing: lanes whose shards can see this process's memory.
 
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
@@ -63,7 +76,15 @@ class Exchange:
         counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped, rounds_skipped.
     """
 
-    def __init__(self, rank: int, wait_timeout_s: float, session: Session, shards: Shards, layout: Layout) -> None:
+    def __init__(
+        self,
+        rank: int,
+        wait_timeout_s: float,
+        session: Session,
+        shards: Shards,
+        layout: Layout,
+        sharing: Sequence[Lane] = (),
+    ) -> None:
         self._rank = rank
         self._session = session
         self._shards = shards
@@ -82,8 +103,12 @@ class Exchange:
             self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
         self.is_skipped = False
         self.client_state = b""
-        self.gradients = FlatBuffers(layout)
-        self.parameters = FlatBuffers(layout)
+        segment = _segment(layout) if sharing else None
+        self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
+        self.parameters = FlatBuffers(layout, segment=segment)
+        if segment is not None:
+            for lane in sharing:
+                lane.share(self.gradients, self.parameters)
         self.counts = dict.fromkeys(COUNTS, 0)
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -118,7 +143,7 @@ class Exchange:
 
     def confirm(self) -> None:
         """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull."""
-        if self._unconfirmed is not None:
+        if self.is_unconfirmed:
             self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
 
     def push(
@@ -211,6 +236,11 @@ class Exchange:
         if self._has_rounds:
             self._sent = sent
         return replies
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """True if the round of the last push may still be open."""
+        return self._unconfirmed is not None
 
     @property
     def _unconfirmed(self) -> _Sent | None:
@@ -328,6 +358,8 @@ class Exchange:
         own.caller.CopyFrom(self._session.caller(lane.shard))
         if lane.shard == 0:
             own.client_state = self.client_state
+        if not self._has_rounds:
+            own.versions.extend(self.parameters.versions[block.index] for block in self._blocks[lane.shard])
         return GradientPart(own, self._blocks[lane.shard], self.gradients, sent.present)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:

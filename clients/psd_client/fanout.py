@@ -29,9 +29,12 @@ class Fanout:
         # gRPC's Python code it leaves a lock behind that nobody releases. So the main thread only ever waits here.
         if len(lanes) == 1 and threading.current_thread() is not threading.main_thread():
             return [operation(lanes[0])]
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._width, thread_name_prefix="psd-shard")
-        futures = [self._executor.submit(operation, lane) for lane in lanes]
+        try:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self._width, thread_name_prefix="psd-shard")
+            futures = [self._executor.submit(operation, lane) for lane in lanes]
+        except RuntimeError:  # the interpreter exits, and no longer has threads for anybody
+            return [operation(lane) for lane in lanes]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             is_failed = any(future.exception() is not None for future in done)

@@ -1,7 +1,8 @@
 """Flat buffers: a worker's gradients or parameters, laid out as the shards hold them.
 
-One 64-byte-aligned array per flat space; tensors are views into it, blocks are slices of it. So whole blocks move between a
-buffer and the wire, and nothing is done per tensor or per element. Must not know sockets, clocks or frameworks.
+One aligned array per flat space; tensors are views into it, blocks are slices of it. So whole blocks move between a buffer and
+the wire, and nothing is done per tensor or per element. The memory is the worker's own, or a segment that shards on the same
+machine see, too. Must not know sockets, clocks or frameworks.
 """
 
 from __future__ import annotations
@@ -14,31 +15,50 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.layout import Layout
+from psd_client.segment import Segment, aligned
 
 
 class FlatBuffers:
     """Memory for every tensor of a job, zero at first.
 
+    Args:
+        segment: shared memory to take; None: ordinary memory.
+        has_static: False: static tensors get no memory, and empty views.
+
     Attributes:
         layout: where everything lies.
-        spaces: one 1-D array per flat space of the layout, in its order.
+        spaces: one 1-D array per flat space of the layout, in its order; empty ones for static spaces without memory.
         views: one array per tensor of the spec, in its order: master dtype, the tensor's shape, a view into its space. A
             tensor without elements has an array of its own.
+        segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
+        versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, segment: Segment | None = None, has_static: bool = True) -> None:
         self.layout = layout
+        self.segment = segment
+        self.starts: list[int] = []
         self.spaces: list[NDArray[Any]] = []
         tensors = layout.spec.tensors
         self.views: list[NDArray[Any]] = [np.zeros(t.shape if t.size == 0 else (0,), dtype=t.master_dtype) for t in tensors]
         for space in layout.spaces:
-            memory = psd_core.aligned_empty(space.size, space.dtype)
-            memory[...] = 0
+            is_there = has_static or not layout.spec.groups[space.group].is_static
+            memory, start = self._memory(space.size if is_there else 0, space.dtype)
             self.spaces.append(memory)
-            for tensor, start in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
-                spec = tensors[tensor]
-                self.views[tensor] = memory[start : start + spec.size].reshape(spec.shape)
+            self.starts.append(start if is_there else 0)
+            if is_there:
+                for tensor, begin in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
+                    spec = tensors[tensor]
+                    self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
+        self.versions = [0] * len(layout.blocks)
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
+
+    def _memory(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
+        if self.segment is not None:
+            return self.segment.zeros(size, dtype)
+        memory = psd_core.aligned_empty(size, dtype)
+        memory[...] = 0
+        return memory, 0
 
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
@@ -59,3 +79,11 @@ class FlatBuffers:
                 tensor = int(space.tensors[np.searchsorted(space.starts, element, side="right") - 1])
                 return self.layout.spec.tensors[tensor].name
         return None
+
+
+def segment_bytes(layout: Layout) -> int:
+    """What a segment needs for the gradients and the parameters of a job."""
+    return sum(
+        aligned(space.size * space.dtype.itemsize) * (1 if layout.spec.groups[space.group].is_static else 2)
+        for space in layout.spaces
+    )

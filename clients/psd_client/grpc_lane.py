@@ -56,6 +56,8 @@ ResultT = TypeVar("ResultT")
 class GrpcLane(Lane):
     """One shard over one gRPC channel."""
 
+    transport = "grpc"
+
     def __init__(self, shard: int, address: str) -> None:
         super().__init__(shard, address)
         self._pid = os.getpid()
@@ -123,6 +125,10 @@ class GrpcLane(Lane):
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""
         return self._unary("Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
+
+    def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
+        """Ask for a ticket to a bulk lane."""
+        return self._unary("OpenBulk", request, control_pb2.OpenBulkReply, call, is_wait=False)
 
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
@@ -234,6 +240,7 @@ class GrpcLane(Lane):
                 if parameters is not None:
                     numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
                     parameters.block(block.index)[...] = numbers
+                    parameters.versions[block.index] = message.version
                     self.received_bytes += block.nbytes
         if awaited:
             raise InternalError(f"shard {self.shard} at {self.address}: {len(awaited)} blocks are missing in its answer")

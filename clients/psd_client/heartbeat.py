@@ -73,12 +73,14 @@ class Heartbeats:
     def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
         """Heartbeats to all shards at once; what they say that this worker waits for."""
         timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
-        caller, clock = membership.caller, self._session.clock
+        clock, leaving = self._session.clock, self._session.is_leaving
+        pending = []
         try:
-            pending = [
-                (lane, lane.begin_heartbeat(control_pb2.HeartbeatRequest(caller=caller(lane.shard), clock=clock), timeout_s))
-                for lane in self._lanes
-            ]
+            for lane in self._lanes:
+                request = control_pb2.HeartbeatRequest(
+                    caller=membership.caller(lane.shard), clock=clock, leaving=leaving, transport=lane.transport
+                )
+                pending.append((lane, lane.begin_heartbeat(request, timeout_s)))
         except Cancelled:
             return []
         return [wait for lane, reply in pending for wait in self._waits(lane, reply, membership)]

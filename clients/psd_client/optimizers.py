@@ -8,11 +8,13 @@ contract's (psd/contract/rules.py). Must not know tensors or connections.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 from psd.contract.jobspec import GroupSpec
 from psd.contract.rules import RULES
+
+OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
 
 _PAIRS = {"beta1": ("betas", 0), "beta2": ("betas", 1)}
 """Scalars that users know as one of a pair."""
@@ -23,7 +25,8 @@ def option_of(scalar: str) -> str:
     return _PAIRS[scalar][0] if scalar in _PAIRS else scalar
 
 
-def _number(where: str, value: object) -> float:
+def number(where: str, value: object) -> float:
+    """The value as a float; TypeError names `where`."""
     if isinstance(value, (bool, str, bytes)):
         raise TypeError(f"{where}: expected a number, got {value!r}")
     try:
@@ -60,18 +63,25 @@ class Optimizer:
             value = getattr(self, option)
             if name in _PAIRS:
                 value = _pair(option, value)[_PAIRS[name][1]]
-            problem = info.problem(name, _number(option, value))
+            problem = info.problem(name, number(option, value))
             if problem:
                 raise ValueError(f"{option}: {name + ' ' if option != name else ''}{problem}")
 
-    @classmethod
-    def options(cls) -> set[str]:
+    def options(self) -> set[str]:
         """Names of the arguments."""
-        return {field.name for field in fields(cls)}
+        return {field.name for field in fields(self)}
+
+    def option_values(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {name: getattr(self, name) for name in self.options()}
+
+    def with_options(self: OptimizerT, options: Mapping[str, Any]) -> OptimizerT:
+        """The same with some arguments changed; TypeError or ValueError as for the class itself."""
+        return replace(self, **options)
 
     def group(self) -> GroupSpec:
         """What is declared: the rule and what is fixed for the job."""
-        return group_spec(self.rule, self.always, vars(self))
+        return group_spec(GroupSpec(self.rule), self.always, vars(self))
 
     def scalars(self) -> dict[str, Any]:
         """What travels with each push, by option, in the order of the rule's list."""
@@ -343,14 +353,16 @@ class Static(Optimizer):
     rule: ClassVar[str] = "static"
 
 
-def group_spec(rule: str, always: tuple[str, ...], options: Mapping[str, Any]) -> GroupSpec:
-    """What is declared for a group with these options, such as an entry of torch's `param_groups`.
+def group_spec(declared: GroupSpec, always: tuple[str, ...], options: Mapping[str, Any]) -> GroupSpec:
+    """What would be declared for a group of the same rule and staleness with these options, such as an entry of `param_groups`.
 
     Momentum is both a number and, if it is not 0, the flag that gives it a slot.
     """
-    info = RULES[rule]
+    info = declared.info
+    if info.is_custom:
+        return declared
     flags = {flag for flag in info.flags if options.get(flag)} | set(always)
-    return GroupSpec(rule, tuple(sorted(flags)), tuple(float(options[name]) for name in info.constants))
+    return replace(declared, flags=tuple(sorted(flags)), constants=tuple(float(options[name]) for name in info.constants))
 
 
 def scalar_values(group: GroupSpec, options: Mapping[str, object], index: int) -> list[float]:
@@ -360,15 +372,15 @@ def scalar_values(group: GroupSpec, options: Mapping[str, object], index: int) -
         InvalidRequest: not finite, out of range, or at odds with the group's flags.
         KeyError, TypeError: a scalar is missing or is no number; the message names it.
     """
-    rule = RULES[group.rule]
+    rule = group.info
     values = []
     for name in rule.scalars:
-        option = option_of(name)
+        option = name if rule.is_custom else option_of(name)
         if option not in options:
             raise KeyError(f"param_groups[{index}]: {option!r} is missing")
         where, value = f"param_groups[{index}][{option!r}]", options[option]
-        if name in _PAIRS:
+        if option != name:
             value = _pair(where, value)[_PAIRS[name][1]]
-        values.append(_number(where, value))
+        values.append(number(where, value))
     rule.check_scalars(values, group.flags, index)
     return values

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from psd.contract.jobspec import GroupSpec
+from psd.contract.staleness import parse_staleness
 from psd_client.optimizers import Optimizer, scalar_values
 
 
@@ -19,6 +20,7 @@ class ParamGroups:
     Args:
         names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself.
         groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters.
+        staleness: what is done about the age of gradients, such as "lr" or "dc:0.04"; empty: nothing.
 
     Attributes:
         groups: one dict each, "params" and the current scalars; the user's to change.
@@ -28,7 +30,14 @@ class ParamGroups:
         TypeError, ValueError: the argument is wrong; the message names it.
     """
 
-    def __init__(self, names: Sequence[str], optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]] | None,
+        staleness: str = "",
+    ) -> None:
+        name_of_staleness, stale_scalars = parse_staleness(staleness)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
         self.groups: list[dict[str, Any]] = []
@@ -44,8 +53,8 @@ class ParamGroups:
                     raise ValueError(f"groups[{index}]['params']: {name!r} {problem}")
                 del unassigned[name]
                 self.group_of[name] = index
-            self.groups.append({"params": members} | rule.scalars())
-            self.specs.append(rule.group())
+            self.groups.append({"params": members} | rule.scalars() | stale_scalars)
+            self.specs.append(replace(rule.group(), staleness=name_of_staleness))
         if unassigned:
             raise ValueError(f"groups: {next(iter(unassigned))!r} stands in no group")
 
@@ -64,6 +73,6 @@ def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimiz
     if unknown:
         raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(optimizer.options()))}")
     try:
-        return replace(optimizer, **options)
+        return optimizer.with_options(options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"groups[{index}]: {error}") from None

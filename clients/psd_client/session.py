@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
+from psd.contract.errors import ForeignRun, LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
@@ -61,6 +61,7 @@ class Session:
 
     Attributes:
         clock: steps that the worker has finished.
+        is_leaving: it waits for the round of its last push to close, and does nothing more then.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
         cuts: to be carried to all shards with the next push.
@@ -81,7 +82,7 @@ class Session:
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
         self.stored_state = b""
-        self.has_failed = False
+        self.is_leaving = self.has_failed = False
         self.rejoins = 0
 
     @property
@@ -112,12 +113,19 @@ class Session:
             return lane.join(own, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
 
         def join_all() -> list[control_pb2.JoinReply]:
-            # A shard that has lost everything takes the run's name from whoever joins first, so all must say the same one.
-            request.run_id = config.run_id if self._membership is None else self._membership.run_id
-            request.session = 0
+            before = config.run_id if self._membership is None else self._membership.run_id
+            request.run_id, request.session = before, 0
             replies = self._shards.run(join_at, timeout_s, lanes[:1])
             request.run_id, request.session = replies[0].run_id, replies[0].session
-            return replies + self._shards.run(join_at, timeout_s, lanes[1:])
+            try:
+                return replies + self._shards.run(join_at, timeout_s, lanes[1:])
+            except ForeignRun as error:
+                if before in ("", request.run_id):
+                    raise
+                raise StateLost(
+                    f"shard 0 at {lanes[0].address} has come back without what it held, and the others have not: {error}",
+                    shard=0,
+                ) from error
 
         lanes = self._shards.lanes
         timeout_s = JOIN_TIMEOUT_S + config.retry_timeout_s
@@ -182,6 +190,14 @@ class Session:
             "psd: worker %d: shard %d at %s was restarted; going on with it", self._config.rank, lane.shard, lane.address
         )
 
+    def prepare_lanes(self) -> list[Lane]:
+        """Open the ways for bulk data; those lanes whose shards can see this process's memory."""
+        lanes = self._shards.lanes
+        shared = self.while_fenced(
+            lambda: self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
+        )
+        return [lane for lane, is_shared in zip(lanes, shared, strict=True) if is_shared]
+
     def declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         """Agree on the job, and provide `values` as its initial ones if it has none yet.
 
@@ -198,6 +214,10 @@ class Session:
         except StateLost:
             if rejoins_max == 0:
                 raise
+        except ForeignRun:
+            if rejoins_max == 0 or self._config.run_id:
+                raise
+            self._membership = None  # the others have begun under another name that nobody has given
         # A shard that was killed before the job had its values comes back knowing nothing; nothing is lost by beginning anew.
         self.join()
         return self._declare_first(spec, values, rejoins_max - 1)

@@ -15,7 +15,7 @@ torch does. Must not know blocks, shards or messages. This is the only module th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -25,12 +25,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
-from psd.contract.rules import STATIC, rule_info
+from psd.contract.rules import STATIC
+from psd.contract.staleness import parse_staleness
 from psd_client import torch_amp
 from psd_client.client import ParameterServer, connect
 from psd_client.flat import FlatBuffers
-from psd_client.optimizers import group_spec, scalar_values
-from psd_client.torch_options import check_options, has_slots, rule_of
+from psd_client.optimizers import Optimizer, group_spec, scalar_values
+from psd_client.torch_options import check_no_slots, check_options, rule_of
 
 __all__ = ["distribute", "DistributedOptimizer"]
 
@@ -44,13 +45,15 @@ _DTYPES = {
 
 def distribute(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizer,
     *,
+    params: Iterable[Any] | None = None,
     ps: ParameterServer | None = None,
     consistency: str | None = None,
     reduce: str | None = None,
     quorum: int | None = None,
     aggregation: str | None = None,
+    staleness: str = "",
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
     buffers: str = "local",
@@ -66,12 +69,17 @@ def distribute(
         model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
             workers once, and are never pushed.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
-            Adam, AdamW, Adamax and NAdam; not a subclass.
+            Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, Lion, or
+            CustomRule for one of your own; its options are then in the result's param_groups.
+        params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
+            None: all of the model that need gradients.
         ps: a connection; None connects with `connect_args`, as psd_client.connect does.
         consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
         reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
         quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
         aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
+        staleness: async and ssp: what is done about gradients that come late, "lr", "dc" or "dc-adaptive", see
+            ParameterServer.declare. The strength of "dc" is in the param_groups, as "dc_lambda", and may change.
         clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all parameters: what
             torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
         nan_policy: what becomes of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
@@ -88,7 +96,18 @@ def distribute(
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
     if buffers != "local":
         raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
-    declaration = _read(model, optimizer)
+    if isinstance(optimizer, Optimizer):
+        always, template = optimizer.always, optimizer.group()
+        optimizer = _Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
+    elif params is not None:
+        raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
+    else:
+        always, template = _check_optimizer(optimizer)
+    name, stale_scalars = parse_staleness(staleness)
+    for group in optimizer.param_groups:
+        for scalar, value in stale_scalars.items():
+            group.setdefault(scalar, value)
+    declaration = _read(model, optimizer, replace(template, staleness=name), always)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
@@ -200,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidRequest: the state holds slots of an ordinary torch optimizer, which would be lost.
         """
-        _check_no_slots(state_dict["state"].values(), "load_state_dict: the state")
+        check_no_slots(state_dict["state"].values(), "load_state_dict: the state")
         groups = self.param_groups
         super().load_state_dict({**state_dict, "state": {}})
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -222,7 +241,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
         specs = self._declaration.groups
         for index, group in enumerate(self.param_groups):
-            now = group_spec(specs[index].rule, self._declaration.always, group)
+            now = group_spec(specs[index], self._declaration.always, group)
             declared, flags = set(specs[index].flags), set(now.flags)
             # Momentum that has become 0 keeps its slot; the other way round there is none.
             changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
@@ -233,7 +252,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
             if now.constants != specs[index].constants:
                 raise InvalidRequest(
-                    f"param_groups[{index}]: {rule_info(now.rule).constants[0]} was {specs[index].constants[0]} when the job "
+                    f"param_groups[{index}]: {now.info.constants[0]} was {specs[index].constants[0]} when the job "
                     "was declared and cannot change; set it before distribute()"
                 )
         groups = [*self.param_groups, *({} for _ in specs[len(self.param_groups) :])]
@@ -288,10 +307,25 @@ class _Declaration:
     frozen: list[int]
 
 
-def _read(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Declaration:
-    """Everything that is declared, checked before anybody is connected to."""
-    rule, always = _check_optimizer(optimizer)
-    groups = [group_spec(rule, always, group) for group in optimizer.param_groups]
+class _Options(torch.optim.Optimizer):
+    """The param_groups of a rule that torch does not have, for its result and for schedulers."""
+
+    def __init__(self, rule: Optimizer, params: Iterable[Any]) -> None:
+        super().__init__(params, rule.option_values())
+        for index, group in enumerate(self.param_groups):
+            unknown = sorted(set(group) - {"params"} - rule.options())
+            if unknown:
+                raise InvalidRequest(
+                    f"params[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(rule.options()))}"
+                )
+            rule.with_options({name: value for name, value in group.items() if name != "params"})
+
+
+def _read(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...]
+) -> _Declaration:
+    """Everything that is declared, checked before anybody is connected to. `template`: the rule."""
+    groups = [group_spec(template, always, group) for group in optimizer.param_groups]
     named = _named_parameters(model)
     known = {id(parameter) for _, parameter in named}
     group_of: dict[int, int] = {}
@@ -322,21 +356,14 @@ def _read(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Declarat
     return _Declaration([parameter for _, parameter in named], tensors, groups, always, trained, frozen)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
-    """The rule that the optimizer's class and options are here, and the flags that its class stands for."""
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:
+    """The flags that the optimizer's class stands for, and the rule that it is here."""
     kind = type(optimizer)
     rule, always = rule_of(kind, torch.optim)
-    _check_no_slots(optimizer.state.values(), "optimizer: it has been stepped, and its state")
+    check_no_slots(optimizer.state.values(), "optimizer: it has been stepped, and its state")
     for index, group in enumerate(optimizer.param_groups):
         check_options(rule, {option: group[option] for option in optimizer.defaults}, index)
-    return rule, always
-
-
-def _check_no_slots(states: Iterable[dict[str, Any]], what: str) -> None:
-    for state in states:
-        slot = has_slots(state)
-        if slot:
-            raise InvalidRequest(f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves")
+    return always, GroupSpec(rule)
 
 
 def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

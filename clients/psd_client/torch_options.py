@@ -5,7 +5,7 @@ Decides which classes and options psd has, and refuses the others by name. Impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +45,9 @@ def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:
                 f"{shown} is a subclass of torch.optim.{base.__name__}, and the shards cannot run its code; "
                 f"supported: {base.__name__} itself"
             )
-    raise TypeError(f"{shown} is not supported yet; supported: {', '.join(_RULES)}")
+    raise TypeError(
+        f"{shown} is not supported yet; supported: {', '.join(_RULES)}; for a rule of your own see psd_client.CustomRule"
+    )
 
 
 def check_options(rule: str, options: Mapping[str, Any], index: int) -> None:
@@ -65,3 +67,11 @@ def has_slots(state: Mapping[str, Any]) -> str | None:
     if float(state.get("step", 1)) == 0:
         return None
     return next((slot for slot, value in state.items() if value is not None), None)
+
+
+def check_no_slots(states: Iterable[Mapping[str, Any]], what: str) -> None:
+    """Raise InvalidRequest, naming `what`, if there are slots, which would be lost."""
+    for state in states:
+        slot = has_slots(state)
+        if slot:
+            raise InvalidRequest(f"{what} holds {slot!r}, which would be lost: the shards keep the slots themselves")

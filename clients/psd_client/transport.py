@@ -2,7 +2,7 @@
 
 A lane sends what it is given, once, and raises the typed error that the shard raised (ShardUnavailable if none came). It knows
 nothing of retries, sessions, clocks or other shards; those are in retry.py, session.py and exchange.py. gRPC is in
-grpc_lane.py; a lane that moves bulk data by other means needs another push, pull and push_pull, and may keep the rest.
+grpc_lane.py; bulk_lane.py has other ways for push, pull and push_pull, and keeps the rest.
 
 Every call runs in a `Scope`: cancelling the scope from another thread ends the call at once, with `Cancelled`.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
 
 
@@ -100,13 +100,26 @@ class Lane(ABC):
     Attributes:
         shard: index. address: HOST:PORT.
         sent_bytes, received_bytes: payload bytes so far.
+        transport: how bulk data travels, and why not better, for status.
     """
+
+    transport: str
 
     def __init__(self, shard: int, address: str) -> None:
         self.shard = shard
         self.address = address
         self.sent_bytes = 0
         self.received_bytes = 0
+
+    def prepare(self, caller: job_pb2.Caller, call: Call) -> bool:
+        """Open what bulk calls need; True if the shard can read and write this process's shared memory."""
+        del caller, call
+        return False
+
+    def share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+        """Let the shard see these buffers, whose memory is shared, in all bulk calls from now on; if `prepare` said so."""
+        del gradients, parameters
+        raise NotImplementedError
 
     @abstractmethod
     def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:

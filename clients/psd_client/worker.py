@@ -8,6 +8,7 @@ The work is done below: session.py (who takes part) and exchange.py (bytes).
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from psd.contract.config import ClientConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import job_defaults
-from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, RolledBack, WaitTimeout
+from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, PsdError, RolledBack, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd_client.exchange import Exchange
@@ -36,6 +37,8 @@ from psd_client.session import Session
 from psd_client.shards import Shards
 from psd_client.transport import Cancelled, Lane
 from psd_client.waiting import Health, WaitReporter
+
+logger = logging.getLogger("psd_client")
 
 CLIENT_STATE_BYTES_MAX = 1 << 20
 
@@ -54,6 +57,7 @@ class Worker:
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._exchange: Exchange | None = None
+        self._last_failed = False
         health = Health([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
@@ -114,6 +118,11 @@ class Worker:
             "received_bytes": sum(lane.received_bytes for lane in lanes),
         }
 
+    @property
+    def transports(self) -> list[str]:
+        """Per shard, how bulk data travels ("shm", "tcp", "grpc"), and why not better; empty before `declare`."""
+        return [lane.transport for lane in self._shards.lanes]
+
     def save_client_state(self, state: bytes) -> None:
         """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
 
@@ -133,16 +142,46 @@ class Worker:
         return self._session.stored_state
 
     def close(self) -> None:
-        """Say that this worker has finished, and disconnect; nobody waits for it any more. Idempotent."""
+        """Say that this worker has finished, and disconnect; nobody waits for it any more. Idempotent.
+
+        Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
+        killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
+        wait timeout. What prevents that is logged. Nothing is waited for after a failure. (A program that ends without close()
+        waits likewise, but only up to Python 3.11: later ones give an exiting program no threads for it.)
+        """
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
         """Leave as one who has finished, or has failed by `error`."""
-        ending = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
-        if ending is not None:
-            is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-            self._session.has_failed = not is_success
-            _shut_down(*ending[2])
+        is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        try:
+            if is_success and self._exchange is not None:
+                self._confirm_last(self._exchange)
+        except BaseException:  # Ctrl-C
+            is_success = False
+            raise
+        finally:
+            ending = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
+            if ending is not None:
+                self._session.has_failed = not is_success
+                _shut_down(*ending[2])
+
+    def _confirm_last(self, exchange: Exchange) -> None:
+        """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
+        is_usable = self._shut_down.alive and os.getpid() == self._pid and not self._busy.locked()
+        if not is_usable or self._last_failed or not exchange.is_unconfirmed:
+            return
+        self._session.is_leaving = True
+        try:
+            with self._operation("close"):
+                exchange.confirm()
+        except (PsdError, RuntimeError) as error:
+            logger.warning(
+                "psd: worker %d: ends without knowing that its last push has been applied; if a shard is killed now, that "
+                "gradient is lost: %s",
+                self.rank,
+                error,
+            )
 
     def __enter__(self: WorkerT) -> WorkerT:
         return self
@@ -199,7 +238,8 @@ class Worker:
                 nan_policy=nan_policy,
             )
             layout = Layout(spec, len(self._shards.lanes))
-            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout)
+            sharing = self._session.prepare_lanes()
+            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
@@ -289,9 +329,11 @@ class Worker:
             raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
+        self._last_failed = True
         try:
             with self._reporter.watching(what, self._session.clock):
                 yield
+            self._last_failed = False
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
         except RolledBack as error:

@@ -24,7 +24,7 @@ from psd.checkpoint.records import Record, StoredSpace, stored_spaces
 from psd.checkpoint.safetensors import ITEM_BYTES
 from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
 from psd.contract.errors import CheckpointCorrupt, PsdError
-from psd.contract.jobspec import JobSpec
+from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.v1 import job_pb2
 
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
@@ -152,12 +152,18 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
                 "quorum": spec.quorum,
                 "reduction": spec.reduction,
             },
-            "groups": [dataclasses.asdict(group) for group in spec.groups],
+            "groups": [_group_document(group) for group in spec.groups],
             "spaces": _spaces_document(stored_spaces(spec)),
             "tensors": [dataclasses.asdict(tensor) for tensor in spec.tensors],
             "job_spec": base64.b64encode(spec.to_message().SerializeToString(deterministic=True)).decode(),
         }
     )
+
+
+def _group_document(group: GroupSpec) -> dict[str, Any]:
+    """A group's rule; what only some groups have is there if they have it."""
+    fields = dataclasses.asdict(group)
+    return {name: value for name, value in fields.items() if value or name in ("rule", "flags", "constants")}
 
 
 def _spaces_document(spaces: Iterable[StoredSpace]) -> list[dict[str, Any]]:

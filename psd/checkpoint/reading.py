@@ -105,7 +105,8 @@ def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
 def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
     """See CheckpointDirectory.read_blocks."""
     theirs = layout.spec
-    comparable = replace(theirs, tensors=manifest.spec.tensors, groups=manifest.spec.groups)
+    stored = theirs.groups if manifest.spec.stored_groups == theirs.stored_groups else manifest.spec.groups
+    comparable = replace(theirs, tensors=manifest.spec.tensors, groups=stored)
     if difference := comparable.difference(theirs):
         raise SpecMismatch(f"checkpoint {manifest.name}: {difference}")
     blocks = layout.blocks_of(shard_index)

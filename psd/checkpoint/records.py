@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from psd.checkpoint.safetensors import ITEM_BYTES, NUMPY_DTYPES
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout, Space
-from psd.contract.rules import rule_info
 
 RECORD_ALIGNMENT_BYTES = 8
 
@@ -148,7 +147,7 @@ def stored_spaces(spec: JobSpec) -> list[StoredSpace]:
     stored = []
     for space in Layout(spec, 1).spaces:
         group = spec.groups[space.group]
-        slots = rule_info(group.rule).slots(group.flags)
+        slots = group.info.slots(group.flags)
         stored.append(StoredSpace(space, space.starts + sizes[space.tensors], slots, spec.world_size))
     return stored
 

@@ -122,6 +122,19 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rule_option(parser: argparse._ArgumentGroup) -> None:
+    """Add the option that psd-server has and psd-run hands on to it."""
+    parser.add_argument(
+        "--rule",
+        dest="rules",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="let jobs name this update rule, a Python class, such as my_package.my_module:MyRule; may be given several times. "
+        "The shards run its code",
+    )
+
+
 def checkpoint_options(args: argparse.Namespace) -> dict[str, Any]:
     """Their values, as arguments of ServerConfig."""
     return {name: getattr(args, name) for name in CHECKPOINT_OPTIONS}

@@ -57,6 +57,9 @@ needs most attention, the lowest clock, the longest silence.
   live       renews its lease             finished   has left; nobody waits for it
   absent     has not joined yet           expired    its lease ran out; nobody waits for it
 
+AGE, in async and ssp: how many gradients, block by block, were applied so many updates after their worker
+had read the parameters ("ages" of StatusReply: 0, 1, 2, 3 to 4, 5 to 8, and so on).
+
 --json prints one object:
   servers    the addresses that were asked
   shards     for each, "server", "error" (null, or "code" and "message") and "status" (null, or the fields

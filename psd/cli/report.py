@@ -68,7 +68,7 @@ def problems(answers: Sequence[Answer]) -> list[str]:
 
 
 def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
-    """Each worker once, by rank: the worst state, the lowest clock, the longest silence."""
+    """Each worker once, by rank: the worst state, the lowest clock, the longest silence, all its lanes."""
     merged: dict[int, pb.WorkerStatus] = {}
     for reply in replies:
         for worker in reply.workers:
@@ -83,6 +83,7 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
             other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
             other.host, other.pid = other.host or worker.host, other.pid or worker.pid
             other.session = max(other.session, worker.session)
+            other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
     return [merged[rank] for rank in sorted(merged)]
 
 
@@ -133,6 +134,8 @@ def _value(field: Any, value: Any) -> Any:  # a FieldDescriptor, of which there 
         return [_fields(item) for item in value]  # all messages in a StatusReply are repeated
     if field.enum_type is not None:
         return _enum_name(field.enum_type, value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
     return str(value) if field.name in _NAMES_64_BIT else value
 
 
@@ -156,6 +159,8 @@ def as_text(answers: Sequence[Answer]) -> str:
         parts.append("\n".join(wait_text(merged.wait) for merged in waits))
     if replies:
         parts.append(_traffic_table(replies))
+    if any(reply.ages for reply in replies):
+        parts.append(_age_table(replies))
     if stored := [reply for reply in replies if reply.checkpoint_dir]:
         parts.append(_checkpoint_table(stored))
     if trouble := problems(answers):
@@ -227,13 +232,13 @@ def _shard_table(answers: Sequence[Answer]) -> str:
 
 
 def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
-    rows = [("WORKER", "STATE", "CLOCK", "LAST SEEN", "PROCESS")]
+    rows = [("WORKER", "STATE", "CLOCK", "LAST SEEN", "PROCESS", "TRANSPORT")]
     for worker in workers:
         seen = "never" if worker.last_seen_s < 0 else f"{duration(worker.last_seen_s)} ago"
         process = f"{worker.host}:{worker.pid}" if worker.pid else "-"
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
-        rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process))
-    return table(rows, left={0, 1, 4})
+        rows.append((f"{worker.rank}", state, f"{worker.clock}", seen, process, worker.transport or "-"))
+    return table(rows, left={0, 1, 4, 5})
 
 
 def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
@@ -253,6 +258,17 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
         for reply in replies
     ]
     return table(rows, left={0})
+
+
+def _age_table(replies: Sequence[pb.StatusReply]) -> str:
+    """How many gradients were applied at which age; see StatusReply.ages."""
+    columns = max(len(reply.ages) for reply in replies)
+    names = [f"{index}" if index < 3 else f"{(1 << index - 2) + 1}-{1 << index - 1}" for index in range(columns)]
+    rows = [("SHARD", "AGE", *names)]
+    for reply in replies:
+        counts = [f"{count}" for count in reply.ages] + ["0"] * (columns - len(reply.ages))
+        rows.append((f"{reply.shard_index}/{reply.shard_count}", "", *counts))
+    return table(rows, left={0, 1})
 
 
 def _checkpoint_table(replies: Sequence[pb.StatusReply]) -> str:

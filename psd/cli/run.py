@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from psd.cli import malloc
-from psd.cli.arguments import Parser, add_checkpoint_options, checkpoint_options, seconds, whole_number
+from psd.cli.arguments import Parser, add_checkpoint_options, add_rule_option, checkpoint_options, seconds, whole_number
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.processes import python_command
@@ -110,7 +110,12 @@ def _parser() -> Parser:
         help="fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
         "whatever the timing and whichever shard is killed (default: fast)",
     )
-    job.add_argument("--transport", choices=TRANSPORTS, help="how bytes travel (default: auto)")
+    job.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
+    )
+    add_rule_option(job)
     faults = parser.add_argument_group("faults")
     faults.add_argument(
         "--max-restarts",
@@ -167,7 +172,9 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         _check_count("--workers", args.workers, 1, WORKERS_MAX)
         _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
         _check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
-        ServerConfig(0, args.shards, lease_s=args.lease, grace_s=args.grace, **checkpoint_options(args))
+        ServerConfig(
+            0, args.shards, lease_s=args.lease, grace_s=args.grace, rules=tuple(args.rules), **checkpoint_options(args)
+        )
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         _check_quorum(args.quorum, args.workers, consistency)
         _check_aggregation(args.aggregation, consistency)
@@ -205,6 +212,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         **{f"--{name.replace('_', '-')}": value for name, value in checkpoint_options(args).items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
+    shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
         which = ["--shard", f"{index}/{args.shards}", "--listen", listen, "--state-dir", str(state_dir)]
@@ -263,6 +271,12 @@ def _worker_command(module: Sequence[str] | None, command: Sequence[str]) -> lis
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]!r} is neither a script (.py) nor a command that can be executed")
     return list(command)
+
+
+def _module_dir(command: Sequence[str]) -> Path:
+    """Where a worker finds the modules that belong to its program: beside the script, as Python does, or here."""
+    is_script = command[0] == sys.executable and command[2] != "-m"
+    return Path(command[2]).absolute().parent if is_script else Path.cwd()
 
 
 def _run_id(command: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from psd.cli.arguments import (
     EXIT_OK,
     Parser,
     add_checkpoint_options,
+    add_rule_option,
     checkpoint_options,
     exit_status,
     seconds,
@@ -81,10 +82,14 @@ network only.
 
 exit status:
   0     drained after a signal, or done (--exit-when-done)
-  1     failed: the address cannot be bound, --state-dir holds something else or is damaged, or a defect,
-        with a traceback
+  1     failed: the address cannot be bound, --state-dir holds something else or is damaged, a --rule
+        cannot be imported, or a defect, with a traceback
   2     the options are wrong
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
+
+
+def _bulk_port(text: str) -> int | None:
+    return None if text == "off" else whole_number(text)
 
 
 def _parser() -> Parser:
@@ -103,6 +108,14 @@ def _parser() -> Parser:
         "--advertise", default="", metavar="HOST:PORT", help="address that workers dial, if another; shown by psdctl status"
     )
     place.add_argument(
+        "--bulk-port",
+        type=_bulk_port,
+        default=default.bulk_port,
+        metavar="PORT",
+        help="TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none "
+        "(default: %(default)s)",
+    )
+    place.add_argument(
         "--state-dir",
         default="",
         metavar="DIR",
@@ -119,6 +132,13 @@ def _parser() -> Parser:
         default=default.lease_s,
         metavar="SECONDS",
         help="a worker that is silent for this long is no longer waited for (default: %(default)g)",
+    )
+    add_rule_option(job)
+    job.add_argument(
+        "--rule-dir",
+        default=default.rule_dir,
+        metavar="DIR",
+        help="where the modules of --rule are looked for, after Python's own places (default: the working directory)",
     )
     add_checkpoint_options(parser)
     end = parser.add_argument_group("the end")
@@ -178,11 +198,14 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             shard_count=shard_count,
             listen=args.listen,
             advertise=args.advertise,
+            bulk_port=args.bulk_port,
             run_id=args.run_id,
             lease_s=args.lease,
             grace_s=args.grace,
             exit_when_done=args.exit_when_done,
             state_dir=args.state_dir,
+            rules=tuple(args.rules),
+            rule_dir=args.rule_dir,
             **checkpoint_options(args),
             limits=Limits(
                 workers_max=args.max_workers,

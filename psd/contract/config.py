@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-TRANSPORTS = ("auto", "grpc")
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 
 class ConfigError(ValueError):
@@ -45,6 +45,11 @@ def parse_servers(text: str) -> tuple[str, ...]:
     if len(set(servers)) != len(servers):
         raise ConfigError(f"servers: an address stands twice in {text!r}; each shard has its own")
     return servers
+
+
+def is_rule_path(text: str) -> bool:
+    """True for the import path of a class, such as my_package.my_module:MyRule."""
+    return len(text) <= 256 and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text, re.ASCII) is not None
 
 
 def _check_seconds(name: str, value: float, low: float, high: float) -> None:
@@ -88,6 +93,7 @@ class ServerConfig:
         shard_index, shard_count: which part of the parameters.
         listen: HOST:PORT to bind; port 0 takes a free one.
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
+        bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
         grace_s: time for requests in progress after SIGTERM.
@@ -97,12 +103,14 @@ class ServerConfig:
         checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
         checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
         checkpoint_keep: how many valid ones are kept.
+        rules: import paths of the users' update rules that jobs may name; rule_dir: where their modules are looked for, too.
     """
 
     shard_index: int
     shard_count: int
     listen: str = "127.0.0.1:7000"
     advertise: str = ""
+    bulk_port: int | None = 0
     run_id: str = ""
     lease_s: float = 10.0
     grace_s: float = 10.0
@@ -112,6 +120,8 @@ class ServerConfig:
     checkpoint_secs: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_keep: int = 3
+    rules: tuple[str, ...] = ()
+    rule_dir: str = "."
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -120,6 +130,8 @@ class ServerConfig:
         parse_address(self.listen, "--listen")
         if self.advertise:
             parse_address(self.advertise, "--advertise")
+        if self.bulk_port is not None:
+            _check_count("--bulk-port", self.bulk_port, 0, 65535)
         if len(self.run_id.encode()) > 128:
             raise ConfigError("--run-id: expected at most 128 bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
@@ -127,6 +139,11 @@ class ServerConfig:
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)
         _check_count("--checkpoint-steps", self.checkpoint_steps, 0, 1 << 40)
         _check_count("--checkpoint-keep", self.checkpoint_keep, 1, 1_000_000)
+        for rule in self.rules:
+            if not is_rule_path(rule):
+                raise ConfigError(
+                    f"--rule: expected the import path of a class, such as my_package.my_module:MyRule, got {rule!r}"
+                )
         _check_seconds("--lease", self.lease_s, 0.1, 86_400)
         _check_seconds("--grace", self.grace_s, 0, 3_600)
 

@@ -26,7 +26,7 @@ VARIABLES = {
     "PSD_AGGREGATION": "fast or exact, unless the script says which",
     "PSD_REDUCE": "mean or sum, unless the script says which",
     "PSD_CRASH_POINT": "for tests of psd itself: PATTERN:N kills a shard at the Nth step of a name like that",
-    "PSD_TRANSPORT": "auto or grpc, unless the script says which",
+    "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
 }

@@ -20,6 +20,7 @@
     │   └── BarrierTimeout
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
     ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
+    ├── RuleFailed                a user's own update rule raised; the parameters are as they were
     ├── OutOfSpace                a shard has no room for the job's parameters
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
@@ -180,6 +181,12 @@ class CheckpointCorrupt(PsdError):
     """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it."""
 
     code = "DATA_LOSS"
+
+
+class RuleFailed(PsdError):
+    """A user's own update rule raised an exception on a shard; the block is as it was. Detail: rule, tensor, version."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class OutOfSpace(PsdError):

@@ -6,6 +6,8 @@ know where tensors live (layout.py) nor how rules compute (psd/state/rules.py).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +15,8 @@ from functools import cached_property
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.rules import FLOAT32_MAX, LAYERWISE, STATIC, rule_info
+from psd.contract.rules import FLOAT32_MAX, LAYERWISE, STATIC, RuleInfo, rule_info
+from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
 
 NAME_BYTES_MAX = 256
@@ -60,11 +63,25 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Tensors updated by one rule: the rule's name; its flags, sorted; its constants, in the order of RuleInfo.constants."""
+    """Tensors updated by one rule.
+
+    Attributes:
+        rule: its name, or the import path of a user's own. flags: sorted. constants: in the order of RuleInfo.constants.
+        slots, scalars: names, of a user's own rule only; its constants are what the slots begin with.
+        staleness: what is done about the age of gradients in async and ssp, a key of STALENESS.
+    """
 
     rule: str = "sgd"
     flags: tuple[str, ...] = ()
     constants: tuple[float, ...] = ()
+    slots: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    staleness: str = ""
+
+    @functools.cached_property
+    def info(self) -> RuleInfo:
+        """What is known of the rule, staleness included; InvalidRequest if there is none."""
+        return rule_info(self.rule, slots=self.slots, scalars=self.scalars, staleness=self.staleness)
 
     @property
     def is_static(self) -> bool:
@@ -117,9 +134,13 @@ class JobSpec:
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
         for group in self.groups:
-            rule = rule_info(group.rule)
+            rule = group.info
             rule.check_flags(group.flags)
             rule.check_constants(group.constants)
+            if group.staleness and self.consistency.mode == "sync":
+                raise InvalidRequest(
+                    f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
+                )
         self._check_norms()
         seen: set[str] = set()
         for tensor in self.tensors:
@@ -127,6 +148,11 @@ class JobSpec:
             if tensor.name in seen:
                 raise InvalidTensor(f"tensors: the name {tensor.name!r} stands twice")
             seen.add(tensor.name)
+
+    @property
+    def stored_groups(self) -> tuple[GroupSpec, ...]:
+        """The groups as far as checkpoints depend on them: a staleness without slots of its own may change."""
+        return tuple(g if STALENESS[g.staleness].slots else dataclasses.replace(g, staleness="") for g in self.groups)
 
     def _check_norms(self) -> None:
         if not 0 <= self.clip_norm <= FLOAT32_MAX:  # also refuses NaN
@@ -195,7 +221,7 @@ class JobSpec:
         )
         self.consistency.fill(message)
         for group in self.groups:
-            message.groups.add(rule=group.rule, flags=group.flags, constants=group.constants)
+            message.groups.add(**dataclasses.asdict(group))
         for t in self.tensors:
             message.tensors.add(name=t.name, shape=t.shape, dtype=DTYPES[t.dtype], group=t.group)
         return message
@@ -217,7 +243,10 @@ class JobSpec:
         return cls(
             world_size=message.world_size,
             tensors=tuple(tensors),
-            groups=tuple(GroupSpec(g.rule, tuple(g.flags), tuple(g.constants)) for g in message.groups),
+            groups=tuple(
+                GroupSpec(g.rule, tuple(g.flags), tuple(g.constants), tuple(g.slots), tuple(g.scalars), g.staleness)
+                for g in message.groups
+            ),
             consistency=Consistency.from_message(message),
             reduction=_REDUCTION_NAMES[message.reduction],
             quorum=message.quorum,

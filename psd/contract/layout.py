@@ -141,7 +141,8 @@ class Layout:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"psd layout 1, {self.shard_count} shards\n".encode())
         for group in self.spec.groups:
-            words = (*group.flags, *(value.hex() for value in group.constants))
+            words = (*group.flags, *(value.hex() for value in group.constants), *group.slots, *group.scalars)
+            words += (group.staleness,) if group.staleness else ()
             digest.update(f"group {group.rule} {' '.join(words)}\n".encode())
         for tensor in self.spec.tensors:
             digest.update(f"tensor {tensor.name!r} {tensor.shape} {tensor.dtype} {tensor.group}\n".encode())

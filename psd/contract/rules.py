@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psd_core
+from psd.contract.config import is_rule_path
+from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
+from psd.contract.staleness import STALENESS, check_staleness
 
 FLOAT32_MAX = 3.4028234663852886e38
 """A double beyond it is infinite where the kernels compute in float32."""
@@ -29,9 +32,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "beta1": (0, math.nextafter(1, 0)),
     "beta2": (0, math.nextafter(1, 0)),
     "dampening": (-math.inf, math.inf),
+    "dc_decay": (0, 1),
     "rho": (0, 1),
 }
 """Of scalars, both ends included; of those that are not listed: 0 or more."""
+
+_RANGES_OF_STALENESS = {name for staleness in STALENESS.values() for name in staleness.scalar_names}
 
 _RANGES_OF_RULE = {("ftrl", "lr"): (FLOAT32_TINY, math.inf)}  # it divides by the learning rate
 
@@ -48,20 +54,25 @@ class RuleInfo:
         scalars: names of the numbers that travel with each push, in order.
         flags: names of the switches that are fixed for the job.
         constants: names of the numbers that are fixed for the job, in order: initial values of slots.
+        extra_slots: names of slots behind those of psd_core's rule: all of a user's own rule, and what its staleness keeps.
+        is_custom: a user's own rule, of which psd knows nothing but what it declares.
     """
 
     name: str
     scalars: tuple[str, ...]
     flags: frozenset[str]
     constants: tuple[str, ...] = ()
+    extra_slots: tuple[str, ...] = ()
+    is_custom: bool = False
 
     def slots(self, flags: Collection[str]) -> tuple[str, ...]:
         """Names of the per-element slots of a group built with `flags`."""
-        return psd_core.RULES[self.name].slots_of(flags) if self.name in psd_core.RULES else ()
+        own = psd_core.RULES[self.name].slots_of(flags) if self.name in psd_core.RULES else ()
+        return own + self.extra_slots
 
     def slot_starts(self, flags: Collection[str], constants: Sequence[float]) -> tuple[float, ...]:
         """What each of `slots` is filled with before the first update."""
-        slot_of = _CONSTANTS.get(self.name, {})
+        slot_of = {name: name for name in self.constants} if self.is_custom else _CONSTANTS.get(self.name, {})
         starts = {slot_of[name]: value for name, value in zip(self.constants, constants, strict=True)}
         return tuple(starts.get(slot, 0.0) for slot in self.slots(flags))
 
@@ -69,6 +80,8 @@ class RuleInfo:
         """What is wrong with the value of a scalar or a constant by itself, or None."""
         if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
             return f"must be finite, also as a float32, got {value}"
+        if self.is_custom and name not in _RANGES_OF_STALENESS:
+            return None
         low, high = _RANGES_OF_RULE.get((self.name, name)) or _RANGES.get(name, (0, math.inf))
         if low <= value <= high:
             return None
@@ -144,9 +157,31 @@ RULES = {STATIC.name: STATIC} | {
 }
 
 
-def rule_info(name: str) -> RuleInfo:
-    """The rule of that name; InvalidRequest names those that exist."""
-    try:
-        return RULES[name]
-    except KeyError:
-        raise InvalidRequest(f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}") from None
+def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:
+    """What is known of a rule as a group declares it, staleness included.
+
+    Args:
+        name: of one of psd's rules, or the import path of a user's own. slots, scalars: names; of the latter only.
+
+    Raises:
+        InvalidRequest: there is no such rule, or the arguments do not go with it.
+    """
+    if is_rule_path(name):
+        for field, names in (("slots", slots), ("scalars", scalars)):
+            problem = name_problem(names)
+            if problem:
+                raise InvalidRequest(f"groups.{field}: of rule {name!r}: {problem}")
+        info = RuleInfo(name, tuple(scalars), frozenset(), tuple(slots), tuple(slots), is_custom=True)
+    elif name not in RULES:
+        raise InvalidRequest(
+            f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}, and import paths such as my_module:MyRule"
+        )
+    elif slots or scalars:
+        raise InvalidRequest(f"groups.{'slots' if slots else 'scalars'}: only a user's own rule names them, not {name!r}")
+    else:
+        info = RULES[name]
+    if not staleness:
+        return info
+    check_staleness(staleness, name, info.scalars)
+    more = STALENESS[staleness]
+    return replace(info, scalars=info.scalars + more.scalar_names, extra_slots=info.extra_slots + more.slots)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -94,7 +94,7 @@ def abort(context: grpc.ServicerContext, error: PsdError) -> NoReturn:
     context.abort(grpc.StatusCode[error.code], message)
 
 
-def wait_s(context: grpc.ServicerContext) -> float:
+def wait_s(context: Caller) -> float:
     """How long a call may wait: early enough before the caller's own deadline for the answer to say what was missing."""
     remaining = context.time_remaining()
     # A call without a deadline has, to gRPC, ages.
@@ -110,6 +110,18 @@ def settle(future: Future[Any], outcome: Any) -> None:
             future.set_result(outcome)
 
 
+class Caller(Protocol):
+    """Who waits for a call's answer; a gRPC context is one."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Have `callback` called when the caller hangs up; False if it has."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None: it has none."""
+        ...
+
+
 class Guard:
     """Wraps the methods of a service: refuses while draining, translates errors, counts refusals."""
 
@@ -121,14 +133,18 @@ class Guard:
             self._shard.check_draining()
         return checked(request)
 
-    def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
+    def as_error(self, error: Exception) -> PsdError:
+        """What the caller is told of an exception; a refusal is counted, a defect logged."""
         if not isinstance(error, PsdError):
-            logger.exception("a request failed by a defect of the shard")
-            error = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
-        elif error.code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"):
+            logger.error("a request failed by a defect of the shard", exc_info=error)
+            return InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+        if error.code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"):
             with self._shard.core.lock:
                 self._shard.core.counters.requests_refused += 1
-        abort(context, error)
+        return error
+
+    def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
+        abort(context, self.as_error(error))
 
     def unary(
         self, method: Callable[[Any, grpc.ServicerContext], Any], *, while_draining: bool = False
@@ -164,7 +180,7 @@ class Guard:
 class Waiter:
     """Blocks one call on tickets, until its deadline; ends the wait when the caller hangs up."""
 
-    def __init__(self, shard: Shard, context: grpc.ServicerContext) -> None:
+    def __init__(self, shard: Shard, context: Caller) -> None:
         self._shard = shard
         self._context = context
         self._ticket: Ticket | None = None

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
-from psd.contract.rules import rule_info
 from psd.state.cuts import AHEAD, Snapshot
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
@@ -294,7 +293,7 @@ class Checkpointer:
                 length=plan.length,
                 version=page.version,
                 parameter=page.parameter,
-                slots=dict(zip(rule_info(group.rule).slots(group.flags), page.slots, strict=True)),
+                slots=dict(zip(group.info.slots(group.flags), page.slots, strict=True)),
                 steps=page.steps,
                 sessions=page.sessions,
                 clocks=page.clocks,

@@ -26,6 +26,7 @@ class ControlService:
     Args:
         address: gives what Status shows.
         on_leave: called after a worker has left.
+        open_bulk: answers OpenBulk.
         checkpointer: None without --checkpoint-dir.
     """
 
@@ -35,9 +36,11 @@ class ControlService:
         *,
         address: Callable[[], str],
         on_leave: Callable[[], None],
+        open_bulk: Callable[[control_pb2.OpenBulkRequest], control_pb2.OpenBulkReply],
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self._shard = shard
+        self._open_bulk = open_bulk
         self._checkpointer = checkpointer
         self._address = address
         self._on_leave = on_leave
@@ -56,6 +59,7 @@ class ControlService:
             "Checkpoint": self.checkpoint,
             "Rollback": self.rollback,
             "Describe": self.describe,
+            "OpenBulk": self.open_bulk,
             "Status": self.status,
         }
         return grpc.method_handlers_generic_handler(
@@ -130,6 +134,11 @@ class ControlService:
         """See ControlService.Describe."""
         del context
         return self._shard.describe(request)
+
+    def open_bulk(self, request: control_pb2.OpenBulkRequest, context: grpc.ServicerContext) -> control_pb2.OpenBulkReply:
+        """See ControlService.OpenBulk."""
+        del context
+        return self._open_bulk(request)
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """See ControlService.Status."""

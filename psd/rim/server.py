@@ -1,4 +1,4 @@
-"""The gRPC server of one shard: services, health, reflection, the lease clock, and an orderly end.
+"""The server of one shard: gRPC services, the bulk lane, health, reflection, the lease clock, and an orderly end.
 
 Every call in progress has a thread, also while it waits for other workers; the pool grows with demand up to a number that
 follows from --max-workers, and beyond it calls are refused instead of queued. So waiting workers never keep others from being
@@ -18,9 +18,12 @@ from grpc_reflection.v1alpha import reflection
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, parse_address
+from psd.rim.bulk_server import BulkServer
+from psd.rim.calls import Guard
 from psd.rim.checkpointer import Checkpointer
 from psd.rim.control_service import SERVICE as CONTROL
 from psd.rim.control_service import ControlService
+from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.state.shard import Shard, ShardState
@@ -76,13 +79,16 @@ class ShardServer:
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        plane = DataPlane(self.shard)
+        self._bulk = BulkServer(self.shard, plane, Guard(self.shard), config)
         control = ControlService(
             self.shard,
             address=lambda: config.advertise or self.address,
             on_leave=self._check_done,
+            open_bulk=self._bulk.open,
             checkpointer=self._checkpointer,
         )
-        self._server.add_generic_rpc_handlers((DataService(self.shard).handler(), control.handler()))
+        self._server.add_generic_rpc_handlers((DataService(self.shard, plane).handler(), control.handler()))
         reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._is_ending = False
         self._stopping = threading.Event()
@@ -118,6 +124,7 @@ class ShardServer:
                 self.shard.restored_from,
                 self._config.checkpoint_dir,
             )
+        self._bulk.start()
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()
@@ -172,7 +179,9 @@ class ShardServer:
         self._stopping.set()
         if self._ticker.is_alive():
             self._ticker.join()
-        self._server.stop(grace_s).wait()
+        stopped = self._server.stop(grace_s)
+        self._bulk.stop(grace_s)
+        stopped.wait()
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():

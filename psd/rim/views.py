@@ -24,6 +24,7 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
         host=worker.host,
         pid=worker.pid,
         session=worker.session,
+        transport=worker.transport,
     )
 
 
@@ -78,6 +79,7 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         reply.timeline = core.timeline
         reply.restored_from = core.restored_from
         reply.arena_bytes = job.arena.used_bytes
+        reply.ages.extend(job.ages)
         reply.state_dir = str(core.storage.directory)
     if progress is not None:
         reply.checkpoint_dir = progress.location

@@ -6,7 +6,6 @@ Must not know gradients: psd/state/exchange.py has them.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.errors import (
-    ForeignRun,
     InvalidRequest,
     RolledBack,
     SpecMismatch,
@@ -23,10 +21,12 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd.contract.jobspec import JobSpec
-from psd.state.core import ShardCore
+from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
+
+TRANSPORT_BYTES_MAX = 256
 
 
 @dataclass(slots=True)
@@ -77,8 +77,8 @@ class Admission:
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
         with self._core.lock:
-            if request.run_id and self._core.run_id and request.run_id != self._core.run_id:
-                raise ForeignRun(f"run_id: this shard serves run {self._core.run_id!r}, not {request.run_id!r}")
+            if request.run_id:
+                self._core.check_run_id(request.run_id, "run_id")
             if (
                 request.resume
                 and self._core.initial.is_set
@@ -103,7 +103,7 @@ class Admission:
             else:
                 worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
             self._core.membership = members
-            self._core.run_id = self._core.run_id or request.run_id or f"run-{secrets.token_hex(4)}"
+            self._core.run_id = self._run_id(request.run_id, session)
             if session != earlier:
                 self._core.on_session_end(worker)
                 members.on_enter(worker, self._entry_clock(worker))
@@ -131,6 +131,13 @@ class Admission:
         if len(members.workers) != world_size:
             raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
         return members
+
+    def _run_id(self, asked: str, session: int) -> str:
+        """The run's name after a worker has joined that believes it to be `asked`; see core.py: UNNAMED_RUN."""
+        known = self._core.run_id
+        if self._core.config.shard_index == 0:
+            return known or ("" if UNNAMED_RUN.fullmatch(asked) else asked) or f"run-{session:016x}"
+        return max(known, asked) if self._core.is_run_open else known
 
     def _next_session(self) -> int:
         known = max((w.session for w in self._core.membership.workers), default=0) if self._core.membership else 0
@@ -227,12 +234,17 @@ class Admission:
 
     def heartbeat(self, request: control_pb2.HeartbeatRequest) -> list[Ticket]:
         """Renew a lease and note the worker's clock; returns what it waits for here."""
+        if len(request.transport.encode()) > TRANSPORT_BYTES_MAX:
+            raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
+            worker.transport = request.transport
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)
                 skipped = self._core.members.on_clock(worker, request.clock)
+            if request.leaving:
+                skipped |= self._core.members.on_leaving(worker)
         if skipped:
             self._core.settle()
         return self._core.waiting.open(worker.rank)
@@ -243,7 +255,7 @@ class Admission:
         It does not matter which life of the shard the worker knew: a worker that ends will not resume.
         """
         with self._core.lock:
-            self._core.check_run_id(caller)
+            self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
                 worker.left_at = left_at if math.isfinite(left_at) else 0.0

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
-from psd.contract.errors import StateLost
+from psd.contract.errors import PsdError, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
 from psd.state.measured import MeasuredRound
 from psd.state.rounds import Contribution, ExactRound, FastRound
-from psd.state.rules import Gradient, Rule
+from psd.state.rules import Gradient, Rule, SegmentFailed
+from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
 from psd_core.arena import Arena, Page
 
@@ -54,10 +55,13 @@ class BlockState:
         waited_in: asks the membership which workers a round waits for (a bit mask).
         has_verdicts: rounds are applied as a verdict says.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
+        on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
+        rule_name, tensor_at: for messages.
 
     Attributes:
         version: updates applied; under SYNC also the number of the open round.
         ratio_places: see MeasuredRound; None unless the rule is layer-wise.
+        readers: what the workers have read, where there are no rounds.
     """
 
     def __init__(
@@ -67,11 +71,15 @@ class BlockState:
         arena: Arena,
         slot: int,
         rule: Rule,
+        rule_name: str,
+        slot_starts: Sequence[float],
+        tensor_at: Callable[[layout.Block, int], str],
         policy: Policy,
         is_mean: bool,
         is_exact: bool,
         waited_in: Callable[[int], int],
         may_void: Callable[[int], bool],
+        on_lost: Callable[[StateLost], bool],
         has_verdicts: bool = False,
         ratio_places: NDArray[np.intp] | None = None,
     ) -> None:
@@ -80,6 +88,9 @@ class BlockState:
         self._arena = arena
         self._slot = slot
         self._rule = rule
+        self._rule_name = rule_name
+        self._slot_starts = slot_starts
+        self._tensor_at = tensor_at
         self._policy = policy
         self._is_mean = is_mean
         self._is_exact = is_exact
@@ -87,17 +98,20 @@ class BlockState:
         self.ratio_places = ratio_places
         self._waited_in = waited_in
         self._may_void = may_void
+        self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
         self._at_version: dict[int, list[Callable[[Page], None]]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
+        self.readers = Readers(plan.index)
+        self._failure: RuleFailed | None = None  # why the open round could not be closed
         page = arena.current(slot)
         self.version = page.version if page is not None else 0
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the block's slots."""
-        return len(self._rule.slot_starts) * self.plan.nbytes
+        return len(self._slot_starts) * self.plan.nbytes
 
     def initialize(self, values: NDArray[Any]) -> None:
         """Set the initial parameters; slots begin as their rule says, steps and the dedup window as zero.
@@ -107,7 +121,7 @@ class BlockState:
         """
         page = self._arena.spare(self._slot)
         np.copyto(page.parameter, values)
-        for slot, start in zip(page.slots, self._rule.slot_starts, strict=True):
+        for slot, start in zip(page.slots, self._slot_starts, strict=True):
             slot.fill(start)
         page.steps.fill(0)
         page.sessions.fill(0)
@@ -149,10 +163,11 @@ class BlockState:
             if not self._policy.has_rounds:
                 touched = self._all if part.present is None else part.present
                 values = part.values if part.weight else None
+                age, backup = self.readers.look_up(part.rank, part.version_read, self.version)
                 # A push that is an update of its own: the mean, or the sum, of one gradient is that gradient.
-                self._apply(
-                    Gradient(None, values, 1.0, part.scale, touched), part.scalars, {part.rank: part.session}, part.clock
-                )
+                gradient = Gradient(None, values, 1.0, part.scale, touched, age=age or 0, backup=backup)
+                self._apply(gradient, part.scalars, {part.rank: part.session}, part.clock)
+                self.readers.count(age)
                 return Outcome.COUNTED
             if part.clock > self.version:
                 return Outcome.EARLY
@@ -231,7 +246,7 @@ class BlockState:
             current = self._round
             if round_ > self.version or not isinstance(current, MeasuredRound) or not current.is_gathered():
                 error = self._loss()
-                if error is not None:
+                if error is not None and not self._on_lost(error):
                     raise error
                 return Unmeasured.OPEN
             return current.measure(self._page, self._rule, self.plan.segment_ends, under)
@@ -250,17 +265,23 @@ class BlockState:
                     return
                 self._advance_void()
             elif round_.is_complete():
-                self._close(round_, None)
+                try:
+                    self._close(round_, None)
+                except RuleFailed:
+                    return  # those who wait for the round have been told
             else:
                 return
 
     def _fail_if_lost(self) -> None:
         """EXACT: end the waits for a round that cannot be completed any more."""
         error = self._loss()
-        if error is not None:
-            for tickets in self._tickets.values():
-                for ticket in tickets:
-                    ticket.fail(error)
+        if error is not None and not self._on_lost(error):
+            self._fail_waits(error)
+
+    def _fail_waits(self, error: PsdError) -> None:
+        for tickets in self._tickets.values():
+            for ticket in tickets:
+                ticket.fail(error)
 
     def _loss(self) -> StateLost | None:
         round_ = self._round
@@ -280,8 +301,14 @@ class BlockState:
         counted = dict(round_.sessions)
         if last is not None and (not self._is_exact or last.rank in counted):
             counted[last.rank] = last.session
-        self._apply(gradient, round_.scalars, counted, self.version)
-        self._round = None
+        try:
+            self._apply(gradient, round_.scalars, counted, self.version)
+        except RuleFailed as error:
+            # The round stays open. Whoever waits for it, now or later, learns why; a worker that sends again tries again.
+            self._failure = error
+            self._fail_waits(error)
+            raise
+        self._round = self._failure = None
         round_.end()
 
     def _advance_void(self) -> None:
@@ -306,6 +333,11 @@ class BlockState:
             for rank, session in counted.items():
                 after.sessions[rank] = session
                 after.clocks[rank] = clock + 1
+        except SegmentFailed as failed:
+            self._arena.discard(after)
+            tensor = self._tensor_at(self.plan, int(self.plan.segment_ends[failed.segment]) - 1)
+            is_known = self._failure is not None
+            raise failed.told(self._rule_name, tensor, self.plan.index, self.version, is_known=is_known) from failed.__cause__
         except BaseException:
             self._arena.discard(after)
             raise
@@ -338,12 +370,27 @@ class BlockState:
         """Give a pinned page back."""
         self._arena.unpin(page)
 
-    def read(self, version_min: int) -> tuple[int, Page] | None:
-        """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`."""
+    def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
+        """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`.
+
+        reader: the rank of a worker that computes its next gradient from the page; so it is kept for rules that ask for it.
+        """
         with self.lock:
             if self.version < version_min:
                 return None
+            if reader is not None and self._rule.needs_backup:
+                self._give_back(self.readers.keep(reader, self._arena.pin(self._slot)))
             return self.version, self._arena.pin(self._slot)
+
+    def forget_reader(self, rank: int) -> None:
+        """What a worker has read does not matter any more: its session has ended."""
+        if self._rule.needs_backup:
+            with self.lock:
+                self._give_back(self.readers.keep(rank, None))
+
+    def _give_back(self, page: Page | None) -> None:
+        if page is not None:
+            self._arena.unpin(page)
 
     def when(self, version: int, ticket: Ticket) -> None:
         """Resolve the ticket when the block reaches the version."""
@@ -355,6 +402,8 @@ class BlockState:
                 # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
                 waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
                 self._fail_if_lost()
+                if self._failure is not None:
+                    ticket.fail(self._failure)
 
     def missing_in(self, round_: int) -> int:
         """Mask of the workers whose gradients the open round lacks; 0 if `round_` has closed. Takes no lock: for messages."""

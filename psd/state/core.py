@@ -7,6 +7,7 @@ of initial values holds both.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -17,7 +18,16 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import ForeignRun, NonFiniteGradient, NotDeclared, SessionFenced, ShardRestarted
+from psd.contract.custom_rules import load_rules
+from psd.contract.errors import (
+    ForeignRun,
+    InvalidRequest,
+    NonFiniteGradient,
+    NotDeclared,
+    SessionFenced,
+    ShardRestarted,
+    StateLost,
+)
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
@@ -30,6 +40,10 @@ from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
+
+UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
+"""A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
+job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
 @dataclass(slots=True)
@@ -53,7 +67,9 @@ class ShardCore:
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
         awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
+        may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
+        rules: the users' own that jobs may name, by import path.
     """
 
     def __init__(self, config: ServerConfig, storage: Storage, now: Callable[[], float], incarnation: int | None) -> None:
@@ -62,19 +78,22 @@ class ShardCore:
         self.now = now
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
+        self.rules = load_rules(config.rules, config.rule_dir)
         self.lock = threading.RLock()
         self.counters = Counters()
         self.waiting = Waiting()
         self.job: Job | None = None
         self.membership: Membership | None = None
         self.initial = InitialValues(chooses=config.shard_index == 0)
-        self.barriers = Barriers(lambda: self.members.waited_mask, storage.save_barriers)
+        self.barriers = Barriers(lambda: self.members.at_barriers, storage.save_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates()
         self.timeline = 0
         self.restored_from = ""
         self.is_tentative = False
         self.awaits_declaration = False
+        self.may_go_back = False
+        self.lost_round: StateLost | None = None
         self._gates_min_clock: int | None = None
 
     @property
@@ -116,7 +135,7 @@ class ShardCore:
             return self.storage.create(stored, shapes, spec.world_size, replace=self.job is not None)
 
         self.job = self._job(spec, members, arena_of)
-        self.membership = members
+        self.membership, self.lost_round = members, None
         members.keep(self._save_worker)
         return self.job
 
@@ -141,7 +160,10 @@ class ShardCore:
                     floor=max(0, clock - min(1, state >> 4)),
                     now=self.now(),
                 )
-        job = self._job(spec, members, lambda *_: arena)
+        try:
+            job = self._job(spec, members, lambda *_: arena)
+        except InvalidRequest as error:
+            raise ConfigError(f"--rule: {self.storage.directory} holds a job that needs it: {error}") from error
         if job.layout.digest != stored.layout_digest:
             raise ConfigError(
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
@@ -161,8 +183,16 @@ class ShardCore:
             shard_count=self.config.shard_count,
             membership=members,
             arena_of=arena_of,
+            on_lost=self._on_lost,
+            rules=self.rules,
             verdicts=self.storage,
         )
+
+    def _on_lost(self, error: StateLost) -> bool:
+        """Runs under a block's lock: the next tick sees to it."""
+        if self.may_go_back:
+            self.lost_round = error
+        return self.may_go_back
 
     def _save_worker(self, worker: Worker) -> None:
         arena = self.storage.arena
@@ -176,14 +206,21 @@ class ShardCore:
             raise ForeignRun(f"run_id: this shard serves run {self.run_id!r}, not {run_id!r}")
         self._check_timeline()
 
-    def check_run_id(self, caller: job_pb2.Caller) -> None:
-        """Raise ForeignRun if the caller means another run. A shard that knows none yet is met by its incarnation."""
-        if self.run_id and caller.run_id != self.run_id:
-            raise ForeignRun(f"caller.run_id: this shard serves run {self.run_id!r}, not {caller.run_id!r}")
+    @property
+    def is_run_open(self) -> bool:
+        """True if the run's name may still change: nobody has given one, and nothing was built on the one there is."""
+        is_unnamed = not self.config.run_id and (not self.run_id or UNNAMED_RUN.fullmatch(self.run_id) is not None)
+        return is_unnamed and not self.initial.is_read and not self.restored_from
+
+    def check_run_id(self, run_id: str, field: str = "caller.run_id") -> None:
+        """Raise ForeignRun if a worker means another run. A shard that knows none yet is met by its incarnation."""
+        if not self.run_id or run_id == self.run_id or (self.is_run_open and UNNAMED_RUN.fullmatch(run_id)):
+            return
+        raise ForeignRun(f"{field}: this shard serves run {self.run_id!r}, not {run_id!r}")
 
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
-        self.check_run_id(caller)
+        self.check_run_id(caller.run_id)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "

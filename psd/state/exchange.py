@@ -5,6 +5,7 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Push:
 
     Attributes:
         is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
+        versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
     """
 
     worker: Worker
@@ -48,17 +50,23 @@ class Push:
     client_state: bytes = b""
     cuts: tuple[data_pb2.Cut, ...] = ()
     is_entered: bool = False
+    versions: Mapping[int, int] = field(default_factory=dict)
     covered: set[int] = field(default_factory=set)
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A pull in progress: who reads, and at which clock."""
+    """A pull in progress: who reads, and at which clock.
+
+    Attributes:
+        reader: rank of the worker, if it will compute gradients from what it reads; None: it only waits.
+    """
 
     worker: Worker
     session: int
     clock: int
+    reader: int | None
 
 
 class Exchange:
@@ -83,6 +91,7 @@ class Exchange:
             decisions = check_decisions(header.decisions, job.spec.world_size)
             check_cuts(header.cuts)
             check_client_state(header.client_state)
+            versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
             job.check_agreement(header.clock, scalars, worker.rank)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
@@ -100,6 +109,7 @@ class Exchange:
             scale=scale,
             client_state=header.client_state,
             cuts=tuple(header.cuts),
+            versions=versions,
         )
 
     def _enter(self, push: Push, job: Job) -> None:
@@ -171,7 +181,15 @@ class Exchange:
             self._check_session(push)
         push.worker.last_seen = self._core.now()
         part = Contribution(
-            push.worker.rank, push.session, push.clock, push.weight, values, mask, push.scalars[plan.group], push.scale
+            push.worker.rank,
+            push.session,
+            push.clock,
+            push.weight,
+            values,
+            mask,
+            push.scalars[plan.group],
+            push.versions.get(index),
+            push.scale,
         )
         try:
             outcome = block.contribute(part)
@@ -242,7 +260,8 @@ class Exchange:
         job.judge(verdict)
         if skipped:
             self._core.settle()
-        return Pull(worker, request.caller.session, request.clock), blocks
+        reader = None if request.versions_only else worker.rank
+        return Pull(worker, request.caller.session, request.clock, reader), blocks
 
     def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
         """EXACT: note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
@@ -303,7 +322,7 @@ class Exchange:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
         with self._core.lock:
             self._core.counters.pulls += 1
-        return Pull(push.worker, push.session, push.clock + 1)
+        return Pull(push.worker, push.session, push.clock + 1, push.worker.rank)
 
     def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
         """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
@@ -312,7 +331,7 @@ class Exchange:
         """
         self._check_session(pull)
         version_min = pull.clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
-        found = block.read(version_min)
+        found = block.read(version_min, pull.reader)
         if found is not None:
             return found
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
@@ -328,7 +347,7 @@ class Exchange:
         policy = self._core.initialized().policy
         if policy.has_rounds:
             return block.read(pull.clock)
-        return block.read(0) if policy.lag(pull.clock) == 0 else None
+        return block.read(0, pull.reader) if policy.lag(pull.clock) == 0 else None
 
     def block(self, index: int) -> BlockState:
         """The block of that index; BlockOutOfRange if it is not this shard's."""

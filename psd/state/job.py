@@ -6,22 +6,23 @@ Must not know sessions, leases or tickets.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree
+from psd.contract.custom_rules import CustomRule
+from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
-from psd.contract.rules import rule_info
 from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
 from psd.state.decisions import Decisions
 from psd.state.membership import Membership
-from psd.state.rules import rule_of
+from psd.state.rules import check_listed
+from psd.state.staleness import bound_rule
 from psd.state.verdicts import Verdicts, VerdictStore
 from psd_core.arena import Arena, BlockShape, Page
 
@@ -40,8 +41,12 @@ class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockState.
+        rules: the users' own rules that are listed on this shard.
         verdicts: what keeps the verdicts beside the arena.
+
+    Raises:
+        InvalidRequest: the job names a rule that is not.
 
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
@@ -57,28 +62,32 @@ class Job:
         shard_count: int,
         membership: Membership,
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
+        on_lost: Callable[[StateLost], bool],
+        rules: Mapping[str, CustomRule],
         verdicts: VerdictStore,
     ) -> None:
+        check_listed(spec, rules)
         self.spec = spec
         self.layout = Layout(spec, shard_count)
         self.policy = policy_of(spec)
         self.is_exact = spec.aggregation == "exact"
-        rules = [rule_of(group) for group in spec.groups]
-        self._infos = [rule_info(group.rule) for group in spec.groups]
+        bound = [bound_rule(group, rules) for group in spec.groups]
+        self._infos = [group.info for group in spec.groups]
+        starts = [info.slot_starts(group.flags, group.constants) for info, group in zip(self._infos, spec.groups, strict=True)]
         plans = self.layout.blocks_of(shard_index)
         self.arena = arena_of(
             self.layout,
-            [
-                BlockShape(plan.dtype.name, plan.length, len(rules[plan.group].slot_starts), len(plan.segment_ends))
-                for plan in plans
-            ],
+            [BlockShape(plan.dtype.name, plan.length, len(starts[plan.group]), len(plan.segment_ends)) for plan in plans],
         )
         self.blocks = {
             plan.index: BlockState(
                 plan,
                 arena=self.arena,
                 slot=slot,
-                rule=rules[plan.group],
+                rule=bound[plan.group],
+                rule_name=spec.groups[plan.group].rule,
+                slot_starts=starts[plan.group],
+                tensor_at=self.layout.tensor_at,
                 policy=self.policy,
                 is_mean=spec.reduction == "mean",
                 is_exact=self.is_exact,
@@ -86,6 +95,7 @@ class Job:
                 ratio_places=self._ratio_places(plan),
                 waited_in=membership.waited_in,
                 may_void=membership.is_void,
+                on_lost=on_lost,
             )
             for slot, plan in enumerate(plans)
         }
@@ -130,6 +140,33 @@ class Job:
             raise InvalidRequest(f"scalars: expected {len(self._infos)} groups, got {len(scalars)}")
         for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
             info.check_scalars(values, self.spec.groups[index].flags, index)
+
+    def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
+        """The versions that a push's header says its worker has read, by block; empty where rounds make them pointless.
+
+        Raises:
+            InvalidRequest: another number of them than there are trained blocks; or none, where the job needs them.
+        """
+        if self.policy.has_rounds or not self._trained:
+            return {}
+        if not versions and any(group.staleness for group in self.spec.groups):
+            raise InvalidRequest("versions: are needed, because a group of the job has a staleness")
+        if versions and len(versions) != len(self._trained):
+            raise InvalidRequest(
+                f"versions: expected one per trained block of the shard, {len(self._trained)}, got {len(versions)}"
+            )
+        return {block.plan.index: version for block, version in zip(self._trained, versions, strict=False)}
+
+    @property
+    def ages(self) -> list[int]:
+        """Gradients that were applied without rounds, by their age; see StatusReply.ages."""
+        totals: list[int] = []
+        for block in self._trained:
+            counts = list(block.readers.ages)
+            totals += [0] * (len(counts) - len(totals))
+            for bucket, count in enumerate(counts):
+                totals[bucket] += count
+        return totals
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -221,6 +258,8 @@ class Job:
         """Forget the scalars of rounds that only a worker that is gone had spoken for."""
         for round_ in [r for r, entry in self._round_scalars.items() if entry.rank == rank and not entry.is_counted]:
             del self._round_scalars[round_]
+        for block in self._trained:
+            block.forget_reader(rank)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,9 @@ class Worker:
 
     Attributes:
         last_seen: in the membership's time; negative if never. has_pushed: in the current session.
+        is_leaving: it leaves when the round of its last push has closed.
         left_at: when it left, by its own clock, in seconds since 1970.
+        transport: what it says of its lane to this shard.
     """
 
     rank: int
@@ -51,7 +53,9 @@ class Worker:
     host: str = ""
     pid: int = 0
     has_pushed: bool = False
+    is_leaving: bool = False
     left_at: float = 0.0
+    transport: str = ""
 
     @property
     def is_waited_for(self) -> bool:
@@ -60,7 +64,11 @@ class Worker:
 
 
 class Membership:
-    """The workers of one job on one shard."""
+    """The workers of one job on one shard.
+
+    Attributes:
+        at_barriers: mask of the workers that barriers wait for.
+    """
 
     def __init__(self, world_size: int, lease_s: float) -> None:
         self.workers = [Worker(rank) for rank in range(world_size)]
@@ -84,6 +92,7 @@ class Membership:
     def _refresh(self) -> None:
         waited = [w for w in self.workers if w.is_waited_for]
         mask = sum(1 << w.rank for w in waited)
+        self.at_barriers = sum(1 << w.rank for w in waited if not w.is_leaving)
         self._is_min_clock_known = False
         # One assignment, so that blocks may ask without the shard's lock and never see half of a change.
         self._waited = (mask, max((w.floor for w in waited), default=0), min((w.floor for w in waited), default=None))
@@ -101,11 +110,6 @@ class Membership:
         """True if every worker that is waited for takes part only after `round_`, and there is one."""
         floor_min = self._waited[2]
         return floor_min is not None and round_ < floor_min
-
-    @property
-    def waited_mask(self) -> int:
-        """Mask of the workers that are waited for at all."""
-        return self._waited[0]
 
     def min_clock(self) -> int | None:
         """Clock of the slowest worker that is waited for; None if there is none."""
@@ -157,10 +161,16 @@ class Membership:
             self.check_session(rank, session)
         if session != worker.session:
             worker.session, worker.host, worker.pid = session, host, pid
-            worker.state, worker.has_pushed = WorkerState.LIVE, False
+            worker.state, worker.has_pushed, worker.is_leaving = WorkerState.LIVE, False, False
         worker.last_seen = now
         self._refresh()
         return worker
+
+    def on_leaving(self, worker: Worker) -> bool:
+        """Note that a worker will do nothing more; True if that is new."""
+        is_news, worker.is_leaving = not worker.is_leaving, True
+        self._refresh()
+        return is_news
 
     def on_return(self, worker: Worker, *, host: str, pid: int, now: float) -> None:
         """Note that a live session has met this shard again after the shard's process was replaced."""

@@ -11,13 +11,23 @@ import logging
 import secrets
 
 from psd.checkpoint import CheckpointDirectory, Manifest
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, RolledBack, SpecMismatch
+from psd.contract.config import ConfigError
+from psd.contract.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    ForeignRun,
+    InvalidRequest,
+    PsdError,
+    RolledBack,
+    SpecMismatch,
+)
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts
 from psd.state.initial import InitialValues
 from psd.state.membership import Membership
+from psd.state.rules import check_listed
 from psd.v1 import control_pb2
 
 logger = logging.getLogger(__name__)
@@ -30,9 +40,14 @@ class Restoration:
         self._core = core
         self._cuts = cuts
         self._directory = directory
+        core.may_go_back = directory is not None
 
     def load_newest(self) -> str | None:
-        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none."""
+        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none.
+
+        Raises:
+            ConfigError: it is of a job that names a rule that is not listed.
+        """
         if self._directory is None:
             return None
         manifest = self._directory.newest()
@@ -44,9 +59,33 @@ class Restoration:
                     "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
                 )
                 manifest = self._directory.newest(before=manifest.name)
+            except InvalidRequest as error:
+                raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
             else:
                 return manifest.name
         return None
+
+    def give_up_lost_round(self) -> None:
+        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; then all go back.
+
+        Without any checkpoint those who wait for the round get StateLost.
+        """
+        core = self._core
+        if core.lost_round is None:
+            return
+        with core.lock:
+            job = core.declared()
+            logger.error("%s", core.lost_round)
+            try:
+                core.may_go_back = self.load_newest() is not None
+            except (PsdError, OSError) as failure:
+                logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
+                core.may_go_back = False
+            core.lost_round = None
+            if core.declared() is not job:
+                core.incarnation = secrets.randbits(62) + 1
+        if not core.may_go_back:
+            job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
         """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already.
@@ -78,14 +117,15 @@ class Restoration:
             logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
-        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction.
+        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction,
+        what is done about staleness.
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
         """
         core = self._core
         stored = core.declared().spec
-        if (spec.tensors, spec.groups) != (stored.tensors, stored.groups):
+        if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
             raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
         assert self._directory is not None
         manifest = self._directory.load(core.restored_from)
@@ -103,6 +143,7 @@ class Restoration:
         """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members."""
         core = self._core
         spec = spec if spec is not None else manifest.spec
+        check_listed(spec, core.rules)
         with core.lock:
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():

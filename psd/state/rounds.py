@@ -28,6 +28,7 @@ class Contribution:
         values: (n,) gradient, zero where not present; None: no gradient in this block at all.
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: of the block's group.
+        version_read: of the parameters that the gradient was computed from; None: not known.
         scale: without rounds: by which the gradient is multiplied.
     """
 
@@ -38,6 +39,7 @@ class Contribution:
     values: NDArray[Any] | None
     present: NDArray[np.uint8] | None
     scalars: Sequence[float]
+    version_read: int | None = None
     scale: float = 1.0
 
 

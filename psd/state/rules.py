@@ -1,11 +1,13 @@
-"""The update rules as a shard applies them to a page: what binds a group's flags and calls one kernel.
+"""The update rules as a shard applies them to a page: what binds a group's flags and calls one kernel, or a user's own class.
 
-psd/contract/rules.py says what a rule's numbers may be, psd_core what they do. Must not know workers, rounds or locks.
+psd/contract/rules.py says what a rule's numbers may be, psd_core what they do; psd/state/staleness.py puts what aged gradients
+need around a rule. Must not know workers, rounds or locks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
-from psd.contract.jobspec import GroupSpec
-from psd.contract.rules import rule_info
+from psd.contract.custom_rules import CustomRule, describe
+from psd.contract.errors import InvalidRequest, RuleFailed
+from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
 from psd_core.arena import Page
 
 if TYPE_CHECKING:
     from psd.state.rounds import Accumulators
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,6 +37,8 @@ class Gradient:
         accumulator: sum of the weighted earlier contributions, or None.
         last: the contribution that closes the round, or None.
         touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged.
+        age: updates that the block has seen since the worker read it; 0 where rounds hold the workers together.
+        backup: the parameters that the worker had read, if the rule asks for them and they are known.
         ratios: (k,) float64, for a layer-wise rule: the trust ratio of each segment's tensor.
     """
 
@@ -41,30 +48,76 @@ class Gradient:
     scale: float
     touched: NDArray[np.uint8]
     ratios: NDArray[np.float64] | None = None
+    age: int = 0
+    backup: NDArray[Any] | None = None
+
+    def reduced(self) -> NDArray[Any]:
+        """The sum: an array of its own, or the only contribution where it lies. The same bits as in psd_core.step_block."""
+        given = self.last if self.last is not None else self.accumulator
+        assert given is not None
+        if self.scale == 1 and (self.accumulator is None or self.last is None) and (self.last is None or self.weight == 1):
+            return given
+        total = np.empty_like(given)
+        if self.last is None:
+            psd_core.scaled_copy(total, given, self.scale)
+            return total
+        psd_core.scaled_copy(total, self.last, self.weight)
+        if self.accumulator is not None:
+            psd_core.accumulate(total, self.accumulator)
+        psd_core.scaled_copy(total, total, self.scale)
+        return total
+
+
+class SegmentFailed(Exception):
+    """A user's own rule raised, which is the cause, in the run of a block that begins with this segment."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__(segment)
+        self.segment = segment
+
+    def told(self, rule: str, tensor: str, block: int, version: int, *, is_known: bool) -> RuleFailed:
+        """The error for the workers; the user's traceback goes to the log, unless the round has failed before."""
+        cause = self.__cause__
+        assert cause is not None
+        text = f"rule {rule!r} failed in tensor {tensor!r} at version {version} (block {block}), which stays as it is"
+        if not is_known:
+            logger.error(text, exc_info=cause)
+        return RuleFailed(f"{text}: {describe(cause)}", rule=rule, tensor=tensor, version=version)
 
 
 class Rule(Protocol):
-    """One update rule, bound to the flags of a group."""
+    """One update rule, bound to the flags of a group.
 
-    @property
-    def slot_starts(self) -> tuple[float, ...]:
-        """What each of the arrays that it keeps per parameter begins with."""
-        ...
+    Attributes:
+        needs_backup: it wants to know the parameters that the worker had read.
+    """
+
+    needs_backup: bool
 
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """Write to `after` what `before` becomes under the gradient. `after` is a spare page of the same shape."""
+        """Write to `after` what `before` becomes under the gradient. `after` is a spare page of the same shape.
+
+        Slots and scalars behind its own are left to whoever has put them there.
+
+        Raises:
+            SegmentFailed: a user's code did.
+        """
         ...
 
 
 class Elementwise:
     """A rule of psd_core, bound to the flags of a group."""
 
+    needs_backup = False
+
     def __init__(self, group: GroupSpec) -> None:
-        self.slot_starts = rule_info(group.rule).slot_starts(group.flags, group.constants)
         self._name = group.rule
         self._flags = group.flags
+        info = psd_core.RULES[group.rule]
+        self._slots = len(info.slots_of(group.flags))
+        self._scalars = len(info.scalars)
 
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
@@ -74,8 +127,8 @@ class Elementwise:
             self._name,
             before.parameter,
             after.parameter,
-            before.slots,
-            after.slots,
+            before.slots[: self._slots],
+            after.slots[: self._slots],
             gradient.accumulator,
             gradient.last,
             weight=gradient.weight,
@@ -84,7 +137,7 @@ class Elementwise:
             touched=gradient.touched,
             steps_in=before.steps,
             steps_out=after.steps,
-            scalars=scalars,
+            scalars=scalars[: self._scalars],
             flags=self._flags,
         )
 
@@ -96,11 +149,12 @@ class Layerwise:
     the two.
     """
 
+    needs_backup = False
+
     def __init__(self, group: GroupSpec) -> None:
-        self.slot_starts = rule_info(group.rule).slot_starts(group.flags, group.constants)
         self._name = group.rule
         self._flags = group.flags
-        self._lr = rule_info(group.rule).scalars.index("lr")
+        self._lr = group.info.scalars.index("lr")
 
     def squares(
         self,
@@ -171,16 +225,81 @@ class Layerwise:
 class Static:
     """Tensors that never change."""
 
-    slot_starts = ()
+    needs_backup = False
 
     def apply(self, *_: object) -> None:
         """Never called: nothing is pushed to a static group."""
         raise AssertionError("a static group has no updates")
 
 
-def rule_of(group: GroupSpec) -> Rule:
+class Custom:
+    """A user's own rule; psd/contract/custom_rules.py says what its author relies on."""
+
+    needs_backup = False
+
+    def __init__(self, group: GroupSpec, rule: CustomRule) -> None:
+        self._rule = rule.kind()
+        self._slots = group.slots
+        self._scalars = group.scalars
+
+    def apply(
+        self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
+    ) -> None:
+        """See Rule. `after` begins as a copy of `before`; runs of neighbours at the same step are updated in it together."""
+        np.copyto(after.parameter, before.parameter)
+        slots = dict(zip(self._slots, after.slots, strict=False))
+        for old, new in zip(before.slots, slots.values(), strict=False):
+            np.copyto(new, old)
+        touched = gradient.touched != 0
+        np.copyto(after.steps, before.steps + touched)
+        grad = gradient.reduced().view()
+        grad.flags.writeable = False
+        hyper = dict(zip(self._scalars, scalars, strict=False))
+        edges = np.flatnonzero(np.diff(touched) | (np.diff(after.steps) != 0)) + 1
+        for first, end in zip((0, *edges.tolist()), (*edges.tolist(), len(touched)), strict=True):
+            run = slice(int(segment_ends[first - 1]) if first else 0, int(segment_ends[end - 1]))
+            if not touched[first] or run.start == run.stop:
+                continue
+            views = {name: slot[run] for name, slot in slots.items()}
+            try:
+                numbers = {**hyper, "step": int(after.steps[first]), "age": gradient.age}
+                _check_returned(self._rule.apply(after.parameter[run], grad[run], views, numbers))
+            except (Exception, SystemExit) as error:
+                raise SegmentFailed(first) from error
+
+
+def _check_returned(value: object) -> None:
+    if value is not None:
+        raise TypeError(f"apply must update param and slots in place and return None, got {type(value).__name__}")
+
+
+def check_listed(spec: JobSpec, listed: Mapping[str, CustomRule]) -> None:
+    """Raise InvalidRequest if a job names a rule that is not listed on this shard, or one that is another here."""
+    for index, group in enumerate(spec.groups):
+        if not group.info.is_custom:
+            continue
+        if group.rule not in listed:
+            raise InvalidRequest(
+                f"groups[{index}].rule: {group.rule!r} is not listed on this shard; start psd-server, or psd-run, with "
+                f"--rule {group.rule}. Listed: {', '.join(listed) or 'none'}"
+            )
+        rule = listed[group.rule]
+        mine = (tuple(rule.slots), tuple(rule.slots.values()), tuple(rule.hyper))
+        if mine != (group.slots, group.constants, group.scalars):
+            theirs = dict(zip(group.slots, group.constants, strict=True))
+            raise InvalidRequest(
+                f"groups[{index}].rule: {group.rule!r} has slots {dict(rule.slots)} and numbers {list(rule.hyper)} on this "
+                f"shard, but {theirs} and {list(group.scalars)} in the job; is its code the same here and there?"
+            )
+
+
+def rule_of(group: GroupSpec, listed: Mapping[str, CustomRule]) -> Rule:
     """The rule of a group; the spec has been checked, so that it exists."""
-    return Static() if group.is_static else Layerwise(group) if group.is_layerwise else Elementwise(group)
+    if group.is_static:
+        return Static()
+    if group.is_layerwise:
+        return Layerwise(group)
+    return Custom(group, listed[group.rule]) if group.info.is_custom else Elementwise(group)
 
 
 def _touched(gradient: Gradient, segment_ends: NDArray[np.uint32]) -> Iterator[tuple[int, slice, int]]:

@@ -104,13 +104,18 @@ class Shard:
             self.core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases; to be called every quarter of a lease or so. Returns the workers that expired."""
+        """Expire leases, and see to what that has made hopeless; to be called every quarter of a lease or so.
+
+        Returns:
+            The workers that expired.
+        """
         with self.core.lock:
             expired = self.core.membership.on_tick(self.core.now()) if self.core.membership is not None else []
             for worker in expired:
                 self.core.on_session_end(worker)
         if expired:
             self.core.settle()
+        self.restoration.give_up_lost_round()
         return expired
 
     def drain(self) -> None:

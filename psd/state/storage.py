@@ -158,17 +158,17 @@ class Storage:
     def _clear_abandoned() -> None:
         for path in memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
             try:
-                age_s = time.time() - path.stat().st_mtime
+                # Without an arena it may be another shard's that is just about to lock it, and must find it free.
+                if not Arena.is_in(path) and time.time() - path.stat().st_mtime < _MAKING_S_MAX:
+                    continue
                 arena = Arena.open(path)
             except ArenaCorrupt:  # nobody holds its lock, and nobody can ever use it
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             except (ArenaBusy, OSError):
                 continue
-            if arena is None:
-                # Killed while it made its arena; or another shard that is just about to.
-                if age_s > _MAKING_S_MAX:
-                    shutil.rmtree(path, ignore_errors=True)
+            if arena is None:  # killed while it made its arena
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 _remove_notes(path)
                 arena.close(remove=True)

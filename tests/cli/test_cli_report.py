@@ -6,9 +6,16 @@ from psd.cli.report import Answer, as_json, as_text, duration, merged_waits, mer
 from psd.v1 import control_pb2 as pb
 
 
-def worker(rank, state=pb.WORKER_STATE_LIVE, clock=40, last_seen_s=0.2):
+def worker(rank, state=pb.WORKER_STATE_LIVE, clock=40, last_seen_s=0.2, transport=""):
     return pb.WorkerStatus(
-        rank=rank, state=state, clock=clock, last_seen_s=last_seen_s, host="host", pid=100 + rank, session=2**63 + rank
+        rank=rank,
+        state=state,
+        clock=clock,
+        last_seen_s=last_seen_s,
+        host="host",
+        pid=100 + rank,
+        session=2**63 + rank,
+        transport=transport,
     )
 
 
@@ -86,7 +93,13 @@ def test_wait_text_when_in_a_barrier_then_it_names_it_and_who_never_came():
 
 
 def test_as_text_when_all_is_well_then_every_part_is_there():
-    text = as_text(answers(shard(0), shard(1, workers=[worker(0), worker(1, last_seen_s=3)])))
+    tcp = "tcp (not shm: the shard is on another machine)"
+    text = as_text(
+        answers(
+            shard(0, workers=[worker(0, transport="shm")]),
+            shard(1, workers=[worker(0, transport=tcp), worker(1, last_seen_s=3)]),
+        )
+    )
 
     assert text.splitlines() == [
         "run mnist-1: sync, mean, 2 workers, 4 tensors, 6.0 MiB parameters, 0 B slots",
@@ -95,9 +108,9 @@ def test_as_text_when_all_is_well_then_every_part_is_there():
         "0/2    127.0.0.1:7000  serving  75 s       3     3.0 MiB    0 B   40..41         40",
         "1/2    127.0.0.1:7001  serving  75 s       3     3.0 MiB    0 B   40..41         40",
         "",
-        "WORKER  STATE  CLOCK  LAST SEEN  PROCESS",
-        "0       live      40  0.2 s ago  host:100",
-        "1       live      40  3.0 s ago  host:101",
+        "WORKER  STATE  CLOCK  LAST SEEN  PROCESS   TRANSPORT",
+        "0       live      40  0.2 s ago  host:100  shm, tcp (not shm: the shard is on another machine)",
+        "1       live      40  3.0 s ago  host:101  -",
         "",
         "SHARD  PUSHES  LATE  DUPLICATE  REFUSED  PULLS  UPDATES  RECEIVED  SENT",
         "0/2        80     0          0        0      0        0   1.0 GiB   0 B",

@@ -235,7 +235,10 @@ def test_copies_when_made_then_are_new_arrays_of_the_declared_dtype() -> None:
         ({"servers": "h:1", "rank": 0}, "world_size: not given"),
         ({"servers": "h", "rank": 0, "world_size": 1}, "servers: expected HOST:PORT"),
         ({"servers": "h:1", "rank": 1, "world_size": 1}, r"rank: expected 0 to 0"),
-        ({"servers": "h:1", "rank": 0, "world_size": 1, "transport": "pigeon"}, "transport: expected one of auto, grpc"),
+        (
+            {"servers": "h:1", "rank": 0, "world_size": 1, "transport": "pigeon"},
+            "transport: expected one of auto, shm, tcp, gr",
+        ),
     ],
 )
 def test_connect_when_a_setting_is_wrong_then_names_it(

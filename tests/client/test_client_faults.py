@@ -228,10 +228,12 @@ def test_close_when_called_then_nobody_waits_for_the_worker(cluster: Start) -> N
     servers = cluster(2).servers
     with connect(servers, 0, 2) as ps:
         declare(ps)
-        with connect(servers, 1, 2) as peer:
-            declare(peer)
-            peer.push(ones())
+        peer = connect(servers, 1, 2)
+        declare(peer)
+        peer.push(ones())
+        closing = Thread(peer.close)
         ps.push_pull(ones())
+        closing.result()
         ps.push_pull(ones())
         ps.barrier("all")
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from client_faults import Restartable, Thread, connect_faulty, expire, until
 
-from psd.contract.errors import RolledBack, SessionFenced, StateLost
+from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost
 from psd_client import SGD, ParameterServer, connect
 
 Start = Callable[..., Any]
 
 SIZE = 20_000  # two blocks on two shards
+
+PROGRAM = """
+import numpy as np, psd_client
+ps = psd_client.connect({servers!r}, 0, 2)
+ps.declare({{"w": np.zeros({size}, np.float32)}}, psd_client.SGD(lr=1.0))
+ps.push({{"w": np.full({size}, 2, np.float32)}})
+"""
 
 
 def declare(ps: ParameterServer, **options: Any) -> dict[str, Any]:
@@ -70,6 +80,94 @@ def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has
         second.result()
         peer.push(gradient(0.0))
         assert set(ps.pull()["w"].tolist()) == {-53.0}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_the_gradient_counts(
+    restartable: Callable[..., Restartable], aggregation: str, index: int
+) -> None:
+    """The push was acknowledged, and is in no arena: the worker stays until it need not be sent again."""
+    job = restartable()
+    with connect(job.servers, 1, 2) as peer:
+        ps = connect(job.servers, 0, 2)
+        other = Thread(lambda: declare(peer, aggregation=aggregation))
+        declare(ps, aggregation=aggregation)
+        other.result()
+        ps.push(gradient(2.0))
+        closing = Thread(ps.close)
+        until(lambda: bool(job.shards[0].shard.core.waiting.open(0)))
+
+        job.restart(index)
+        peer.push(gradient(4.0))
+        closing.result()
+
+        assert set(peer.pull()["w"].tolist()) == {-3.0}
+        assert set(peer.push_pull(gradient(1.0))["w"].tolist()) == {-4.0}, "nobody waits for one that has left"
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="gRPC needs threads for streams, and exiting interpreters give none any more"
+)
+@pytest.mark.process
+def test_program_when_it_ends_after_a_push_then_stays_until_the_round_has_closed(
+    restartable: Callable[..., Restartable], tmp_path: Path
+) -> None:
+    """Without close(), too; the shard that was killed is sent the gradient again at the interpreter's exit."""
+    job = restartable()
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(servers=job.servers, size=SIZE))
+    with connect(job.servers, 1, 2) as peer, subprocess.Popen([sys.executable, str(script)]) as process:
+        declare(peer)
+        until(lambda: any(wait.kind.name == "ROUND" for wait in job.shards[0].shard.core.waiting.open(0)))
+
+        job.restart(0)
+        peer.push(gradient(4.0))
+
+        assert process.wait(30) == 0
+        assert set(peer.pull()["w"].tolist()) == {-3.0}
+
+
+def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(cluster: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Bounded by the wait timeout."""
+    servers = cluster(2).servers
+    with connect(servers, 1, 2) as peer:
+        ps = connect(servers, 0, 2, wait_timeout=0.3)
+        declare(ps)
+        declare(peer)
+        ps.push(gradient(1.0))
+
+        ps.close()
+
+    assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
+
+
+def test_close_when_the_others_wait_at_a_barrier_then_they_do_not_wait_for_this_worker(cluster: Start) -> None:
+    """Uneven data: the last push of the longer one meets nobody, and must not stop those who have finished."""
+    servers = cluster(2, lease_s=0.5).servers
+    with connect(servers, 1, 2) as peer:
+        ps = connect(servers, 0, 2)
+        declare(ps)
+        declare(peer)
+        ps.push(gradient(1.0))
+        closing = Thread(ps.close)
+
+        peer.barrier("end")
+
+        peer.close()
+        closing.result()
+
+
+@pytest.mark.parametrize("failure", ["of the body", "of the last call"])
+def test_close_when_something_has_failed_then_waits_for_nobody(cluster: Start, failure: str) -> None:
+    """The others' next push may never come, and the program knows already."""
+    servers = cluster(2).servers
+    with pytest.raises(InvalidRequest), connect(servers, 0, 2) as ps:
+        declare(ps)
+        ps.push(gradient(1.0))
+        if failure == "of the body":
+            raise InvalidRequest("x")
+        ps.barrier("")
 
 
 @pytest.mark.parametrize("consistency", ["async", "ssp:2"])
@@ -161,6 +259,65 @@ def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(restart
         assert set(declare(ps)["w"].tolist()) == {0.0}
 
         assert set(ps.push_pull(gradient(1.0))["w"].tolist()) == {-1.0}
+
+
+def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_comes_first_then_all_meet(
+    restartable: Callable[..., Restartable],
+) -> None:
+    """Nobody has named the run: the next life of shard 0 gives it another name, which neither the first worker nor shard 1
+    know yet."""
+    job = restartable()
+    early, faults = connect_faulty(job.servers, 0, 2)
+    late: list[ParameterServer] = []
+
+    def restart() -> None:
+        job.restart(0)
+        late.append(connect(job.servers, 1, 2))
+
+    with early:
+        faults.run_before("initialize", shard=1, action=restart)
+        declaring = Thread(lambda: declare(early))
+        until(lambda: bool(late))
+        with late[0]:
+            declare(late[0])
+            declaring.result()
+            pulled = Thread(lambda: early.push_pull(gradient(1.0)))
+            assert set(late[0].push_pull(gradient(3.0))["w"].tolist()) == {-2.0}
+            assert set(pulled.result()["w"].tolist()) == {-2.0}
+    assert len({shard.shard.core.run_id for shard in job.shards}) == 1
+
+
+def test_declare_when_the_others_have_begun_under_another_name_then_joins_them(restartable: Callable[..., Restartable]) -> None:
+    """As above, and this worker stands still between two shards for so long that the new name holds when it goes on."""
+    job = restartable()
+    slow, faults = connect_faulty(job.servers, 1, 2)
+    late: list[ParameterServer] = []
+
+    def restart() -> None:
+        job.restart(0)
+        late.append(connect(job.servers, 0, 2))
+        declare(late[0])
+        late[0].push(gradient(1.0))
+
+    with slow:
+        faults.run_before("declare", shard=1, action=restart)
+        declare(slow)
+        with late[0]:
+            slow.push(gradient(3.0))
+            assert set(late[0].pull()["w"].tolist()) == {-2.0}
+
+
+def test_rejoin_when_shard_zero_has_come_back_blank_then_is_told(cluster: Start) -> None:
+    """It calls an unnamed run by another name than the shards that live on: not a foreign run, but a loss."""
+    job = cluster(2)
+    with connect(job.servers, 0, 1) as ps:
+        declare(ps)
+        ps.push_pull(gradient(1.0))
+        job.shards[0].stop()
+        cluster(2, only=0, listen=job.shards[0].address)
+
+        with pytest.raises(StateLost, match=r"shard 0 at .* has come back without what it held, and the others have not"):
+            ps._session.join()
 
 
 def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(

@@ -129,6 +129,7 @@ class FakeSession:
 
     membership: Membership | None = None
     clock: int = 41
+    is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
 
@@ -140,6 +141,8 @@ class FakeSession:
 
 class FakeLane:
     """Answers heartbeats as the test says."""
+
+    transport = "grpc"
 
     def __init__(self, shard: int) -> None:
         self.shard = shard

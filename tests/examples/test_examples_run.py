@@ -62,7 +62,7 @@ def test_linear_regression_finds_the_line(consistency):
     assert loss < 0.5
 
 
-@pytest.mark.parametrize("script", ["mnist.py", "linear_regression.py"])
+@pytest.mark.parametrize("script", ["mnist.py", "linear_regression.py", "custom_rule.py"])
 def test_example_without_psd_run_says_how_to_start_it(script):
     finished = run(str(EXAMPLES / script))
 
@@ -90,3 +90,23 @@ def test_demo_fails_if_a_run_fails(tmp_path):
     assert finished.returncode == 1
     assert "the sync run failed with status" in finished.stderr
     assert "does not have train-images-idx3-ubyte.gz" in finished.stderr
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_custom_rule_learns_digits(consistency):
+    """A rule of the user's own, which psd-run lists and the shards find beside the script."""
+    output = psd_run(
+        "--shards", "2", "--workers", "2", "--consistency", consistency, "--rule", "yogi:Yogi",
+        str(EXAMPLES / "custom_rule.py"), "--steps", "100",
+    )  # fmt: skip
+
+    result = json.loads(output.partition("result ")[2].splitlines()[0])
+    assert result["accuracy"] >= 0.9
+
+
+def test_custom_rule_when_it_is_not_listed_then_the_job_ends_with_the_flag():
+    finished = run("-m", "psd.cli.run", "--workers", "2", "--grace", "2", str(EXAMPLES / "custom_rule.py"))
+
+    assert finished.returncode == 1
+    assert "'yogi:Yogi' is not listed on this shard; start psd-server, or psd-run, with --rule yogi:Yogi" in finished.stdout
+    assert "Traceback" not in finished.stdout

@@ -30,8 +30,10 @@ def shard_processes(tmp_path: Path) -> Iterator[Callable[..., list[ShardProcess]
     def start(count: int, *flags: str, crash_points: Sequence[str] = ()) -> list[ShardProcess]:
         shards = [ShardProcess(i, count, tmp_path / f"shard-{len(started)}-{i}", *flags) for i in range(count)]
         for shard, crash_point in itertools.zip_longest(shards, crash_points, fillvalue=""):
-            shard.start(crash_point)
             started.append(shard)
+            shard.begin_start(crash_point)
+        for shard in shards:
+            shard.end_start()
         return shards
 
     yield start

@@ -31,10 +31,19 @@ class ShardProcess:
 
     def start(self, crash_point: str = "") -> None:
         """Returns when it serves. `crash_point`: PSD_CRASH_POINT of this life only."""
+        self.begin_start(crash_point)
+        self.end_start()
+
+    def begin_start(self, crash_point: str = "") -> None:
+        """Start it; to be followed by `end_start`, so that several start at once."""
         command = [sys.executable, "-m", "psd.cli.server", "--shard", f"{self.index}/{self.count}", "--listen", self.address]
         command += ["--state-dir", str(self.directory), "--exit-when-done", "--log-level", "error", *self._flags]
         environ = os.environ | {"PSD_CRASH_POINT": crash_point}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+
+    def end_start(self) -> None:
+        """Returns when it serves."""
+        assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         found = READY.search(line)

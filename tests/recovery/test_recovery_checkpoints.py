@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,23 +41,37 @@ def run(servers: str, world_size: int, until: int, **declaration: Any) -> dict[s
         return [job.result() for job in jobs].pop()
 
 
-@pytest.mark.parametrize("restored_count", [1, 2, 3, 5])
-@pytest.mark.parametrize("shard_count", [1, 2, 3, 5])
-def test_a_job_goes_on_from_its_checkpoint_on_any_number_of_shards(
-    cluster: Callable[..., Any], tmp_path: Path, shard_count: int, restored_count: int
-) -> None:
-    """10 steps, a checkpoint at the end, 20 more steps elsewhere: the same bits as 30 steps in one go."""
-    url = str(tmp_path / "checkpoints")
-    declaration = {"consistency": "sync", "aggregation": "exact"}
+EXACT = {"consistency": "sync", "aggregation": "exact"}
 
-    undisturbed = run(cluster(2).servers, 2, 30, **declaration)
-    first = cluster(shard_count, checkpoint_dir=url)
-    run(first.servers, 2, 10, **declaration)
-    for shard in first.shards:
+
+@pytest.fixture(scope="module")
+def undisturbed(module_cluster: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters after 30 steps in one go."""
+    return run(module_cluster(2).servers, 2, 30, **EXACT)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5], ids="from {}".format)
+def stored(
+    request: pytest.FixtureRequest, module_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A directory with the checkpoint after 10 steps on so many shards."""
+    path = tmp_path_factory.mktemp("stored")
+    running = module_cluster(request.param, checkpoint_dir=str(path))
+    run(running.servers, 2, 10, **EXACT)
+    for shard in running.shards:
         assert shard.done.wait(10)
         shard.drain(5)
-    second = cluster(restored_count, checkpoint_dir=url)
-    restored = run(second.servers, 2, 30, **declaration)
+    return path
+
+
+@pytest.mark.parametrize("restored_count", [1, 2, 3, 5], ids="to {}".format)
+def test_a_job_goes_on_from_its_checkpoint_on_any_number_of_shards(
+    cluster: Callable[..., Any], tmp_path: Path, undisturbed: dict[str, Any], stored: Path, restored_count: int
+) -> None:
+    """10 steps, a checkpoint at the end, 20 more steps elsewhere: the same bits as 30 steps in one go."""
+    url = str(shutil.copytree(stored, tmp_path / "checkpoints"))
+
+    restored = run(cluster(restored_count, checkpoint_dir=url).servers, 2, 30, **EXACT)
 
     for name in SHAPES:
         np.testing.assert_array_equal(undisturbed[name], restored[name], err_msg=name)
@@ -67,13 +82,13 @@ def test_checkpoints_are_taken_by_steps_and_old_ones_removed(cluster: Callable[.
     url = str(tmp_path / "checkpoints")
     running = cluster(3, checkpoint_dir=url, checkpoint_steps=10, checkpoint_keep=2, lease_s=2)
 
-    run(running.servers, 2, 400)
+    run(running.servers, 2, 150)
     for shard in running.shards:
         shard.drain(5)
 
     found = CheckpointDirectory(url).checkpoints()
     assert [info.state for info in found[:2]] == [CheckpointState.VALID, CheckpointState.VALID]
-    assert found[0].step == 400
+    assert found[0].step == 150
     assert all(info.step % 10 == 0 for info in found)
     assert sum(info.state is CheckpointState.VALID for info in found) == 2
 
@@ -81,14 +96,13 @@ def test_checkpoints_are_taken_by_steps_and_old_ones_removed(cluster: Callable[.
 def test_all_roll_back_when_one_shard_has_lost_its_memory(cluster: Callable[..., Any], tmp_path: Path) -> None:
     """The workers are told, by an error that says the step, and end in the same bits as if nothing had happened."""
     url = str(tmp_path / "checkpoints")
-    declaration: dict[str, Any] = {"consistency": "sync", "aggregation": "exact"}
-    undisturbed = run(cluster(2).servers, 1, 40, **declaration)
+    undisturbed = run(cluster(2).servers, 1, 40, **EXACT)
     running = cluster(2, checkpoint_dir=url, checkpoint_steps=10, lease_s=2)
     address = running.shards[1].address
     rolled_back = []
 
     with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
-        params = ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **declaration)
+        params = ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **EXACT)
         while ps.clock < 40:
             ps.save_client_state(f"after step {ps.clock}".encode())
             try:
@@ -105,6 +119,92 @@ def test_all_roll_back_when_one_shard_has_lost_its_memory(cluster: Callable[...,
 
     assert rolled_back
     assert rolled_back[0] % 10 == 0
+    for name in SHAPES:
+        np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
+
+
+def test_a_worker_whose_lease_ran_out_while_a_shard_lost_its_memory_is_told_too(
+    cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It hears first that its session has ended, and finds the loss when it joins again: not a mere rejoin."""
+    url = str(tmp_path / "checkpoints")
+    undisturbed = run(cluster(2).servers, 1, 20, **EXACT)
+    settings: dict[str, Any] = {"checkpoint_dir": url, "checkpoint_steps": 5, "lease_s": 60}
+    running = cluster(2, **settings)
+
+    def step(params: dict[str, Any]) -> dict[str, Any]:
+        return ps.push_pull(gradients(params, 0, ps.clock), weight=1 + ps.clock % 3)
+
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+        params = ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **EXACT)
+        while ps.clock < 12:
+            params = step(params)
+        while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
+            ps.barrier("until the first checkpoint is complete")
+        core = running.shards[0].shard.core
+        with core.lock:
+            core.members.worker(0).last_seen -= 1000
+            assert [worker.rank for worker in running.shards[0].shard.tick()] == [0]
+        running.shards[1].stop()
+        cluster(2, only=1, listen=running.shards[1].address, **settings)
+
+        with pytest.raises(psd_client.RolledBack, match="went back to a checkpoint at step") as caught:
+            ps.barrier("shard 0 alone answers this")
+
+        assert caught.value.detail == {"timeline": core.timeline, "step": ps.clock}, "the error of a worker that joins again"
+        assert (core.timeline, ps.clock % 5) == (1, 0)
+        params = ps.pull()
+        while ps.clock < 20:
+            params = step(params)
+
+    for name in SHAPES:
+        np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
+
+
+def test_all_roll_back_when_a_shard_and_a_worker_are_lost_in_one_round(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """Exact: the round was decided with the worker's gradient, which nobody has any more. Then the same bits again."""
+    url = str(tmp_path / "checkpoints")
+    undisturbed = run(cluster(2).servers, 2, 20, **EXACT)
+
+    def start(index: int, listen: str = "127.0.0.1:0") -> Any:
+        settings = {"state_dir": str(tmp_path / f"{index}"), "checkpoint_dir": url, "checkpoint_steps": 5, "lease_s": 2}
+        return cluster(2, only=index, listen=listen, **settings).shards[0]
+
+    shards = [start(index) for index in range(2)]
+    servers = ",".join(shard.address for shard in shards)
+
+    def step(ps: psd_client.ParameterServer, params: dict[str, Any], *, pulls: bool = True) -> dict[str, Any]:
+        call = ps.push_pull if pulls else ps.push
+        return call(gradients(params, ps.rank, ps.clock), weight=1 + (ps.rank + ps.clock) % 3) or {}
+
+    def begin(rank: int) -> tuple[psd_client.ParameterServer, dict[str, Any]]:
+        ps = psd_client.connect(servers, rank, 2, wait_timeout=60)
+        return ps, ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **EXACT)
+
+    def until_round_12(rank: int) -> psd_client.ParameterServer:
+        ps, params = begin(rank)
+        while ps.clock < 12:
+            params = step(ps, params)
+        while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
+            ps.barrier("until the first checkpoint is complete")
+        step(ps, params, pulls=False)
+        return ps
+
+    with ThreadPoolExecutor(2) as pool:
+        survivor, dying = pool.map(until_round_12, range(2))
+        shards[1].stop()
+        start(1, shards[1].address)  # decided at shard 0, and not heard of here
+        dying._close(RuntimeError("it crashes"))
+        with survivor:
+            with pytest.raises(psd_client.RolledBack, match="went back to a checkpoint at step") as caught:
+                survivor.pull()
+            assert caught.value.detail["step"] in (5, 10)
+            successor = pool.submit(train, servers, 1, 2, 20, **EXACT)
+            params = survivor.pull()
+            while survivor.clock < 20:
+                params = step(survivor, params)
+        successor.result()
+
     for name in SHAPES:
         np.testing.assert_array_equal(undisturbed[name], params[name], err_msg=name)
 

@@ -14,7 +14,15 @@ from psd_core.arena import CRASH_POINTS
 
 pytestmark = pytest.mark.process
 
-STEPS = {
+SHORT = {
+    "one thing after another": [
+        "arena.create.before_rename:1",
+        "arena.publish.before_flip:73",
+        "arena.decision:5",
+        "arena.trim:1",
+    ],
+}
+LONG = {
     "the arena is made": [
         "arena.create.before_rename:1",
         "arena.grow.before_record:1",
@@ -48,16 +56,20 @@ STEPS = {
 
 
 def test_every_crash_point_of_the_arena_is_here() -> None:
-    assert {point.partition(":")[0] for points in STEPS.values() for point in points} == set(CRASH_POINTS)
+    assert {point.partition(":")[0] for points in LONG.values() for point in points} == set(CRASH_POINTS)
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize("when", STEPS)
+@pytest.mark.parametrize(
+    "points",
+    [
+        *(pytest.param(points, id=when) for when, points in SHORT.items()),
+        *(pytest.param(points, id=when, marks=pytest.mark.chaos) for when, points in LONG.items()),
+    ],
+)
 def test_when_a_shard_dies_at_a_step_then_training_ends_in_the_same_bits(
-    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, when: str
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, points: list[str]
 ) -> None:
     """Each life ends at its step, by SIGKILL from within; the next one goes on."""
-    points = STEPS[when]
     stop = crash_job.Stop()
     (shard,) = shard_processes(1, "--checkpoint-dir", str(tmp_path / "disturbed"), crash_points=[points[0]])
 

@@ -15,7 +15,6 @@ import half_push_job
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from shard_processes import ShardProcess, servers_of
 
 pytestmark = pytest.mark.process
 
@@ -37,9 +36,8 @@ def dying_worker(servers: str, blocks: int, aggregation: str) -> Iterator[subpro
         process.kill()
 
 
-def train(shards: list[ShardProcess], blocks: int, aggregation: str) -> tuple[list[NDArray[Any]], float]:
+def train(servers: str, blocks: int, aggregation: str) -> tuple[list[NDArray[Any]], float]:
     """Parameters after each step of worker 0, and how long worker 0 waited for the first step without rank 2."""
-    servers = servers_of(shards)
     times: list[float] = []
 
     def work(rank: int) -> list[NDArray[Any]]:
@@ -63,21 +61,21 @@ def train(shards: list[ShardProcess], blocks: int, aggregation: str) -> tuple[li
 
 
 def test_exact_when_a_worker_is_killed_in_mid_push_then_its_half_push_leaves_no_trace(
-    shard_processes: Callable[..., list[ShardProcess]],
+    cluster: Callable[..., Any],
 ) -> None:
     """The others go on within its lease, to the same bits as if that push had never been begun."""
-    without, _ = train(shard_processes(2, "--lease", f"{LEASE_S}"), 0, "exact")
-    with_half, waited = train(shard_processes(2, "--lease", f"{LEASE_S}"), 1, "exact")
+    without, _ = train(cluster(2, lease_s=LEASE_S).servers, 0, "exact")
+    with_half, waited = train(cluster(2, lease_s=LEASE_S).servers, 1, "exact")
 
     assert waited < LEASE_S + SLACK_S
     np.testing.assert_array_equal(with_half, without)
 
 
 def test_fast_when_a_worker_is_killed_in_mid_push_then_what_had_arrived_counts_once(
-    shard_processes: Callable[..., list[ShardProcess]],
+    cluster: Callable[..., Any],
 ) -> None:
     """The others go on within its lease; a block has the dead worker's gradient whole, or not at all."""
-    seen, waited = train(shard_processes(2, "--lease", f"{LEASE_S}"), 1, "fast")
+    seen, waited = train(cluster(2, lease_s=LEASE_S).servers, 1, "fast")
 
     assert waited < LEASE_S + SLACK_S
     older, old, new = seen[STEPS_TOGETHER - 2 : STEPS_TOGETHER + 1]

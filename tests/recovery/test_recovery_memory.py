@@ -31,7 +31,7 @@ def resident_bytes(pid: int, arena_bytes: int) -> int:
 
 @pytest.mark.parametrize(
     "parameter_bytes",
-    [16 << 20, pytest.param(100 << 20, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])],
+    [8 << 20, pytest.param(100 << 20, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])],
     ids=lambda n: f"{n >> 20} MiB",
 )
 def test_memory_when_eight_workers_train_then_it_stays_within_the_bound_and_snapshots_are_given_back(

@@ -18,8 +18,10 @@ SHAPES = {
     "bias": ((170,), "float32"),
     "double": ((37, 11), "float64"),
     "scale": ((), "float32"),
+    "half": ((60, 9), "float16"),
 }
 STEPS, STOP = 20, 9
+CUSTOM = "sample_rules:Drifting"
 EXACT = {"consistency": "sync", "aggregation": "exact"}
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -35,14 +37,27 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "FTRL": psd_client.FTRL(lr=0.1, l1=0.01, l2=0.1),
     "LAMB": psd_client.LAMB(lr=1e-2),
     "Lion": psd_client.Lion(lr=1e-2, weight_decay=0.1),
+    "CustomRule": psd_client.CustomRule(CUSTOM, lr=0.05),
 }
 CLIPPED = ("SGD", "LAMB")  # by a norm that most gradients are above
 
-every_rule = pytest.mark.parametrize(
-    ("optimizer", "clip_norm"),
-    [(optimizer, None) for optimizer in OPTIMIZERS.values()] + [(OPTIMIZERS[name], 5.0) for name in CLIPPED],
-    ids=[*OPTIMIZERS, *(f"{name} clipped" for name in CLIPPED)],
-)
+# An optimizer, and clip_norm.
+CASES = {name: (optimizer, None) for name, optimizer in OPTIMIZERS.items()} | {
+    f"{name} clipped": (OPTIMIZERS[name], 5.0) for name in CLIPPED
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[Optimizer, float | None]:
+    """Every one."""
+    chosen: tuple[Optimizer, float | None] = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def expected(module_cluster: Callable[..., Any], case: tuple[Optimizer, float | None]) -> dict[str, Any]:
+    """The parameters after all steps on one shard."""
+    return run(module_cluster(1, rules=(CUSTOM,)).servers, *case)
 
 
 def initial_values() -> dict[str, np.ndarray[Any, Any]]:
@@ -75,32 +90,31 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(np.isfinite(array).all() for array in actual.values())
 
 
-@every_rule
-def test_any_number_of_shards_gives_the_same_bits(
-    cluster: Callable[..., Any], optimizer: Optimizer, clip_norm: float | None
+def test_five_shards_give_the_bits_of_one(
+    cluster: Callable[..., Any], case: tuple[Optimizer, float | None], expected: dict[str, Any]
 ) -> None:
-    """Norms over whole tensors, and over all of them, too. PEERS: clipping per shard."""
-    expected = run(cluster(1).servers, optimizer, clip_norm)
-
-    for shard_count in (2, 3, 5):
-        assert_same_bits(run(cluster(shard_count).servers, optimizer, clip_norm), expected)
+    """Norms over whole tensors, and over all of them, too. Other numbers of shards are in the test below: 1, 2 and 3."""
+    assert_same_bits(run(cluster(5, rules=(CUSTOM,)).servers, *case), expected)
 
 
-@every_rule
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (5, 2)])
 def test_a_job_that_is_stopped_goes_on_elsewhere_with_the_same_bits(
-    cluster: Callable[..., Any], tmp_path: Path, optimizer: Optimizer, clip_norm: float | None, before: int, after: int
+    cluster: Callable[..., Any],
+    tmp_path: Path,
+    case: tuple[Optimizer, float | None],
+    expected: dict[str, Any],
+    before: int,
+    after: int,
 ) -> None:
-    """Slots, and the steps of each tensor, are in the checkpoint."""
+    """Slots, the steps of each tensor, and the float32 masters of half-precision ones are in the checkpoint."""
     url = str(tmp_path / "checkpoints")
-    expected = run(cluster(2).servers, optimizer, clip_norm)
-    first = cluster(before, checkpoint_dir=url)
-    run(first.servers, optimizer, clip_norm, STOP)
+    first = cluster(before, checkpoint_dir=url, rules=(CUSTOM,))
+    run(first.servers, *case, until=STOP)
     for shard in first.shards:
         assert shard.done.wait(10)
         shard.drain(5)
 
-    restored = run(cluster(after, checkpoint_dir=url).servers, optimizer, clip_norm)
+    restored = run(cluster(after, checkpoint_dir=url, rules=(CUSTOM,)).servers, *case)
 
     assert_same_bits(restored, expected)
 

@@ -17,7 +17,10 @@ from psd.contract.config import Limits, ServerConfig
 from psd.contract.consistency import SYNC
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd.rim.bulk_server import BulkServer
+from psd.rim.calls import Guard
 from psd.rim.control_service import ControlService
+from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
 from psd.state.rounds import FastRound
 from psd.state.shard import Shard
@@ -85,8 +88,10 @@ class Target:
 
     def __init__(self, shard: Shard | None = None) -> None:
         self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
-        control = ControlService(self.shard, address=str, on_leave=int).handler()
-        self._handlers = (control, DataService(self.shard).handler())
+        plane = DataPlane(self.shard)
+        bulk = BulkServer(self.shard, plane, Guard(self.shard), self.shard.core.config)
+        control = ControlService(self.shard, address=str, on_leave=int, open_bulk=bulk.open).handler()
+        self._handlers = (control, DataService(self.shard, plane).handler())
         self.callers = [self._join(rank) for rank in range(WORLD)]
         for caller in self.callers:
             self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message()))

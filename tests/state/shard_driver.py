@@ -194,8 +194,8 @@ class Driver:
         assert self.initialize(seats[0], value)
         return seats
 
-    def heartbeat(self, seat: Seat, clock: int = 0) -> list[Ticket]:
-        return self.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=seat.caller, clock=clock))
+    def heartbeat(self, seat: Seat, clock: int = 0, *, leaving: bool = False) -> list[Ticket]:
+        return self.shard.admission.heartbeat(control_pb2.HeartbeatRequest(caller=seat.caller, clock=clock, leaving=leaving))
 
     def leave(self, seat: Seat, *, failed: bool = False) -> None:
         self.shard.admission.leave(seat.caller, failed=failed)
@@ -224,13 +224,22 @@ class Driver:
 
     # -- numbers --
 
-    def header(self, seat: Seat, clock: int, *, weight: float = 1.0, scalars: Sequence[float] = SGD) -> data_pb2.PushHeader:
+    def header(
+        self,
+        seat: Seat,
+        clock: int,
+        *,
+        weight: float = 1.0,
+        scalars: Sequence[float] = SGD,
+        versions: Sequence[int] = (),
+    ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
             clock=clock,
             weight=weight,
             layout_digest=self.layout.digest,
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
+            versions=versions,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:

@@ -1,8 +1,8 @@
 """A worker of the simulated world: what psd_client does, as generators over Shard objects.
 
-It joins, declares, provides initial values, pushes, commits (exact aggregation) and pulls. Where a shard has come back as
-another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds also its last push,
-until it has pulled the round: see psd_client/session.py and exchange.py, which this must follow.
+It joins, declares, provides initial values, pushes, commits (exact aggregation), pulls, and meets the others at barriers. Where
+a shard has come back as another incarnation it resumes there and sends again what it has no answer for, and in jobs with rounds
+also its last push, until it has pulled the round: see psd_client/session.py and exchange.py, which this must follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from shard_driver import Killed
 from simulated_settlement import SettlingWorker
 
-from psd.contract.errors import SessionFenced, ShardRestarted, StateLost
+from psd.contract.errors import BarrierTimeout, SessionFenced, ShardRestarted, StateLost
 from psd.state.block import Outcome
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -52,6 +52,7 @@ class SimulatedWorker(SettlingWorker):
         self.verdict: job_pb2.Verdict | None = None
         self.settled = self.asked = -1
         self.sent: Sent | None = None
+        self.barrier_seq = 0
 
     def caller(self, index: int) -> job_pb2.Caller:
         return job_pb2.Caller(run_id=RUN_ID, incarnation=self.incarnations[index], rank=self.rank, session=self.session)
@@ -129,6 +130,8 @@ class SimulatedWorker(SettlingWorker):
         world, rng = self.world, self.world.rng
         yield from self.enter()
         while self.clock < world.steps[self.rank]:
+            if self.clock in world.barrier_steps:
+                yield from self.barrier(f"step {self.clock}")
             value = rng.uniform(-20, 20) if world.is_exact else float(rng.randrange(-20, 20))
             yield from self.catch_up()
             sent = Sent(self.session, self.clock, value, float(rng.choice((0, 1, 1, 2, 7))))
@@ -143,6 +146,41 @@ class SimulatedWorker(SettlingWorker):
                 yield from self.call(0, lambda shard: self.commit(shard, without_waiting=False))
             yield from self.pull_everywhere()
             self.sent = None
+        if world.has_final_barrier:
+            yield from self.barrier("end")
+
+    def barrier(self, name: str) -> Iterator[Any]:
+        """Wait for the others. The answer may be lost, and the call given up and made anew."""
+        while True:
+            self.barrier_seq += 1
+            is_given_up = yield from self.call(0, lambda shard: self.arrive(shard, name))
+            if not is_given_up:
+                break
+        self.world.barriers += 1
+        if self.world.rng.random() < 0.3:
+            yield from self.call(0, lambda shard: self.arrive(shard, name, has_opened=True))
+
+    def arrive(self, shard: Shard, name: str, *, has_opened: bool = False) -> Iterator[Any]:
+        """True if the call's deadline has passed meanwhile."""
+        caller = self.caller(0)
+        self.world.check_alive(0, caller)
+        seq, oracle = self.barrier_seq, self.world.oracle
+        oracle.on_arrive(name, caller)
+        ticket = shard.arrive(control_pb2.BarrierRequest(caller=caller, name=name, seq=seq))
+        ticket.future.add_done_callback(lambda _: oracle.on_barrier_end(shard, ticket, seq))
+        assert ticket.future.done() or not has_opened, "a barrier that had opened waits again for those whose answer was lost"
+        if not has_opened and self.world.rng.random() < 0.1:
+            yield None
+            self.world.check_alive(0, caller)
+            if not ticket.future.done():
+                ticket.fail(BarrierTimeout("the deadline has passed"))
+                shard.withdraw(ticket)
+                oracle.on_withdraw(name, caller)
+                return True
+        yield ticket
+        ticket.future.result(0)
+        self.world.check_alive(0, caller)
+        return False
 
     def push_everywhere(self, sent: Sent) -> Iterator[Any]:
         self.world.oracle.on_send(self.rank, sent)
@@ -176,7 +214,7 @@ class SimulatedWorker(SettlingWorker):
         yield from self.pull_everywhere()
 
     def join(self) -> Iterator[Any]:
-        self.session, self.incarnations, self.sent = 0, [], None
+        self.session, self.incarnations, self.sent, self.barrier_seq = 0, [], None, 0
         session, clocks = 0, []
         for index in range(len(self.world.shards)):
             reply = None

@@ -80,7 +80,14 @@ class Simulation:
         self.kills = self.resumes = self.pushes_again = self.rejoins = self.duplicates = 0
         self.was_initialized = self.is_lost = False
         self.oracle = Oracle(self)
-        self.steps = [max(1, steps - self.rng.choice((0, 0, 1, 3))) for _ in range(spec.world_size)]
+        # A worker that waits at a barrier pushes nothing, so barriers stand where all come by: at the end, if all have as many
+        # steps, those too that have died and joined again; or, where nobody dies, before any step that all take.
+        self.has_final_barrier = self.rng.random() < 0.5
+        self.steps = [
+            steps if self.has_final_barrier else max(1, steps - self.rng.choice((0, 0, 1, 3))) for _ in range(spec.world_size)
+        ]
+        self.barrier_steps = set() if trouble else {self.rng.randrange(min(self.steps)) for _ in range(2)}
+        self.barriers = 0
         self.workers = {rank: SimulatedWorker(self, rank) for rank in range(spec.world_size)}
         self.tasks: list[Task] = []
         self.suspended: dict[int, float] = {}

@@ -21,6 +21,7 @@ from simulated_worker import Sent
 
 from psd.state.decisions import members_mask
 from psd.state.shard import Shard
+from psd.state.tickets import Ticket
 from psd.v1 import job_pb2
 from psd_core.arena import Page
 
@@ -57,9 +58,28 @@ class Oracle:
         self.decided: dict[int, int] = {}
         self.verdicts: dict[int, job_pb2.Verdict] = {}
         self._exact: dict[int, list[tuple[float, float, int]]] = {}  # block -> by version: parameter, slot, steps
+        self.arrived: dict[str, dict[int, int]] = defaultdict(dict)  # barrier -> rank -> session
+        self.opened: set[tuple[int, int, int]] = set()  # (rank, session, number of the call)
+        self.opened_early: list[str] = []
         self.reads = 0
 
     # -- events --
+
+    def on_arrive(self, barrier: str, caller: job_pb2.Caller) -> None:
+        self.arrived[barrier][caller.rank] = caller.session
+
+    def on_withdraw(self, barrier: str, caller: job_pb2.Caller) -> None:
+        del self.arrived[barrier][caller.rank]
+
+    def on_barrier_end(self, shard: Shard, ticket: Ticket, seq: int) -> None:
+        """At the moment at which a call ends: if it is because the barrier opens, all that are waited for have arrived."""
+        call = ticket.rank, ticket.session, seq
+        if ticket.future.exception() is None and call not in self.opened:
+            self.opened.add(call)
+            arrived = self.arrived[ticket.name]
+            missing = [w.rank for w in shard.core.members.workers if w.is_waited_for and arrived.get(w.rank) != w.session]
+            if missing:
+                self.opened_early.append(f"barrier {ticket.name!r} has opened without workers {missing}")
 
     def on_send(self, rank: int, sent: Sent) -> None:
         self.sent[rank, sent.session, sent.clock] = sent
@@ -250,6 +270,7 @@ class Oracle:
     def check_end(self) -> None:
         """What is left when everybody has left."""
         world = self.world
+        assert not self.opened_early, self.opened_early
         for block in world.layout.blocks:
             shard = world.shards[block.index % len(world.shards)]
             assert shard is not None

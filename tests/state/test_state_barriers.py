@@ -24,6 +24,21 @@ def test_a_barrier_opens_when_all_have_arrived_and_counts_generations():
     assert driver.core.waiting.open() == []
 
 
+def test_a_worker_that_only_waits_to_leave_is_not_waited_for():
+    """Rounds still wait for it, and so do barriers for the session that follows."""
+    driver = Driver()
+    a, b = driver.start()
+    ticket = driver.arrive(a)
+
+    driver.heartbeat(b, leaving=True)
+
+    assert ticket.future.result(0) == 0
+    driver.push(a, 0, 1.0)
+    assert driver.version() == 0
+    driver.join(1)
+    assert not driver.arrive(a, seq=2).future.done()
+
+
 def test_a_repeated_arrival_replaces_the_first_and_counts_once():
     """A call that is sent again takes the place of the one before; one worker twice opens nothing."""
     driver = Driver()

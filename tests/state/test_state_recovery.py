@@ -368,7 +368,7 @@ def test_client_states_come_again_with_the_pushes(driver_of):
 
 
 def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, monkeypatch):
-    """Whole arenas at once; directories in which none was made yet only when nobody can be about to."""
+    """Whole arenas at once; directories in which none was made yet only when nobody can be about to lock them."""
     monkeypatch.setattr("psd.state.storage.memory_directory", lambda: tmp_path)
     driver = Driver()
     driver.start()
@@ -383,4 +383,4 @@ def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, 
 
     Driver()
 
-    assert sorted(tmp_path.iterdir()) == [young]
+    assert sorted(tmp_path.rglob("*")) == [young], "nobody has touched it"

@@ -6,7 +6,15 @@ import pytest
 from shard_driver import Driver, job_spec
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, ForeignRun, NotDeclared, RolledBack, ShardRestarted
+from psd.contract.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    ForeignRun,
+    NotDeclared,
+    RolledBack,
+    ShardRestarted,
+    StateLost,
+)
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
 
@@ -249,3 +257,97 @@ def test_a_restored_shard_that_is_killed_knows_its_timeline(directory, tmp_path)
 
     assert (fresh.core.is_tentative, fresh.core.timeline, fresh.core.restored_from) == (False, 4, name)
     assert fresh.version() == 2
+
+
+def with_a_lost_gradient(directory, tmp_path, *, is_stored):
+    """Exact: shard 1 was killed in a round that shard 0 has decided, and one of the two members has died with its gradient.
+
+    The shard, the member that lives on and has pushed again, and the checkpoint's name.
+    """
+    spec = job_spec(2, blocks=2, aggregation="exact", flags=("momentum",))
+    driver = Driver(spec, shard=1, shards=2, run_id="mine", directory=directory, state_dir=str(tmp_path / "state"))
+    a, b = (driver.join(rank, session=rank + 1) for rank in range(2))
+    for seat in (a, b):
+        driver.declare(seat)
+    driver.initialize(a)
+    name = store_both(driver, directory) if is_stored else ""
+    for seat in (a, b):
+        driver.push(seat, 0, 2.0, scalars=MOMENTUM)
+    driver.restart(a, b, directory=directory)
+    driver.push(b, 0, 2.0, scalars=MOMENTUM)
+    driver.core.declared().decide([(0, 0b11)])
+    return driver, a, b, name
+
+
+def store_both(driver, directory):
+    """A checkpoint of this shard 1 and of a shard 0 that holds the same."""
+    job = driver.core.job
+    cut = Cut("a1", 0, 0, "mine", 5.0, job.layout)
+    for index in range(2):
+        parts = [
+            BlockPart(
+                space=plan.space,
+                offset=plan.offset,
+                length=plan.length,
+                version=0,
+                parameter=page.parameter,
+                slots={"momentum": page.slots[0]},
+                steps=page.steps,
+                sessions=page.sessions,
+                clocks=page.clocks,
+            )
+            for plan in job.layout.blocks_of(index)
+            for page in [next(iter(job.blocks.values()))._page]
+        ]
+        directory.write_part(cut, index, parts)
+    assert directory.complete(cut)
+    return cut.name
+
+
+def test_a_round_that_has_lost_a_gradient_for_good_takes_the_shard_back_to_the_last_checkpoint(directory, tmp_path):
+    """As if the shard had lost everything: whoever waits, and whoever resumes, is told so, and a new timeline may begin."""
+    driver, a, b, name = with_a_lost_gradient(directory, tmp_path, is_stored=True)
+    ticket = driver.pull(b, 1)[1]
+    incarnation = driver.core.incarnation
+
+    with pytest.raises(ShardRestarted):  # b's heartbeat
+        driver.expire(a, keep=[b])
+
+    assert isinstance(ticket.future.exception(0), RolledBack)
+    assert (driver.core.is_tentative, driver.core.restored_from, driver.core.lost_round) == (True, name, None)
+    assert driver.core.incarnation != incarnation
+    with pytest.raises(RolledBack):
+        driver.resume(b)
+    rollback(driver, name, 1)
+    driver.advance(1)
+    assert (driver.core.timeline, driver.core.is_tentative, driver.version(1)) == (1, False, 0)
+
+
+def test_a_lost_gradient_of_a_job_that_has_gone_back_meanwhile_takes_nobody_back_again(directory, tmp_path):
+    """Another shard had lost something, too, and a worker was faster."""
+    driver, _, _, name = with_a_lost_gradient(directory, tmp_path, is_stored=True)
+    driver.core.lost_round = StateLost("worker 0's")
+
+    rollback(driver, name, 1)
+    driver.advance(1)
+
+    assert (driver.core.timeline, driver.core.is_tentative) == (1, False)
+
+
+@pytest.mark.parametrize("why", ["there is none", "it cannot be read"])
+def test_a_round_that_has_lost_a_gradient_for_good_is_reported_if_there_is_no_checkpoint(directory, tmp_path, monkeypatch, why):
+    """Nothing can be done; the waits end all the same, those that begin later too."""
+    driver, a, b, _ = with_a_lost_gradient(directory, tmp_path, is_stored=False)
+    if why == "it cannot be read":
+
+        def newest():
+            raise CheckpointFailed("no network")
+
+        monkeypatch.setattr(directory, "newest", newest)
+    early = driver.pull(b, 1)[1]
+
+    driver.expire(a, keep=[b])
+    late = driver.pull(b, 1)[1]
+
+    for ticket in (early, late):
+        assert isinstance(ticket.future.exception(0), StateLost)

@@ -41,6 +41,7 @@ def test_undisturbed_workers_end_where_the_oracle_does(mode):
     worlds = [simulate(seed, mode, trouble=False) for seed in range(SEEDS_PER_CASE)]
 
     assert sum(world.oracle.reads for world in worlds) > 20 * SEEDS_PER_CASE
+    assert sum(world.barriers for world in worlds) > 2 * SEEDS_PER_CASE
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,6 +62,7 @@ def test_killed_shards_lose_nothing(mode):
 
     assert sum(world.kills for world in worlds) > SEEDS_PER_CASE, "nobody was killed"
     assert sum(world.resumes for world in worlds) > 2 * SEEDS_PER_CASE, "nobody resumed"
+    assert sum(world.barriers for world in worlds) > 2 * SEEDS_PER_CASE
     assert mode.startswith(("ssp", "async")) or sum(world.pushes_again for world in worlds) > SEEDS_PER_CASE / 10
 
 

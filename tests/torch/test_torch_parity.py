@@ -158,3 +158,44 @@ def test_half_precision_is_a_rounded_copy_of_a_float32_master(run_workers, dtype
 
     assert actual.dtype == dtype
     assert actual.unique().tolist() == [start - steps * lr * gradient]
+
+
+def test_half_precision_gradients_are_added_up_in_float32(run_workers):
+    """256 + 1 is 256 in bfloat16; the mean of the two is 128.5 on the shards."""
+
+    def worker(ps):
+        layer = torch.nn.Linear(3, 3, bias=False).to(torch.bfloat16)
+        torch.nn.init.constant_(layer.weight, 0)
+        optimizer = psd.distribute(layer, SGD(layer.parameters(), lr=2.0), ps=ps)
+        layer.weight.grad = torch.full_like(layer.weight, (256, 1)[ps.rank])
+        optimizer.step()
+        layer.weight.grad = torch.full_like(layer.weight, -128)
+        optimizer.step()
+        return layer.weight.detach().unique().tolist()
+
+    assert run_workers(2, 2, worker) == [[-1.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_every_rule_works_on_the_master(run_workers, kind, dtype):
+    """As torch's optimizer on a float32 copy that is fed the same half-precision gradients."""
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(4, 5, generator=generator).to(dtype) for _ in range(30)]
+    master = torch.nn.Parameter(torch.ones(4, 5))
+    alone = kind([master], lr=1e-3)
+    for gradient in gradients:
+        master.grad = gradient.float()
+        alone.step()
+
+    def worker(ps):
+        layer = torch.nn.Linear(5, 4, bias=False).to(dtype)
+        torch.nn.init.constant_(layer.weight, 1)
+        optimizer = psd.distribute(layer, kind(layer.parameters(), lr=1e-3), ps=ps)
+        for gradient in gradients:
+            layer.weight.grad = gradient.clone()
+            optimizer.step()
+        return [layer.weight.detach()]
+
+    (actual,) = run_workers(1, 2, worker)
+    assert_close(actual, [master.detach().to(dtype)], 1e-3)  # a few of them may be rounded the other way

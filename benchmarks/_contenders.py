@@ -1,0 +1,234 @@
+"""What can be measured against each other: psd over each transport, the peers, and what memory and wires alone allow.
+
+Each contender is a set of processes that do the same step when told, so that several can take turns in one run, and a noisy
+machine hurts all alike. Knows how each is started; nothing of tables and limits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _network import Network
+from _processes import Peer, ProcessFailed, Shard, cpu_s
+from peers import work
+
+WORKERS_BOUND = 8
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Contender:
+    """One system at work.
+
+    Attributes:
+        name: in the table. workers: how many push. shards: of psd; 0: another system.
+        model: name of what is trained. moves: whether bytes travel between workers and servers.
+        seconds: of the timed steps so far. server_cpu_s, all_steps: CPU time of the servers, over all steps.
+    """
+
+    name: str
+    workers: int
+    shards: int
+    model: str
+    peers: list[Peer]
+    server_pids: list[int]
+    moves: bool = True
+    seconds: list[float] = field(default_factory=list)
+    server_cpu_s: float = 0.0
+    all_steps: int = 0
+
+    def take_turn(self, warm_up: int, steps: int) -> None:
+        """Do steps, of which the first few are not timed."""
+        before = sum(map(cpu_s, self.server_pids))
+        for peer in self.peers:
+            peer.ask(steps=warm_up + steps)
+        times = [peer.answer()["times"] for peer in self.peers]
+        self.server_cpu_s += sum(map(cpu_s, self.server_pids)) - before
+        self.all_steps += warm_up + steps
+        for step in range(warm_up, warm_up + steps):
+            # From when the last worker begins until the last one has ended: workers in step begin when the step before ends.
+            self.seconds.append(max(t[step][1] for t in times) - max(t[step][0] for t in times))
+
+    def verify(self) -> None:
+        """ProcessFailed if the arithmetic is wrong."""
+        for peer in self.peers:
+            peer.ask(pushes=[self.all_steps] * self.workers)
+        for peer in self.peers:
+            wrong = peer.answer()["wrong"]
+            if wrong:
+                raise ProcessFailed(f"{self.name}: {wrong}")
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Pushed and pulled by all workers."""
+        return 2 * 4 * work.size_of(self.model) * self.workers
+
+
+Starter = Callable[[ExitStack], Contender]
+
+
+def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
+    for peer in peers:
+        stack.callback(peer.end)
+    for peer in peers:
+        stack.callback(peer.begin_end)  # before any is waited for
+    return [peer.ready() for peer in peers]
+
+
+def psd(
+    transport: str,
+    workers: int,
+    shards: int,
+    model: str,
+    *,
+    consistency: str = "sync",
+    call: str = "flat",
+    network: Network | None = None,
+) -> Starter:
+    """psd over one transport.
+
+    Args:
+        call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
+        network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
+    """
+
+    def start(stack: ExitStack) -> Contender:
+        servers = []
+        for index in range(shards):
+            host = f"s{index}"
+            listen, prefix = _listen(network, host), _on(network, host)
+            servers.append(Shard("--lease", "120", index=index, count=shards, listen=listen, prefix=prefix))
+        for server in servers:
+            server.start()
+            stack.callback(server.end)
+        for server in servers:
+            server.wait_ready()
+        told = {
+            "servers": ",".join(server.address for server in servers),
+            "world_size": workers,
+            "transport": transport,
+            "consistency": consistency,
+            "model": model,
+            "call": call,
+        }
+        threads = max(1, CORES // workers)
+        peers = []
+        for rank in range(workers):
+            prefix = _on(network, f"w{rank}")
+            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
+        _all_ready(stack, peers)
+        return Contender(f"psd {transport}", workers, shards, model, peers, [server.pid for server in servers])
+
+    return start
+
+
+def _on(network: Network | None, host: str) -> list[str]:
+    return network.prefix(host) if network is not None else []
+
+
+def _listen(network: Network | None, host: str) -> str:
+    return f"{network.address(host)}:7000" if network is not None else "127.0.0.1:0"
+
+
+def reference(name: str, script: str, pattern: str, workers: int, model: str, *, network: Network | None = None) -> Starter:
+    """One server and its clients, both in one script of peers/; on hosts s0 and w<i> of the network, if there is one."""
+
+    def start(stack: ExitStack) -> Contender:
+        told = {"pattern": pattern, "model": model}
+        server = Peer(script, {**told, "listen": _listen(network, "s0")}, prefix=_on(network, "s0"))
+        address = _all_ready(stack, [server])[0]["address"]
+        peers = [Peer(script, {**told, "address": address}, prefix=_on(network, f"w{rank}")) for rank in range(workers)]
+        _all_ready(stack, peers)
+        return Contender(name, workers, 0, model, peers, [server.pid])
+
+    return start
+
+
+def memory(name: str, pattern: str, model: str) -> Starter:
+    """What one core does with memory."""
+
+    def start(stack: ExitStack) -> Contender:
+        peer = Peer("memory", {"pattern": pattern, "model": model}, threads=1)
+        _all_ready(stack, [peer])
+        return Contender(name, 1, 0, model, [peer], [], moves=False)
+
+    return start
+
+
+def gloo(workers: int, model: str) -> Starter:
+    """All-reduce, and SGD on each worker."""
+
+    def start(stack: ExitStack) -> Contender:
+        meet = stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))
+        told = {"meet": f"{meet}/store", "world_size": workers, "threads": max(1, CORES // workers), "model": model}
+        peers = [Peer("gloo", {**told, "rank": rank}) for rank in range(workers)]
+        _all_ready(stack, peers)
+        return Contender("gloo all-reduce", workers, 0, model, peers, [])
+
+    return start
+
+
+def torch_rpc(workers: int, model: str) -> Starter:
+    """A parameter server by torch.distributed.rpc."""
+
+    def start(stack: ExitStack) -> Contender:
+        meet = stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))
+        told = {"meet": f"{meet}/store", "world_size": workers + 1, "threads": max(1, CORES // workers), "model": model}
+        server = Peer("torch_rpc", {**told, "rank": 0})
+        peers = [Peer("torch_rpc", {**told, "rank": rank + 1}) for rank in range(workers)]
+        _all_ready(stack, [server, *peers])
+        return Contender("torch rpc", workers, 0, model, peers, [server.pid])
+
+    return start
+
+
+def ray(python: str, workers: int, model: str) -> Starter:
+    """Ray actors; `python` is the interpreter that has Ray."""
+
+    def start(stack: ExitStack) -> Contender:
+        peer = Peer("ray_ps", {"world_size": workers, "model": model}, python=python)
+        ready = _all_ready(stack, [peer])[0]
+        return Contender("ray", workers, 0, model, [peer], ready["server_pids"])
+
+    return start
+
+
+def tensorflow(python: str, workers: int, model: str) -> Starter:
+    """TensorFlow's parameter servers; `python` is the interpreter that has TensorFlow."""
+
+    def start(stack: ExitStack) -> Contender:
+        ports = _free_ports(workers + 1)
+        told = {
+            "ps": f"127.0.0.1:{ports[0]}",
+            "workers": [f"127.0.0.1:{port}" for port in ports[1:]],
+            "model": model,
+        }
+        server = Peer("tensorflow_ps", told, python=python)
+        peers = [Peer("tensorflow_ps", {**told, "rank": rank}, python=python) for rank in range(workers)]
+        _all_ready(stack, [server, *peers])
+        return Contender("tensorflow", workers, 0, model, peers, [server.pid])
+
+    return start
+
+
+def _free_ports(count: int) -> list[int]:
+    """For systems that must be told beforehand."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def interpreter_with(module: str, given: str | None) -> str | None:
+    """The one that the user has named, or this one if it has the module; None: neither."""
+    if given is not None:
+        return given
+    found = any((Path(entry) / module).is_dir() for entry in sys.path if entry)
+    return sys.executable if found else None

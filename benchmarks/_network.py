@@ -1,0 +1,112 @@
+"""A network of hosts on one Linux machine: namespaces joined by a bridge, each link with a token bucket in both directions.
+
+All of it lies in namespaces of its own, the bridge too, so that nothing of the machine's network changes; removing them removes
+everything. Needs root, iproute2, and a kernel with veth, bridge and tbf. Knows nothing of what runs on the hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+_PREFIX = "psdbench"
+_BURST = "128kb"
+_QUEUE = "30ms"
+"""What may wait at a link's end, as in a switch with a shallow buffer; more is dropped."""
+
+
+class NetworkError(RuntimeError):
+    """No network can be made here; the message says what is missing."""
+
+
+class Network:
+    """Hosts that see only each other.
+
+    Args:
+        stack: which takes the network down. hosts: their names, at most 200. mbit: of each host's link, each way, per second.
+
+    Raises:
+        NetworkError: not root, or a tool or a kernel module is missing.
+    """
+
+    def __init__(self, stack: ExitStack, hosts: Sequence[str], mbit: int) -> None:
+        _check_machine()
+        _remove_abandoned()
+        self._hosts = list(hosts)
+        switch = self._namespace("switch")
+        self._add(stack, switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host in self._hosts:
+            name = self._namespace(host)
+            self._add(stack, name)
+            _run("ip", "-n", switch, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "-n", switch, "link", "set", host, "master", "bridge", "up")
+            _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            # What leaves the host, and what arrives.
+            for namespace, device in ((name, "eth0"), (switch, host)):
+                bucket = ("tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", _QUEUE)
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+            self._choose_congestion_control(host)
+
+    def prefix(self, host: str) -> list[str]:
+        """Of a command line that is to run on the host."""
+        return ["ip", "netns", "exec", self._namespace(host)]
+
+    def address(self, host: str) -> str:
+        """The host's IP address."""
+        return f"10.77.0.{self._hosts.index(host) + 1}"
+
+    def wire_bytes(self, host: str) -> int:
+        """What the host's link has carried so far, in both directions, with all headers."""
+        shown = json.loads(_run("ip", "-n", self._namespace(host), "-s", "-j", "link", "show", "eth0"))
+        counted = shown[0]["stats64"]
+        return int(counted["rx"]["bytes"]) + int(counted["tx"]["bytes"])
+
+    def _namespace(self, host: str) -> str:
+        return f"{_PREFIX}{os.getpid()}-{host}"
+
+    def _add(self, stack: ExitStack, namespace: str) -> None:
+        stack.callback(_remove, namespace)  # first, because a signal may come in between
+        _run("ip", "netns", "add", namespace)
+
+    def _choose_congestion_control(self, host: str) -> None:
+        """The same on every machine, where the kernel has it."""
+        with contextlib.suppress(NetworkError):
+            setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+            _run(*self.prefix(host), "sh", "-c", f"echo cubic > {setting} || echo reno > {setting}")
+
+
+def _check_machine() -> None:
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NetworkError(f"there is no {tool!r} command; on Debian and Ubuntu: apt install iproute2")
+    if os.geteuid() != 0:
+        raise NetworkError("network namespaces need root; try: sudo -E env PATH=$PATH python benchmarks/scale.py")
+
+
+def _remove_abandoned() -> None:
+    """Networks of benchmarks that were killed."""
+    for path in Path("/run/netns").glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).split("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            _remove(path.name)
+
+
+def _remove(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,185 @@
+"""What benchmarks print: tables, criteria as ratios with limits, the machine; and the same as JSON; and how they time."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A ratio within one run, and its limit.
+
+    Attributes:
+        number: of the criterion among the project's. what: is compared with what.
+        value: None if it could not be measured here. at_least: the limit is a lower one.
+    """
+
+    number: int
+    what: str
+    value: float | None
+    limit: float
+    at_least: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.value is None:
+            return "not measured"
+        return "met" if (self.value >= self.limit if self.at_least else self.value <= self.limit) else "not met"
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """None if one of the two was not measured."""
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """For a cell; "-" for what was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """Columns of equal width, the first `words` to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+    lines = []
+    for row in (headers, ["-" * width for width in widths], *rows):
+        sized = zip(row, widths, strict=True)
+        cells = [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(sized)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def criteria_table(criteria: Sequence[Criterion]) -> str:
+    """Ratio, limit, verdict."""
+    rows = [
+        [f"{c.number}. {c.what}", number(c.value), f"{'>=' if c.at_least else '<='} {c.limit:g}", c.verdict] for c in criteria
+    ]
+    return table(["criterion", "ratio", "limit", ""], rows)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    found = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
+    memory = re.search(r"MemTotal:\s+(\d+) kB", _text("/proc/meminfo"))
+    return {
+        "cpu": found[1] if found else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(memory[1]) << 10 if memory else None,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("numpy", "grpcio", "protobuf", "torch")},
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """For people."""
+    line = "{cpu}, {cores} cores, Linux {kernel}, Python {python}, grpcio {grpcio}".format(**facts)
+    if facts["load_before"] > 0.5:
+        line += f"\nThe load was {facts['load_before']:.1f} before the start: trust the ratios rather than the times."
+    return line
+
+
+def write_json(path: Path | None, results: dict[str, Any], criteria: Sequence[Criterion]) -> None:
+    """If a path is given; "-" is standard output."""
+    if path is None:
+        return
+    text = json.dumps({**results, "criteria": [{**asdict(c), "verdict": c.verdict} for c in criteria]}, indent=2)
+    if str(path) == "-":
+        print(text)
+    else:
+        path.write_text(text + "\n")
+
+
+def progress(text: str) -> None:
+    """To standard error, for those who wait."""
+    print(f"    {text}", file=sys.stderr, flush=True)
+
+
+def words(text: str) -> list[str]:
+    """The argument type "a,b,c"."""
+    return [word for word in text.split(",") if word]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The argument type "1,2,4"."""
+    try:
+        numbers = [int(word) for word in words(text)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected whole numbers from 1, separated by commas, such as 1,2,4, got {text!r}")
+    return numbers
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Whose help is the benchmark's first lines."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def seconds_of(work: Callable[[], object], *, rounds: int) -> float:
+    """The median time of `work`, after one call that is not counted."""
+    work()
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def in_turns(works: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
+    """Median times of several works that are run in turns, so that what else the machine does meets all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(rounds):
+        for name, work in works.items():
+            begun = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def copier(nbytes: int) -> Callable[[], None]:
+    """A copy of as many bytes from one array to another: it moves twice of them."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return lambda: np.copyto(target, source)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Scripts that benchmarks run as processes of their own, some by other interpreters."""

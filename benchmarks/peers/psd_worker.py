@@ -1,0 +1,51 @@
+"""One worker of psd: pushes its gradient and pulls the parameters, over the transport that it is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import work
+from turns import Turns
+
+import psd_client
+
+
+def main() -> None:
+    """Join, and take turns."""
+    turns = Turns()
+    told = turns.arguments
+    shapes = work.shapes_of(told["model"])
+    size = work.size_of(told["model"])
+    names = [f"t{index:03}" for index in range(len(shapes))]
+    with psd_client.connect(
+        told["servers"], told["rank"], told["world_size"], transport=told["transport"], wait_timeout=120
+    ) as ps:
+        ps.declare(
+            {name: np.zeros(shape, np.float32) for name, shape in zip(names, shapes, strict=True)},
+            psd_client.SGD(lr=work.LR),
+            consistency=told["consistency"],
+            reduce="sum",
+        )
+        scalars = [list(psd_client.SGD(lr=work.LR).scalars().values())]
+        whole = work.gradient(told["rank"], size)
+        grads, start = {}, 0
+        for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            stop = start + int(np.prod(shape))
+            grads[name] = whole[start:stop].reshape(shape)
+            ps.gradients.views[index][...] = grads[name]
+            start = stop
+
+        def verify(pushes: list[int]) -> str:
+            ps.barrier(f"after {sum(pushes)} pushes")
+            values = ps.pull()
+            return work.difference(np.concatenate([values[name].ravel() for name in names]), pushes)
+
+        steps = {
+            "flat": lambda: ps.push_pull_flat(scalars),
+            "named": lambda: ps.push_pull(grads),
+            "push": lambda: ps.push_flat(scalars),
+        }
+        turns.work(steps[told["call"]], verify)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Raw TCP with the bytes of a step and no arithmetic: what the wire itself costs. A server, or one of its clients.
+
+duplex: block by block, as a pipelined parameter server moves them: each side has a receiving and a sending thread per
+connection, and the answer to block b leaves while block b + 1 arrives. turns: all gradients, then all parameters; with a
+single small block that is a ping-pong. Buffers are reused, calls are few: recv_into whole blocks, sendmsg from where they lie.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import work
+from turns import Turns
+
+_PIECE_BYTES = 8 << 20
+"""What one call is asked to receive at most: MSG_WAITALL has no progress to show to anybody."""
+
+
+def receive(connection: socket.socket, memory: memoryview) -> None:
+    """Fill the memory; ConnectionError at the end of the stream."""
+    while len(memory):
+        count = connection.recv_into(memory, min(len(memory), _PIECE_BYTES), socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionError("the other side has gone")
+        memory = memory[count:]
+
+
+def send(connection: socket.socket, memory: memoryview) -> None:
+    """All of it."""
+    while len(memory):
+        memory = memory[connection.sendmsg([memory]) :]
+
+
+def cut(memory: memoryview) -> list[memoryview]:
+    """The blocks of it."""
+    blocks, start = [], 0
+    for size in work.block_sizes(len(memory)):
+        blocks.append(memory[start : start + size])
+        start += size
+    return blocks
+
+
+def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) -> None:
+    """One client, until it goes."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        if not is_duplex:
+            gradients = memoryview(bytearray(len(parameters)))
+            while True:
+                receive(connection, gradients)
+                send(connection, parameters)
+        blocks = cut(parameters)
+        scratch = memoryview(bytearray(len(blocks[0])))
+        arrived: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+
+        def answer() -> None:
+            while True:
+                send(connection, arrived.get())
+
+        threading.Thread(target=answer, daemon=True).start()
+        while True:
+            for block in blocks:
+                receive(connection, scratch[: len(block)])
+                arrived.put(block)
+    except ConnectionError:
+        pass
+
+
+def run_server(turns: Turns, size: int, is_duplex: bool) -> None:
+    """Accept clients until the benchmark ends."""
+    parameters = memoryview(work.gradient(7, size)).cast("B")
+    host, port = turns.arguments["listen"].rsplit(":", 1)
+    listener = socket.create_server((host, int(port)))
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=serve, args=(connection, parameters, is_duplex), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    turns.serve(address=f"{host}:{listener.getsockname()[1]}")
+
+
+def run_client(turns: Turns, size: int, is_duplex: bool) -> None:
+    """Push and pull when told."""
+    host, port = turns.arguments["address"].rsplit(":", 1)
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    gradients = memoryview(work.gradient(0, size)).cast("B")
+    values = np.zeros(size, np.float32)
+    parameters = memoryview(values).cast("B")
+    sent, received = cut(gradients), cut(parameters)
+    begin: queue.SimpleQueue[Iterable[memoryview]] = queue.SimpleQueue()
+
+    def send_all() -> None:
+        while True:
+            for block in begin.get():
+                send(connection, block)
+
+    threading.Thread(target=send_all, daemon=True).start()
+
+    def duplex() -> None:
+        begin.put(sent)
+        for block in received:
+            receive(connection, block)
+
+    def in_turns() -> None:
+        send(connection, gradients)
+        receive(connection, parameters)
+
+    def verify(_: list[int]) -> str:
+        return "" if np.array_equal(values, work.gradient(7, size)) else "the bytes that came are not the server's"
+
+    turns.work(duplex if is_duplex else in_turns, verify)
+
+
+def main() -> None:
+    """One of the two."""
+    turns = Turns()
+    run = run_client if "address" in turns.arguments else run_server
+    run(turns, work.size_of(turns.arguments["model"]), turns.arguments["pattern"] == "duplex")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""TensorFlow's parameter servers: variables on a "ps" job of tf.distribute.Server, gRPC in C++. A server or worker.
+
+In each step a worker runs one graph: it assigns its gradients, which lie in variables of its own process, to the shared ones by
+assign_sub, and copies these back into variables of its own; tensors move by TensorFlow's own gRPC, none through Python. Workers
+do not wait for each other, as in ParameterServerStrategy: less work than a synchronous step.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import numpy as np
+import tensorflow as tf
+import work
+from turns import Turns
+
+v1: Any = tf.compat.v1
+
+
+def run_worker(turns: Turns, server: Any) -> None:
+    """Build the graph, and take turns."""
+    told = turns.arguments
+    rank = told["rank"]
+    shapes = work.shapes_of(told["model"])
+    size = work.size_of(told["model"])
+    mine = f"/job:worker/task:{rank}/cpu:0"
+    starts = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)])
+    gradients, own, fills, steps = [], [], [], []
+    with tf.Graph().as_default():
+        whole = v1.placeholder(tf.float32, (size,))
+        shared = []
+        for index, shape in enumerate(shapes):
+            with tf.device("/job:ps/task:0/cpu:0"):
+                variable = v1.get_variable(f"p{index}", shape, initializer=tf.zeros_initializer(), use_resource=True)
+                shared.append(variable)
+            with tf.device(mine):
+                name = f"worker{rank}_{index}"
+                gradients.append(v1.get_variable(f"g_{name}", shape, initializer=tf.zeros_initializer(), use_resource=True))
+                own.append(v1.get_variable(f"o_{name}", shape, initializer=tf.zeros_initializer(), use_resource=True))
+                fills.append(gradients[-1].assign(tf.reshape(whole[starts[index] : starts[index + 1]], shape)))
+                sent = tf.identity(gradients[-1].read_value())
+            with tf.device("/job:ps/task:0/cpu:0"):
+                pushed = variable.assign_sub(tf.constant(work.LR) * sent, read_value=False)
+                with tf.control_dependencies([pushed]):
+                    pulled = variable.read_value()
+            with tf.device(mine):
+                steps.append(own[-1].assign(pulled, read_value=False))
+        step = tf.group(*steps)
+        joined = tf.concat([tf.reshape(variable.read_value(), (-1,)) for variable in shared], 0)
+        with v1.Session(server.target) as session:
+            if rank == 0:
+                session.run(v1.variables_initializer(shared))
+            session.run(v1.variables_initializer([*gradients, *own]))
+            session.run(tf.group(*fills), {whole: work.gradient(rank, size)})
+            run_step = session.make_callable(step)
+            turns.work(run_step, lambda pushes: work.difference(session.run(joined), pushes))
+
+
+def main() -> None:
+    """Server or worker, as told."""
+    turns = Turns()
+    told = turns.arguments
+    cluster = tf.train.ClusterSpec({"ps": [told["ps"]], "worker": told["workers"]})
+    if "rank" in told:
+        run_worker(turns, v1.train.Server(cluster, job_name="worker", task_index=told["rank"]))
+    else:
+        server = v1.train.Server(cluster, job_name="ps", task_index=0)
+        turns.serve()
+        del server
+    os._exit(0)  # the threads of a tf.distribute.Server do not end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""How a benchmark drives its processes: one JSON object per line on their standard input and output, in turns.
+
+A process says {"ready": true, ...} when it can begin. A worker then answers {"steps": n} with when each step began and ended
+(seconds of the clock that all processes of a machine share), and {"pushes": [per rank]} with what is wrong with the parameters
+after that many. At the end of its input every process ends, so that none outlives the benchmark.
+
+The standard library alone: peers import it under interpreters that know nothing of psd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Turns:
+    """This process's side. Makes standard output the benchmark's alone: what libraries print goes to standard error."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = json.loads(sys.argv[1])
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def say(self, **facts: Any) -> None:
+        """One line to the benchmark."""
+        self._out.write(json.dumps(facts) + "\n")
+
+    def serve(self, **facts: Any) -> None:
+        """A server is ready: says so, with facts such as its address, and returns when the benchmark has ended."""
+        self.say(ready=True, **facts)
+        sys.stdin.read()
+
+    def end_with_input(self, **facts: Any) -> None:
+        """As `serve`, for a server whose main thread is busy: at the end of the input the process ends at once."""
+        self.say(ready=True, **facts)
+
+        def watch() -> None:
+            sys.stdin.read()
+            os._exit(0)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def work(
+        self,
+        step: Callable[[], None],
+        verify: Callable[[list[int]], str],
+        prepare: Callable[[], None] | None = None,
+        **facts: Any,
+    ) -> None:
+        """A worker is ready: says so, and does what it is told until the benchmark has ended.
+
+        Args:
+            step: one whole step.
+            verify: what is wrong with the parameters after so many pushes of each rank; empty: nothing.
+            prepare: before each step, and outside of its time.
+        """
+        self.say(ready=True, **facts)
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "pushes" in request:
+                self.say(wrong=verify(request["pushes"]))
+                continue
+            times = []
+            for _ in range(request["steps"]):
+                if prepare is not None:
+                    prepare()
+                begun = time.monotonic()
+                step()
+                times.append((begun, time.monotonic()))
+            self.say(times=times)

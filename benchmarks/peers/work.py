@@ -1,0 +1,89 @@
+"""The work that psd and every peer do in benchmarks: which tensors, which gradients, and what must come out, to the bit.
+
+Gradients are small whole numbers and the learning rate is a power of two, so that float32 arithmetic is exact in whatever order
+a system adds: w = -LR * steps * (sum of the workers' gradients). Worker r's gradient is one more than worker 0's, everywhere.
+
+NumPy alone: peers import it under interpreters that know nothing of psd.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+LR = 2.0**-10
+STEPS_MAX = 10_000
+WORKERS_MAX = 8
+"""Beyond these the whole numbers would no longer fit into float32."""
+
+_PERIOD = 251
+_BLOCK_BYTES = 1 << 20
+
+
+def _resnet50() -> list[tuple[int, ...]]:
+    """25.6 million parameters in 161 tensors: 53 convolutions, each with a batch norm's two vectors, and a linear layer."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(out: int, into: int, kernel: int) -> None:
+        shapes.extend([(out, into, kernel, kernel), (out,), (out,)])
+
+    convolution(64, 3, 7)
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(width, channels, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:
+                convolution(4 * width, channels, 1)
+            channels = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+MODELS: dict[str, list[tuple[int, ...]]] = {
+    "resnet50": _resnet50(),
+    "convnet": [(32, 3, 3, 3), (32,), (64, 32, 3, 3), (64,), (128, 64, 3, 3), (128,), (256, 8192), (256,), (10, 256), (10,)],
+    "mlp": [(1024, 784), (1024,), (1024, 1024), (1024,), (10, 1024), (10,)],
+    "1kb": [(256,)],
+}
+"""Shapes by name, all float32: 102, 8.8 and 7.5 MB, and 1 KiB for latencies."""
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    """Of a model by name; "8mb" is that many MB in one tensor."""
+    if model in MODELS:
+        return MODELS[model]
+    return [(int(model.removesuffix("mb")) * 250_000,)]
+
+
+def size_of(model: str) -> int:
+    """Number of parameters."""
+    return sum(int(np.prod(shape)) for shape in shapes_of(model))
+
+
+def block_sizes(nbytes: int) -> list[int]:
+    """How references without a layout cut their bytes: 1 MiB each, and the rest."""
+    return [min(_BLOCK_BYTES, nbytes - start) for start in range(0, nbytes, _BLOCK_BYTES)]
+
+
+def gradient(rank: int, size: int) -> NDArray[np.float32]:
+    """(size,) what a worker pushes in every step."""
+    period = np.arange(_PERIOD, dtype=np.float32) - np.float32(_PERIOD // 2) + np.float32(rank)
+    return np.resize(period, size)
+
+
+def expected(pushes: list[int], size: int) -> NDArray[np.float32]:
+    """(size,) the parameters, which began at zero, after so many pushes of each rank."""
+    period = np.arange(_PERIOD, dtype=np.float64) - _PERIOD // 2
+    total = sum(count * (period + rank) for rank, count in enumerate(pushes))
+    return np.resize((-LR * total).astype(np.float32), size)
+
+
+def difference(values: NDArray[np.float32], pushes: list[int]) -> str:
+    """What is wrong with the parameters after so many pushes of each rank; empty: nothing."""
+    wrong = np.flatnonzero(values != expected(pushes, values.size))
+    if wrong.size == 0:
+        return ""
+    first = int(wrong[0])
+    due = expected(pushes, values.size)[first]
+    return f"{wrong.size} of {values.size} parameters are wrong; number {first} is {values[first]}, must be {due}"

@@ -1,0 +1,286 @@
+"""The worker's end of one bulk connection: calls out, answers in, over a stream socket; see proto/psd/v1/bulk.proto.
+
+Over a local socket the worker's flat buffers are attached, if they lie in a segment: then gradients are read and parameters
+written by the shard itself, and messages only name them. A connection that has failed in any way is closed, and is not used
+again. Must not know retries, sessions, or how the connection was opened.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from psd.contract import frames
+from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
+from psd.contract.layout import Block
+from psd.contract.wire import Disconnected, Kind, Stream
+from psd.v1 import bulk_pb2, data_pb2
+from psd_client.flat import FlatBuffers
+from psd_client.transport import Call, Cancelled, GradientPart
+
+HEAD_BYTES_MAX = 32 << 20
+HELLO_S = 5.0
+CANCEL_S = 5.0
+"""After a call was cancelled, how long the shard may take to let go of this worker's memory. It takes one block."""
+SMALL_BYTES = 64 << 10
+"""A push up to this size fits the sockets' buffers: it is sent before anything is read, by one thread."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+ResultT = TypeVar("ResultT")
+
+
+class BulkConnection:
+    """One open connection to one shard. One call at a time.
+
+    Args:
+        stream: connected. shard, address: for messages. ticket: from OpenBulk.
+
+    Attributes:
+        is_open: False after the first failure. sent_bytes, received_bytes: payload bytes so far.
+    """
+
+    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes) -> None:
+        self.is_open = True
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._stream = stream
+        self._shard = shard
+        self._address = address
+        self._sender: ThreadPoolExecutor | None = None
+        self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
+        self._is_cancelled = False
+        stream.set_timeout(HELLO_S)
+        self._guarded(lambda: self._greet(ticket))
+
+    def _greet(self, ticket: bytes) -> None:
+        self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
+        self._expect(Kind.WELCOME)
+
+    @property
+    def is_local(self) -> bool:
+        """True if memory can be attached."""
+        return self._stream.socket.family == getattr(socket, "AF_UNIX", None)
+
+    def attach(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+        """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
+        if self._attached is not None and self._attached[0] is gradients:
+            return
+        segment = gradients.segment
+        assert segment is not None
+        assert segment is parameters.segment
+
+        def exchange() -> bytes:
+            message = bulk_pb2.BulkAttach(
+                layout_digest=gradients.layout.digest,
+                size=segment.nbytes,
+                gradient_starts=gradients.starts,
+                parameter_starts=parameters.starts,
+            )
+            self._stream.set_timeout(HELLO_S)
+            self._stream.send(Kind.ATTACH, message.SerializeToString())
+            self._expect(Kind.SEND)
+            try:
+                socket.send_fds(self._stream.socket, [b"\0"], [segment.fd])
+            except OSError as error:
+                raise Disconnected(str(error)) from None
+            return self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
+
+        if self._guarded(exchange) != segment.nonce:
+            self.close()
+            raise InternalError(f"shard {self._shard} at {self._address}: has mapped another memory than was sent")
+        self._attached = gradients, parameters
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        """See Lane."""
+        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header, timeout_s=call.timeout_s)
+        reply: data_pb2.PushReply = self._run(call, lambda: self._call(message, part, (), None))
+        return reply
+
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        """See Lane."""
+        message = bulk_pb2.BulkCall(
+            method=bulk_pb2.BULK_METHOD_PUSH_PULL,
+            push=part.header,
+            timeout_s=call.timeout_s,
+            into_memory=self._has(parameters),
+        )
+        reply: data_pb2.PushReply = self._run(call, lambda: self._call(message, part, part.blocks, parameters))
+        return reply
+
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """See Lane."""
+        message = bulk_pb2.BulkCall(
+            method=bulk_pb2.BULK_METHOD_PULL, pull=request, timeout_s=call.timeout_s, into_memory=self._has(parameters)
+        )
+        awaited = () if request.versions_only else blocks
+        self._run(call, lambda: self._call(message, None, awaited, parameters))
+
+    def _has(self, buffers: FlatBuffers) -> bool:
+        return self._attached is not None and any(buffers is attached for attached in self._attached)
+
+    def _call(
+        self,
+        message: bulk_pb2.BulkCall,
+        part: GradientPart | None,
+        awaited: Sequence[Block],
+        parameters: FlatBuffers | None,
+    ) -> data_pb2.PushReply:
+        self._stream.send(Kind.CALL, message.SerializeToString())
+        sending = None
+        if part is not None:
+            if self._has(part.buffers):
+                self._send_names(part)
+            elif sum(block.nbytes for block in part.blocks) <= SMALL_BYTES:
+                self._send_blocks(part)
+            else:
+                if self._sender is None:
+                    self._sender = ThreadPoolExecutor(1, thread_name_prefix="psd-send")
+                sending = self._sender.submit(self._send_blocks, part)
+        try:
+            reply = self._receive(awaited, parameters, into_memory=message.into_memory)
+        except _Refused:
+            if sending is not None:
+                sending.result()  # the shard reads on to the push's end
+            raise
+        except BaseException:
+            self._stream.shut_down(socket.SHUT_WR)
+            if sending is not None:
+                sending.exception()
+            raise
+        if sending is not None:
+            sending.result()
+        return reply
+
+    def _send_names(self, part: GradientPart) -> None:
+        message = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=True)
+        if part.present is not None:
+            message.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
+        self._stream.send(Kind.BLOCKS, message.SerializeToString())
+        self.sent_bytes += sum(block.nbytes for block in part.blocks)
+
+    def _send_blocks(self, part: GradientPart) -> None:
+        last = part.blocks[-1]
+        for block in part.blocks:
+            message = bulk_pb2.BulkBlocks(blocks=(block.index,), last=block is last)
+            payload: Any = part.buffers.block(block.index)
+            if part.present is not None:
+                present = part.present[block.segment_tensors]
+                message.present.append(frames.present_bits(present))
+                if not present.any():
+                    payload = b""
+            self._stream.send(Kind.BLOCKS, message.SerializeToString(), payload)
+            self.sent_bytes += block.nbytes if len(payload) else 0
+
+    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
+        awaited = {} if into_memory else {block.index: block for block in blocks}
+        while True:
+            kind, head, payload_bytes = self._stream.receive()
+            if kind is Kind.ANSWER:
+                frame = self._parsed(data_pb2.PullFrame, head)
+                block = awaited.pop(frame.block, None)
+                if block is None or payload_bytes != block.nbytes:
+                    raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
+                assert parameters is not None
+                self._stream.read_into(parameters.block(block.index).data.cast("B"))
+                parameters.versions[block.index] = frame.version
+                self.received_bytes += block.nbytes
+            elif kind is Kind.REPLY:
+                if awaited:
+                    raise InternalError(f"shard {self._shard} at {self._address}: {len(awaited)} blocks are missing")
+                reply = self._parsed(bulk_pb2.BulkReply, head)
+                if into_memory:
+                    assert parameters is not None
+                    for index, version in zip(reply.blocks, reply.versions, strict=True):
+                        parameters.versions[index] = version
+                    self.received_bytes += sum(block.nbytes for block in blocks)
+                return reply.push
+            else:
+                self._raise(kind, head)
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call, exchange: Callable[[], ResultT]) -> ResultT:
+        self._stream.set_timeout(call.timeout_s)
+        with call.scope.entered(self._cancel):
+            try:
+                return self._guarded(exchange)
+            except TimeoutError:
+                raise WaitTimeout(
+                    f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
+                ) from None
+            except ShardUnavailable:
+                if call.scope.is_cancelled:
+                    raise Cancelled from None
+                raise
+
+    def _guarded(self, exchange: Callable[[], ResultT]) -> ResultT:
+        """The result of an exchange of messages; the connection is over if it breaks off in the middle."""
+        try:
+            return exchange()
+        except _Refused as refused:  # in good order: the next call may begin
+            raise refused.error from None
+        except Disconnected as error:
+            self._abandon()
+            raise ShardUnavailable(
+                f"shard {self._shard} at {self._address}: the connection broke: {error}",
+                shard=self._shard,
+                address=self._address,
+            ) from None
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _cancel(self) -> None:
+        """From another thread: end the call. The thread that is in it waits for the shard's end."""
+        self._stream.shut_down(socket.SHUT_WR)
+
+    def _abandon(self) -> None:
+        """Wait until the shard has let go, so that nothing of the call touches this worker's memory any more; then close."""
+        self._stream.shut_down(socket.SHUT_WR)
+        self._stream.set_timeout(CANCEL_S)
+        try:
+            self._stream.skip(1 << 62)
+        except (Disconnected, TimeoutError):
+            self.close()
+
+    def close(self) -> None:
+        """Give the connection back. Idempotent."""
+        self.is_open = False
+        self._stream.shut_down(socket.SHUT_RDWR)
+        if self._sender is not None:
+            self._sender.shutdown(wait=True)
+            self._sender = None
+        self._stream.close()
+
+    def _expect(self, kind: Kind) -> bytes:
+        got, head, payload_bytes = self._stream.receive()
+        if got is not kind or payload_bytes:
+            self._raise(got, head)
+        return head
+
+    def _raise(self, kind: Kind, head: bytes) -> None:
+        if kind is not Kind.ERROR:
+            raise InternalError(f"shard {self._shard} at {self._address}: {kind.name} was not expected")
+        message = self._parsed(bulk_pb2.BulkError, head)
+        raise _Refused(error_from(message.reason, message.message, {"shard": self._shard} | json.loads(message.detail)))
+
+    def _parsed(self, kind: type[MessageT], head: bytes) -> MessageT:
+        try:
+            return kind.FromString(head)
+        except DecodeError as error:
+            raise InternalError(f"shard {self._shard} at {self._address}: an answer is no {kind.__name__}: {error}") from None
+
+
+class _Refused(Exception):
+    """The shard has answered with an error."""
+
+    def __init__(self, error: PsdError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -1,0 +1,176 @@
+"""The lane that takes the best way: shared memory with a shard on this machine, else TCP, else gRPC.
+
+What it opens it opens at the first need, and anew after a failure, since a shard may come back elsewhere. Control calls stay
+with gRPC, and so does all data where neither works, unless one way is forced. Must not know sessions, clocks or retries.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from psd.contract.config import ConfigError, parse_address
+from psd.contract.errors import ShardUnavailable
+from psd.contract.layout import Block
+from psd.contract.wire import Stream
+from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection
+from psd_client.flat import FlatBuffers
+from psd_client.grpc_lane import GrpcLane
+from psd_client.transport import Call, Cancelled, GradientPart
+
+CONNECT_S = 3.0
+TRANSPORT_CHARACTERS_MAX = 120
+
+ResultT = TypeVar("ResultT")
+
+
+class BulkLane(GrpcLane):
+    """One shard, by the best way that works.
+
+    Args:
+        transport: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
+    """
+
+    def __init__(self, shard: int, address: str, transport: str) -> None:
+        super().__init__(shard, address)
+        self.transport = ""
+        self._wanted = transport
+        self._bulk: BulkConnection | None = None
+        self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
+        self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
+
+    def prepare(self, caller: job_pb2.Caller, call: Call) -> bool:
+        """See Lane."""
+        bulk = self._opened(caller, call)
+        return bulk is not None and bulk.is_local
+
+    def share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+        """See Lane."""
+        self._shared = gradients, parameters
+
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        """See Lane."""
+        bulk = self._connection(part.header.caller, call)
+        if bulk is None:
+            return super().push(part, call)
+        return self._counted(bulk, lambda: bulk.push(part, call))
+
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """See Lane."""
+        bulk = self._connection(request.caller, call)
+        if bulk is None:
+            super().pull(request, blocks, parameters, call)
+        else:
+            self._counted(bulk, lambda: bulk.pull(request, blocks, parameters, call))
+
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        """See Lane."""
+        bulk = self._connection(part.header.caller, call)
+        if bulk is None:
+            return super().push_pull(part, parameters, call)
+        return self._counted(bulk, lambda: bulk.push_pull(part, parameters, call))
+
+    def close(self) -> None:
+        """See Lane."""
+        super().close()
+        if self._bulk is not None:
+            self._bulk.close()
+
+    def _counted(self, bulk: BulkConnection, exchange: Callable[[], ResultT]) -> ResultT:
+        sent, received = bulk.sent_bytes, bulk.received_bytes
+        try:
+            return exchange()
+        except ShardUnavailable:
+            if self._closed:
+                raise Cancelled from None
+            raise
+        finally:
+            self.sent_bytes += bulk.sent_bytes - sent
+            self.received_bytes += bulk.received_bytes - received
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+        """The connection, ready for bulk calls; None: gRPC it is."""
+        bulk = self._opened(caller, call)
+        if bulk is not None and bulk.is_local and self._shared is not None:
+            bulk.attach(*self._shared)
+        return bulk
+
+    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+        if (self._bulk is None or not self._bulk.is_open) and self._grpc_at != caller.incarnation:
+            self._bulk = self._choose(caller, call)
+            self._grpc_at = caller.incarnation if self._bulk is None else None
+        return self._bulk if self._bulk is not None and self._bulk.is_open else None
+
+    def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+        refusals: list[str] = []
+        for name, connect in (("shm", self._connect_local), ("tcp", self._connect_tcp)):
+            if self._wanted not in ("auto", name):
+                continue
+            reply = self.open_bulk(control_pb2.OpenBulkRequest(caller=caller), call)
+            try:
+                sock = connect(reply)
+            except _NotHere as error:
+                refusals.append(f"{name}: {error}")
+                continue
+            bulk = BulkConnection(Stream(sock, HEAD_BYTES_MAX), self.shard, self.address, reply.ticket)
+            self._note(name, refusals)
+            return bulk
+        if self._wanted != "auto":
+            raise ConfigError(f"transport: shard {self.shard} at {self.address} cannot be reached by {refusals[0]}")
+        self._note("grpc", refusals)
+        return None
+
+    def _note(self, name: str, refusals: Sequence[str]) -> None:
+        self.transport = f"{name} (not {'; not '.join(refusals)})" if refusals else name
+        self.transport = self.transport[:TRANSPORT_CHARACTERS_MAX]
+
+    def _connect_local(self, reply: control_pb2.OpenBulkReply) -> socket.socket:
+        if not hasattr(os, "memfd_create"):
+            raise _NotHere("this system has no memory files")
+        if not reply.local_name:
+            raise _NotHere("the shard's system has no memory files")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(f"\0{reply.local_name}")
+        except OSError:
+            sock.close()
+            raise _NotHere("the shard is on another machine") from None
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if int.from_bytes(credentials[4:8], "little") != os.getuid():
+            sock.close()
+            raise _NotHere("the shard is another user's")
+        return sock
+
+    def _connect_tcp(self, reply: control_pb2.OpenBulkReply) -> socket.socket:
+        if not reply.tcp_port:
+            raise _NotHere("the shard was started with --bulk-port off")
+        host, _ = parse_address(self.address, "servers")
+        try:
+            sock = socket.create_connection((host.strip("[]"), reply.tcp_port), CONNECT_S)
+        except OSError as error:
+            raise _NotHere(f"port {reply.tcp_port}: {error.strerror or error}") from None
+        sock.settimeout(None)
+        keep_alive(sock)
+        return sock
+
+
+class _NotHere(Exception):
+    """A way that does not work with this shard, and why."""
+
+
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
+"""A peer that vanishes without a word is noticed within 20 seconds, as on the gRPC channel. Not TCP_USER_TIMEOUT: a shard that
+lets a push wait for its round does not read, and that may last."""
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the system ask from time to time whether a silent peer is still there."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

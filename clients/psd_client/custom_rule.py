@@ -1,0 +1,75 @@
+"""CustomRule: a rule of the user's own, as a worker names it.
+
+psd/contract/custom_rules.py finds the class and says what it must look like. Must not know tensors or connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from psd.contract.custom_rules import load_rule
+from psd.contract.jobspec import GroupSpec
+from psd_client.optimizers import Optimizer, number
+
+
+class CustomRule(Optimizer):
+    """A rule of your own: a Python class that the shards find by its import path, and that their operator has listed.
+
+        psd_client.CustomRule("my_package.my_module:MyRule", lr=0.01)
+
+    The class must be importable here, too; psd/contract/custom_rules.py shows what it looks like.
+
+    Args:
+        rule: the path, or the class itself if it is found under its module and name.
+        hyper: numbers in place of the class's defaults; they travel with each push and may change during the job.
+
+    Raises:
+        ConfigError: the class cannot be imported, or is not what is expected.
+        TypeError, ValueError: naming the argument.
+    """
+
+    def __init__(self, rule: str | type, **hyper: float) -> None:
+        if isinstance(rule, type):
+            if rule.__module__ == "__main__":
+                raise ValueError(
+                    f"rule: {rule.__qualname__} is in the script itself, where shards cannot find it; put it in a module"
+                )
+            rule = f"{rule.__module__}:{rule.__qualname__}"
+        found = load_rule(rule)
+        unknown = sorted(set(hyper) - set(found.hyper))
+        if unknown:
+            raise TypeError(f"{rule} has no number {unknown[0]!r}; it has {', '.join(found.hyper) or 'none'}")
+        values = {name: number(name, hyper.get(name, default)) for name, default in found.hyper.items()}
+        spec = GroupSpec(rule, (), tuple(found.slots.values()), tuple(found.slots), tuple(found.hyper))
+        for name, value in values.items():
+            problem = spec.info.problem(name, value)
+            if problem:
+                raise ValueError(f"{name}: {problem}")
+        self._path, self._spec, self._values = rule, spec, values
+
+    def options(self) -> set[str]:
+        """Names of the numbers."""
+        return set(self._values)
+
+    def option_values(self) -> dict[str, Any]:
+        """The numbers by name."""
+        return dict(self._values)
+
+    def with_options(self, options: Mapping[str, Any]) -> CustomRule:
+        """The same with some numbers changed."""
+        return CustomRule(self._path, **(self._values | dict(options)))
+
+    def group(self) -> GroupSpec:
+        """What is declared: the rule and what is fixed for the job."""
+        return self._spec
+
+    def scalars(self) -> dict[str, Any]:
+        """What travels with each push, by name, in the class's order."""
+        return dict(self._values)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def __repr__(self) -> str:
+        numbers = "".join(f", {name}={value}" for name, value in self._values.items())
+        return f"CustomRule({self._path!r}{numbers})"

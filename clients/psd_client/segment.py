@@ -1,0 +1,61 @@
+"""Memory that a worker shares with the shards on its machine: an anonymous file, gone when the last of them lets go of it.
+
+It has no name in any file system, so nothing is left behind, whoever dies. It is sealed against shrinking, which shards insist
+on. Must not know layouts, sockets or shards.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONCE_BYTES = 16
+ALIGN_BYTES = 4096
+
+
+class Segment:
+    """Shared memory, zero at first, from which arrays are cut one after the other.
+
+    Args:
+        nbytes: how much all arrays together may take, each rounded up to ALIGN_BYTES.
+
+    Raises:
+        OSError: the system has no memory files, or no memory.
+
+    Attributes:
+        fd: of the file. nbytes: its size. nonce: its first bytes, which only those know who see the memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memory files")
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.nbytes = ALIGN_BYTES + nbytes
+        self.fd = os.memfd_create("psd-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+        self._finalizer.atexit = False  # a connection that ends at exit may still have to be opened anew
+        os.ftruncate(self.fd, self.nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._mapping = mmap.mmap(self.fd, self.nbytes)
+        self._mapping[:NONCE_BYTES] = self.nonce
+        self._end = ALIGN_BYTES
+
+    def zeros(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
+        """A (size,) array and where it begins, in bytes. It keeps the memory, not the descriptor."""
+        start = self._end
+        array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
+        self._end += aligned(size * dtype.itemsize)
+        array[...] = 0  # faults the pages in now rather than in the first step
+        return array, start
+
+
+def aligned(nbytes: int) -> int:
+    """Rounded up to ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

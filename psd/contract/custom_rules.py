@@ -1,0 +1,127 @@
+"""Update rules of the users: a Python class by import path, such as "my_package.my_module:MyRule".
+
+    class MyRule:
+        slots = {"velocity": 0.0}              # arrays of the parameter's shape, and what they begin with
+        hyper = {"lr": 0.1, "friction": 0.9}   # numbers that travel with each push, and their defaults
+
+        def apply(self, param, grad, slots, hyper):
+            slots["velocity"][:] = hyper["friction"] * slots["velocity"] + grad
+            param -= hyper["lr"] * slots["velocity"]
+
+`apply` is called on a shard with 1-D arrays of one dtype and length: a run of one block, which may be a piece of a tensor, or
+several tensors at the same step end to end. So it must be *elementwise*: what becomes of an element must depend on that element
+alone. `param` and the arrays in `slots` are updated in place; `grad` is read-only. `hyper` has, beside the declared numbers,
+"step" (the number of this update for these tensors, from 1) and "age" (updates that the block has seen since the worker read
+the parameters; 0 under sync). Blocks are updated by several threads at once: an object keeps nothing between calls.
+
+Owns how such a class is found and what it must look like. Must not know groups, pages or connections.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psd.contract.config import ConfigError, is_rule_path
+
+NAMES_MAX = 64
+"""Slots, and numbers, of one rule."""
+
+RESERVED = frozenset({"step", "age", "params", "dc_lambda", "dc_decay", "dc_mean_square"})
+"""Names that psd uses itself beside a rule's own."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class CustomRule:
+    """A rule that was found.
+
+    Attributes:
+        path: by which. kind: the class.
+        slots: what each begins with, by name. hyper: the defaults, by name. Both in the class's order.
+    """
+
+    path: str
+    kind: type[Any]
+    slots: Mapping[str, float]
+    hyper: Mapping[str, float]
+
+
+def name_problem(names: Sequence[str]) -> str | None:
+    """What is wrong with the names of a rule's slots or numbers, or None."""
+    if len(names) > NAMES_MAX:
+        return f"has {len(names)} names, the limit is {NAMES_MAX}"
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            return f"names must be identifiers of at most 64 letters, got {name!r}"
+        if name in RESERVED:
+            return f"the name {name!r} is psd's own"
+    return None if len(set(names)) == len(names) else "a name stands twice"
+
+
+def load_rule(path: str) -> CustomRule:
+    """Import a rule and look at it.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not what the module's docstring shows; the message names it.
+    """
+    if not is_rule_path(path):
+        raise ConfigError(f"rule {path!r}: expected an import path with a class, such as my_package.my_module:MyRule")
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except Exception as error:
+        raise ConfigError(f"rule {path!r}: cannot be imported: {describe(error)}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"rule {path!r}: expected a class, got {found!r}")
+    numbers = {attribute: _numbers(path, attribute, getattr(found, attribute, None)) for attribute in ("slots", "hyper")}
+    apply = getattr(found, "apply", None)
+    if not callable(apply):
+        raise ConfigError(f"rule {path!r}: has no method apply(param, grad, slots, hyper)")
+    try:
+        inspect.signature(apply).bind(None, None, None, None, None)
+        found()
+    except Exception as error:
+        expected = "a class without arguments that has apply(self, param, grad, slots, hyper)"
+        raise ConfigError(f"rule {path!r}: expected {expected}: {describe(error)}") from error
+    return CustomRule(path, found, **numbers)
+
+
+def load_rules(paths: Sequence[str], directory: str) -> dict[str, CustomRule]:
+    """Several rules by path; `directory` is searched for their modules after Python's own places.
+
+    Raises:
+        ConfigError: as `load_rule`.
+    """
+    if paths and directory not in sys.path:
+        sys.path.append(directory)
+    return {path: load_rule(path) for path in paths}
+
+
+def _numbers(path: str, attribute: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"rule {path!r}: expected {attribute} to be a dict of names and numbers, got {value!r}")
+    problem = name_problem(list(value))
+    if problem:
+        raise ConfigError(f"rule {path!r}: {attribute}: {problem}")
+    for name, number in value.items():
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
+            raise ConfigError(f"rule {path!r}: {attribute}[{name!r}]: expected a number, finite as a float32, got {number!r}")
+    return {name: float(number) for name, number in value.items()}
+
+
+def describe(error: BaseException) -> str:
+    """An error of somebody else's code in one line, with the place where it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,160 @@
+"""Messages of the bulk lane on a stream socket: sent with one system call, received straight into their place.
+
+A message is a 16-byte prefix (kind, bytes of head, bytes of payload), a small protobuf head, and a payload; bulk.proto has the
+kinds. `Stream` reads ahead a little, so that prefix, head and a small payload cost one system call together; the rest of a
+large payload goes directly into the caller's memory. Used by both sides. Must not know what heads mean, nor sessions or blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import struct
+from typing import Any
+
+from psd.contract.errors import InvalidRequest
+
+PREFIX = struct.Struct("<IIQ")
+
+READ_AHEAD_BYTES = 16 << 10
+"""More would only be copied twice; heads have a few dozen bytes, those of a push some hundred."""
+
+BUFFER_BYTES = 4 << 20
+"""Of each socket and direction, as far as the kernel allows: a few blocks, so that neither side waits for the other's turn."""
+
+
+class Kind(enum.IntEnum):
+    """See bulk.proto."""
+
+    HELLO = 1
+    WELCOME = 2
+    ATTACH = 3
+    SEND = 4
+    READY = 5
+    CALL = 6
+    BLOCKS = 7
+    ANSWER = 8
+    REPLY = 9
+    ERROR = 10
+
+
+class Disconnected(Exception):
+    """The peer has closed the connection, or it broke."""
+
+
+class Stream:
+    """One connected stream socket. One thread may send while another receives.
+
+    Args:
+        sock: blocking; owned from now on.
+        head_bytes_max: a longer head is refused before it is read.
+    """
+
+    def __init__(self, sock: socket.socket, head_bytes_max: int) -> None:
+        self.socket = sock
+        self._head_bytes_max = head_bytes_max
+        self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._start = self._end = 0
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        if sock.family != getattr(socket, "AF_UNIX", None):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, kind: Kind, head: bytes = b"", payload: Any = b"") -> None:
+        """Send one message; `payload` is any C-contiguous buffer.
+
+        Raises:
+            Disconnected: the peer cannot be reached any more. TimeoutError: the socket's own limit has passed.
+        """
+        view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
+        front = b"".join((PREFIX.pack(kind, len(head), view.nbytes), head))
+        try:
+            sent = self.socket.sendmsg((front, view) if view.nbytes else (front,))
+            if sent < len(front):
+                self.socket.sendall(front[sent:])
+                sent = len(front)
+            if sent - len(front) < view.nbytes:
+                self.socket.sendall(view[sent - len(front) :])
+        except (BlockingIOError, TimeoutError):
+            raise TimeoutError from None
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+
+    def receive(self) -> tuple[Kind, bytes, int]:
+        """Kind and head of the next message, and how many bytes of payload follow; these are to be read or skipped next.
+
+        Raises:
+            InvalidRequest: no message begins here. Disconnected, TimeoutError: as in `send`.
+        """
+        kind, head_bytes, payload_bytes = PREFIX.unpack(self._take(PREFIX.size))
+        try:
+            known = Kind(kind)
+        except ValueError:
+            raise InvalidRequest(f"kind: {kind} is none of the bulk lane's messages") from None
+        if head_bytes > self._head_bytes_max:
+            raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self._head_bytes_max}")
+        return known, bytes(self._take(head_bytes)), payload_bytes
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target` (bytes, C-contiguous) with the next bytes."""
+        ready = min(self._end - self._start, target.nbytes)
+        target[:ready] = self._ahead[self._start : self._start + ready]
+        self._start += ready
+        while ready < target.nbytes:
+            ready += self._receive_into(target[ready:], socket.MSG_WAITALL)
+
+    def skip(self, count: int) -> None:
+        """Pass over the next bytes."""
+        while count > 0:
+            if self._start == self._end:
+                self._start, self._end = 0, self._receive_into(self._ahead, 0)
+            step = min(count, self._end - self._start)
+            self._start += step
+            count -= step
+
+    def _take(self, count: int) -> memoryview:
+        """The next bytes; valid until the next call."""
+        if count > READ_AHEAD_BYTES:
+            whole = memoryview(bytearray(count))
+            self.read_into(whole)
+            return whole
+        if self._start + count > READ_AHEAD_BYTES:
+            held = bytes(self._ahead[self._start : self._end])
+            self._ahead[: len(held)] = held
+            self._start, self._end = 0, len(held)
+        while self._end - self._start < count:
+            if self._start == self._end:
+                self._start = self._end = 0
+            self._end += self._receive_into(self._ahead[self._end :], 0)
+        taken = self._ahead[self._start : self._start + count]
+        self._start += count
+        return taken
+
+    def _receive_into(self, target: memoryview, flags: int) -> int:
+        try:
+            count = self.socket.recv_into(target, 0, flags)
+        except (BlockingIOError, TimeoutError):
+            raise TimeoutError from None
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+        if count == 0:
+            raise Disconnected("the peer has closed the connection")
+        return count
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long one system call may take from now on; 0: for ever."""
+        # Not socket.settimeout, which would poll before each call.
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6) or (1 if 0 < seconds < 1 else 0))
+        with contextlib.suppress(OSError):
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def shut_down(self, how: int) -> None:
+        """End one or both directions; wakes whoever is blocked in them."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(how)
+
+    def close(self) -> None:
+        """Give the descriptor back; nobody may be using it."""
+        self.socket.close()

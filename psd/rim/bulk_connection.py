@@ -1,0 +1,326 @@
+"""One connection of the bulk lane, as the shard serves it: messages in, calls on the data plane, messages out.
+
+One thread reads, and another one answers where there is much; only hang_up and end_when_idle come from others. Blocks come in
+messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not know tickets or
+listeners.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
+from psd.contract.layout import BLOCK_BYTES_MAX
+from psd.contract.wire import Disconnected, Kind, Stream
+from psd.rim.bulk_memory import WorkerMemory
+from psd.rim.calls import Guard, Waiter
+from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.outbox import Outbox
+from psd.state.shard import Shard
+from psd.v1 import bulk_pb2, data_pb2
+
+logger = logging.getLogger(__name__)
+
+BLOCKS_FOR_TWO_THREADS = 4
+"""From so many blocks of the shard on, answers leave from a thread of their own; below, handing them over costs more."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+Admit = Callable[["BulkConnection", bytes], int]
+
+
+class BulkConnection:
+    """One worker's connection.
+
+    Attributes:
+        rank: of the worker; negative before it has shown its ticket. ended: set when nothing is under way any more.
+    """
+
+    def __init__(self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard) -> None:
+        self.rank = -1
+        self.ended = threading.Event()
+        self._stream = stream
+        self._shard = shard
+        self._plane = plane
+        self._guard = guard
+        self._memory: WorkerMemory | None = None
+        self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._has_hung_up = False
+        self._is_busy = False
+        self._is_ending = False
+        self._second_thread: Outbox[_Outgoing] | None = None
+
+    def serve(self, admit: Admit, hello_s: float) -> None:
+        """Take calls until either side ends the connection."""
+        try:
+            self._stream.set_timeout(hello_s)
+            self._welcome(admit)
+            self._stream.set_timeout(0)
+            while self._begin_message():
+                kind, head, payload_bytes = self._stream.receive()
+                with self._lock:
+                    self._is_busy = True
+                if kind is Kind.CALL and not payload_bytes:
+                    self._call(_parsed(bulk_pb2.BulkCall, head))
+                elif kind is Kind.ATTACH and not payload_bytes:
+                    self._attach(_parsed(bulk_pb2.BulkAttach, head))
+                else:
+                    raise InvalidRequest(f"kind: {kind.name} is not expected here")
+        except (Disconnected, TimeoutError):
+            pass
+        except PsdError as error:  # the two sides no longer agree where a message begins
+            self._send_error(error)
+
+    def _begin_message(self) -> bool:
+        with self._lock:
+            self._is_busy = False
+            return not self._is_ending
+
+    def _welcome(self, admit: Admit) -> None:
+        kind, head, payload_bytes = self._stream.receive()
+        if kind is not Kind.HELLO or payload_bytes:
+            raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
+        self.rank = admit(self, _parsed(bulk_pb2.BulkHello, head).ticket)
+        self._stream.send(Kind.WELCOME)
+
+    # -- the end, from other threads -----------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """The worker has gone, or is to go: end the waits of the call in progress, and the connection with it."""
+        with self._lock:
+            self._has_hung_up = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        # The worker's own end of a call: it waits for this side's. Reading is over in any case.
+        self._stream.shut_down(socket.SHUT_RD)
+
+    def end_when_idle(self) -> None:
+        """End after the call in progress, if there is one."""
+        with self._lock:
+            self._is_ending = True
+            is_busy = self._is_busy
+        if not is_busy:
+            self._stream.shut_down(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """Give descriptor and memory back; called when `serve` has returned."""
+        if self._second_thread is not None:
+            self._second_thread.close()
+        self._memory = None
+        self.ended.set()
+        self._stream.close()
+
+    # -- what a Waiter needs of its call -------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Have `callback` called when the worker hangs up; False if it has."""
+        with self._lock:
+            if self._has_hung_up:
+                return False
+            self._callbacks.append(callback)
+            return True
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _attach(self, attach: bulk_pb2.BulkAttach) -> None:
+        self._stream.send(Kind.SEND)
+        _, descriptors, _, _ = socket.recv_fds(self._stream.socket, 1, 1) if _is_local(self._stream) else (b"", [], 0, None)
+        try:
+            if len(descriptors) != 1:
+                raise InvalidRequest("descriptor: the byte after SEND came without one")
+            job = self._shard.core.declared()
+            if attach.layout_digest != job.layout.digest:
+                raise LayoutMismatch("layout_digest: is not this job's")
+            self._memory = WorkerMemory(descriptors[0], attach, job.layout)
+            self._stream.send(Kind.READY, bulk_pb2.BulkReady(nonce=self._memory.nonce).SerializeToString())
+        except PsdError as error:
+            self._send_error(self._guard.as_error(error))
+        finally:
+            for descriptor in descriptors:
+                socket.close(descriptor)
+
+    def _call(self, call: bulk_pb2.BulkCall) -> None:
+        method = call.method
+        is_push = method in (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
+        pushed = _Pushed(self._stream, self._scratch, self._attached) if is_push else None
+        try:
+            self._shard.check_draining()
+            self._check_caller(call.push.caller.rank if is_push else call.pull.caller.rank)
+            blocks = iter(()) if pushed is None else pushed.blocks()
+            reply = self._answered(call, blocks, Waiter(self._shard, _Deadline(self, call.timeout_s)))
+        except (Disconnected, TimeoutError):
+            raise
+        except Exception as error:
+            if self._has_hung_up:  # there is nobody to be told
+                raise Disconnected from error
+            refusal = self._guard.as_error(error)
+            if pushed is not None:
+                pushed.skip_rest()
+            self._send_error(refusal)
+        else:
+            self._stream.send(Kind.REPLY, reply.SerializeToString())
+        finally:
+            with self._lock:
+                self._callbacks.clear()
+
+    def _answered(self, call: bulk_pb2.BulkCall, blocks: Iterator[PushedBlock], waiter: Waiter) -> bulk_pb2.BulkReply:
+        reply = bulk_pb2.BulkReply()
+        if call.method == bulk_pb2.BULK_METHOD_PUSH:
+            reply.push.CopyFrom(self._plane.push(call.push, blocks, waiter))
+            return reply
+        if call.method == bulk_pb2.BULK_METHOD_PULL:
+            answers: Iterator[Answer | data_pb2.PushReply] = self._plane.pull(call.pull, waiter)
+        elif call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
+            answers = self._plane.push_pull(call.push, blocks, waiter)
+        else:
+            raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
+        has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
+        outbox = self._outbox() if len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS else None
+        put = self._deliver if outbox is None else outbox.put
+        try:
+            for item in answers:
+                if not isinstance(item, Answer):
+                    reply.push.CopyFrom(item)
+                elif has_payload:
+                    if call.into_memory:
+                        reply.blocks.append(item.block)
+                        reply.versions.append(item.version)
+                    put(_Outgoing(item, call.into_memory))
+                else:
+                    item.release()
+        finally:
+            if outbox is not None:
+                outbox.flush()
+        return reply
+
+    def _outbox(self) -> Outbox[_Outgoing]:
+        if self._second_thread is None:
+            self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
+        return self._second_thread
+
+    def _check_caller(self, rank: int) -> None:
+        if rank != self.rank:
+            raise InvalidRequest(f"caller.rank: is {rank}, but this connection is worker {self.rank}'s")
+
+    def _deliver(self, out: _Outgoing) -> None:
+        answer = out.answer
+        try:
+            if out.into_memory:
+                np.copyto(self._attached().parameter(answer.block), answer.values)
+            else:
+                head = data_pb2.PullFrame(block=answer.block, version=answer.version)
+                self._stream.send(Kind.ANSWER, head.SerializeToString(), answer.values)
+            self._plane.count_sent(answer.nbytes)
+        finally:
+            answer.release()
+
+    def _attached(self) -> WorkerMemory:
+        if self._memory is None:
+            raise InvalidRequest("in_memory: nothing is attached to this connection")
+        if self._memory.layout_digest != self._shard.core.declared().layout.digest:
+            raise LayoutMismatch("in_memory: the memory was attached for another job")
+        return self._memory
+
+    def _send_error(self, error: PsdError) -> None:
+        message = bulk_pb2.BulkError(reason=error.reason, message=str(error), detail=json.dumps(error.detail))
+        try:
+            self._stream.send(Kind.ERROR, message.SerializeToString())
+        except (Disconnected, TimeoutError):
+            return
+
+
+class _Outgoing(NamedTuple):
+    answer: Answer
+    into_memory: bool
+
+
+class _Pushed:
+    """The blocks of one push, from the messages after its CALL. `memory` gives what is attached."""
+
+    def __init__(self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory]) -> None:
+        self._stream = stream
+        self._scratch = scratch
+        self._memory = memory
+        self._unread = 0  # payload bytes of the last message
+        self._is_last = False
+
+    def blocks(self) -> Iterator[PushedBlock]:
+        """One after the other, up to the last."""
+        while not self._is_last:
+            message = self._next()
+            count = len(message.blocks)
+            if len(message.present) not in (0, count):
+                raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
+            if message.in_memory:
+                if self._unread:
+                    raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
+                memory = self._memory()
+                for i, block in enumerate(message.blocks):
+                    present = message.present[i] if message.present else b""
+                    is_empty = present and not any(present)
+                    yield PushedBlock(block, present, memoryview(b"") if is_empty else memory.gradient(block))
+            else:
+                if count > 1 or (self._unread and not count):
+                    raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")
+                payload = self._payload()
+                for block in message.blocks:
+                    yield PushedBlock(block, message.present[0] if message.present else b"", payload)
+
+    def skip_rest(self) -> None:
+        """Read what the worker is still sending of a push that was refused."""
+        self._stream.skip(self._unread)
+        while not self._is_last:
+            self._next()
+            self._stream.skip(self._unread)
+
+    def _next(self) -> bulk_pb2.BulkBlocks:
+        kind, head, self._unread = self._stream.receive()
+        if kind is not Kind.BLOCKS:
+            raise InvalidRequest(f"kind: expected the BLOCKS of a push, got {kind.name}")
+        self._is_last = True  # a message that cannot be read is the last one, too: what comes then is not expected
+        message = _parsed(bulk_pb2.BulkBlocks, head)
+        self._is_last = message.last
+        return message
+
+    def _payload(self) -> memoryview:
+        nbytes = self._unread
+        if nbytes > len(self._scratch):
+            raise InvalidRequest(f"payload: has {nbytes} bytes, the limit is {len(self._scratch)}")
+        payload = self._scratch[:nbytes]
+        self._stream.read_into(payload)
+        self._unread = 0
+        return payload
+
+
+class _Deadline:
+    """A call's deadline, as Waiter asks a gRPC context for it."""
+
+    def __init__(self, connection: BulkConnection, timeout_s: float) -> None:
+        self.add_callback = connection.add_callback
+        self._end = time.monotonic() + timeout_s
+
+    def time_remaining(self) -> float:
+        """Seconds left."""
+        return self._end - time.monotonic()
+
+
+def _parsed(kind: type[MessageT], head: bytes) -> MessageT:
+    try:
+        return kind.FromString(head)
+    except DecodeError as error:
+        raise InvalidRequest(f"{kind.__name__}: not a valid message: {error}") from None
+
+
+def _is_local(stream: Stream) -> bool:
+    return stream.socket.family == socket.AF_UNIX

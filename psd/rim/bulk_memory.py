@@ -1,0 +1,107 @@
+"""A worker's memory file, mapped into the shard: where the gradients of its pushes lie and its parameters are to be written.
+
+Owns every check that keeps the shard's accesses within the file, and the file as large as it says: it must be sealed against
+shrinking, or its owner could make the shard fault. Its contents may change at any time; that harms only its owner's numbers.
+Must not know sockets or calls.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest
+from psd.contract.layout import Layout
+from psd.v1 import bulk_pb2
+
+NONCE_BYTES = 16
+SPACE_ALIGN_BYTES = 64
+
+
+class WorkerMemory:
+    """One attached file.
+
+    Args:
+        fd: of the file; the caller closes it afterwards.
+        attach: where the spaces lie. layout: of the job.
+
+    Raises:
+        InvalidRequest: the file is not as `attach` says, or not sealed, or a space does not fit.
+
+    Attributes:
+        nonce: the file's first bytes. layout_digest: of the layout for which it was attached.
+    """
+
+    def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout) -> None:
+        self._check_file(fd, attach.size)
+        gradients = self._checked("gradient_starts", attach.gradient_starts, attach.size, layout)
+        parameters = self._checked("parameter_starts", attach.parameter_starts, attach.size, layout)
+        try:
+            self._mapping = mmap.mmap(fd, attach.size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"size: {attach.size} bytes cannot be mapped: {error}") from error
+        self.nonce = self._mapping[:NONCE_BYTES]
+        self.layout_digest = layout.digest
+        self._layout = layout
+        self._gradients = self._spaces(gradients)
+        self._parameters = self._spaces(parameters)
+
+    @staticmethod
+    def _check_file(fd: int, size: int) -> None:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            raise InvalidRequest("size: the descriptor is not a memory file (memfd)") from None
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise InvalidRequest("size: the file must be sealed against shrinking (F_SEAL_SHRINK)")
+        actual = os.fstat(fd).st_size
+        if not NONCE_BYTES <= size <= actual:
+            raise InvalidRequest(f"size: is {size}, expected {NONCE_BYTES} to {actual}, the file's size")
+
+    @staticmethod
+    def _checked(field: str, starts: Sequence[int], size: int, layout: Layout) -> list[int | None]:
+        if len(starts) != len(layout.spaces):
+            raise InvalidRequest(f"{field}: has {len(starts)} entries, expected one per flat space, {len(layout.spaces)}")
+        checked: list[int | None] = []
+        for start, space in zip(starts, layout.spaces, strict=True):
+            is_static = layout.spec.groups[space.group].is_static
+            if start == 0 and is_static and field == "gradient_starts":
+                checked.append(None)
+                continue
+            end = start + space.size * space.dtype.itemsize
+            if start < SPACE_ALIGN_BYTES or start % SPACE_ALIGN_BYTES or end > size:
+                raise InvalidRequest(
+                    f"{field}: a space from byte {start} to {end} must begin at a multiple of {SPACE_ALIGN_BYTES}, at least "
+                    f"{SPACE_ALIGN_BYTES}, and end within {size}"
+                )
+            checked.append(start)
+        return checked
+
+    def _spaces(self, starts: Sequence[int | None]) -> list[NDArray[Any] | None]:
+        return [
+            None if start is None else np.ndarray((space.size,), space.dtype, self._mapping, start)
+            for start, space in zip(starts, self._layout.spaces, strict=True)
+        ]
+
+    def gradient(self, block: int) -> memoryview:
+        """The gradient of a block of the job. Raises InvalidRequest if there is none such."""
+        return self._block(self._gradients, block).data.cast("B")
+
+    def parameter(self, block: int) -> NDArray[Any]:
+        """Where the parameters of a block of the job are to be written."""
+        return self._block(self._parameters, block)
+
+    def _block(self, spaces: list[NDArray[Any] | None], index: int) -> NDArray[Any]:
+        if not 0 <= index < len(self._layout.blocks):
+            raise InvalidRequest(f"blocks: {index} is no block of the job, which has {len(self._layout.blocks)}")
+        block = self._layout.blocks[index]
+        space = spaces[block.space]
+        if space is None:
+            raise InvalidRequest(f"blocks: {index} belongs to static group {block.group}, to which nothing is pushed")
+        return space[block.offset : block.offset + block.length]

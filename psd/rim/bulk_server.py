@@ -1,0 +1,251 @@
+"""The shard's end of the bulk lane: its sockets, tickets and connections. bulk_connection.py serves one connection.
+
+A worker asks over gRPC (`OpenBulk`) where to connect and gets a ticket, good for one connection; so nobody is let in here whom
+gRPC has not. Each connection has a thread. A rank has one connection: a new one ends the one before, and begins when nothing of
+that one is under way any more, so that two calls never write to one worker's memory. Must not know blocks or frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from psd.contract.config import ServerConfig, parse_address
+from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.wire import Stream
+from psd.rim.bulk_connection import BulkConnection
+from psd.rim.calls import Guard
+from psd.rim.data_plane import DataPlane
+from psd.state.shard import Shard
+from psd.v1 import control_pb2
+
+logger = logging.getLogger(__name__)
+
+TICKET_S = 30.0
+HELLO_S = 5.0
+"""A connection that has not shown its ticket by then is closed."""
+PREDECESSOR_S = 30.0
+"""How long a new connection waits for its rank's earlier one to end."""
+STRANGERS_MAX = 64
+"""Connections beside one per rank: those that have not shown a ticket yet, and those that are ending."""
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    rank: int
+    expires: float
+
+
+class BulkServer:
+    """The bulk lane of one shard. Made, then `start`ed once, then `stop`ped.
+
+    Attributes:
+        tcp_port: 0 where TCP is switched off. local_name: of the local socket; empty where the system has none.
+    """
+
+    def __init__(self, shard: Shard, plane: DataPlane, guard: Guard, config: ServerConfig) -> None:
+        self.tcp_port = 0
+        self.local_name = ""
+        self._shard = shard
+        self._plane = plane
+        self._guard = guard
+        self._config = config
+        self._lock = threading.Lock()
+        self._tickets: dict[bytes, _Ticket] = {}
+        self._by_rank: dict[int, BulkConnection] = {}
+        self._connections: dict[int, BulkConnection] = {}  # by file descriptor
+        self._threads: set[threading.Thread] = set()
+        self._listeners: list[socket.socket] = []
+        self._acceptors: list[threading.Thread] = []
+        self._hang_ups = _HangUps(self._connections)
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            OSError: the port cannot be bound.
+        """
+        if self._config.bulk_port is not None:
+            host, _ = parse_address(self._config.listen, "--listen")
+            self._listen_tcp(host.strip("[]"), self._config.bulk_port)
+        self._listen_local()
+        self._hang_ups.start()
+        for listener in self._listeners:
+            thread = threading.Thread(target=self._accept, args=(listener,), name="psd-bulk-accept", daemon=True)
+            thread.start()
+            self._acceptors.append(thread)
+
+    def _listen_tcp(self, host: str, port: int) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(self._config.limits.workers_max)
+        except OSError as error:
+            listener.close()
+            raise OSError(f"--bulk-port: cannot bind {host}:{port}: {error.strerror}; is the port in use?") from error
+        self.tcp_port = listener.getsockname()[1]
+        self._listeners.append(listener)
+
+    def _listen_local(self) -> None:
+        """A name in Linux's abstract namespace leaves nothing behind, whoever dies."""
+        if not (hasattr(socket, "SO_PEERCRED") and hasattr(os, "memfd_create")):
+            return
+        name = f"psd-{os.getuid()}-{secrets.token_hex(8)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(f"\0{name}")
+            listener.listen(self._config.limits.workers_max)
+        except OSError as error:
+            listener.close()
+            logger.warning("no shared memory with workers: the local socket cannot be bound: %s", error)
+            return
+        self.local_name = name
+        self._listeners.append(listener)
+
+    def open(self, request: control_pb2.OpenBulkRequest) -> control_pb2.OpenBulkReply:
+        """See ControlService.OpenBulk."""
+        with self._shard.core.lock:
+            worker = self._shard.core.check_caller(request.caller)
+        ticket, now = secrets.token_bytes(32), time.monotonic()
+        with self._lock:
+            self._tickets = {key: kept for key, kept in self._tickets.items() if kept.expires > now}
+            if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
+                raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
+            self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S)
+        return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                if self._is_stopping:
+                    return
+                # Out of descriptors, or a peer that has gone already: neither may end the service.
+                logger.warning("the bulk lane could not accept a connection", exc_info=True)
+                select.select([], [], [], 0.1)
+                continue
+            with self._lock:
+                is_full = len(self._threads) >= self._config.limits.workers_max + STRANGERS_MAX
+                if is_full or self._is_stopping:
+                    sock.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(sock,), name="psd-bulk", daemon=True)
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = BulkConnection(Stream(sock, self._config.limits.message_bytes_max), self._shard, self._plane, self._guard)
+        descriptor = sock.fileno()
+        with self._lock:
+            self._connections[descriptor] = connection
+        try:
+            self._hang_ups.watch(descriptor)
+            if _is_of_this_user(sock):
+                connection.serve(self._admit, HELLO_S)
+        finally:
+            self._hang_ups.forget(descriptor)
+            with self._lock:
+                del self._connections[descriptor]
+                if self._by_rank.get(connection.rank) is connection:
+                    del self._by_rank[connection.rank]
+                self._threads.discard(threading.current_thread())
+            connection.close()
+
+    def _admit(self, connection: BulkConnection, key: bytes) -> int:
+        """The rank that a ticket is for; InvalidRequest if it is for nobody."""
+        with self._lock:
+            ticket = self._tickets.pop(key, None)
+            if ticket is None or ticket.expires < time.monotonic():
+                raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
+            before = self._by_rank.get(ticket.rank)
+            self._by_rank[ticket.rank] = connection
+        if before is not None:
+            before.hang_up()
+            if not before.ended.wait(PREDECESSOR_S):
+                raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
+        return ticket.rank
+
+    def stop(self, grace_s: float | None) -> None:
+        """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for thread in self._acceptors:
+            thread.join()
+        deadline = time.monotonic() + (grace_s or 0)
+        with self._lock:
+            connections, threads = list(self._connections.values()), list(self._threads)
+        for connection in connections:
+            connection.end_when_idle()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for connection in connections:
+            connection.hang_up()
+        for thread in threads:
+            thread.join(HELLO_S)
+        self._hang_ups.stop()
+
+
+def _is_of_this_user(sock: socket.socket) -> bool:
+    """True unless it is a local socket whose other end belongs to somebody else."""
+    if sock.family != getattr(socket, "AF_UNIX", None):
+        return True
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], "little") == os.getuid()
+
+
+class _HangUps:
+    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket."""
+
+    def __init__(self, connections: dict[int, BulkConnection]) -> None:
+        self._connections = connections
+        self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="psd-bulk-hang-ups", daemon=True)
+
+    def start(self) -> None:
+        if self._poll is not None:
+            self._poll.register(self._wake_read, select.EPOLLIN)
+            self._thread.start()
+
+    def watch(self, descriptor: int) -> None:
+        if self._poll is not None:
+            self._poll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def forget(self, descriptor: int) -> None:
+        if self._poll is not None:
+            with suppress(OSError):
+                self._poll.unregister(descriptor)
+
+    def stop(self) -> None:
+        if self._poll is not None and self._thread.is_alive():
+            os.write(self._wake_write, b"x")
+            self._thread.join()
+            self._poll.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        assert self._poll is not None
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._wake_read:
+                    return
+                connection = self._connections.get(descriptor)
+                if connection is not None:
+                    connection.hang_up()

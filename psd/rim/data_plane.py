@@ -1,0 +1,131 @@
+"""The data plane without its carrier: pushes, pulls and both at once, as steps over blocks.
+
+Each carrier (gRPC in data_service.py, sockets in bulk_call.py) turns what it receives into a header and a sequence of
+`PushedBlock`, and what comes out, `Answer`s, into whatever it sends. Waits happen here, through the carrier's Waiter. Must not
+know frames, messages on the wire, or sockets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from psd.rim.calls import Waiter
+from psd.state.block import BlockState
+from psd.state.exchange import Found, Pull, Push
+from psd.state.shard import Shard
+from psd.v1 import data_pb2
+from psd_core.arena import Page
+
+
+class PushedBlock(NamedTuple):
+    """One block of a push. `present` as in PushFrame; `payload` is read until the next block is asked for, and not after."""
+
+    block: int
+    present: bytes
+    payload: memoryview
+
+
+class Answer:
+    """One block for the caller. Its page is pinned until `release`, which whoever gets the answer calls.
+
+    Attributes:
+        block: index. version: updates applied. values: (n,) the parameters, unchanged until `release`.
+    """
+
+    __slots__ = ("_page", "_state", "block", "version")
+
+    def __init__(self, state: BlockState, found: Found) -> None:
+        self._state = state
+        self.version, self._page = found
+        self.block = state.plan.index
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """The block's parameters."""
+        page: Page = self._page
+        return page.parameter
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `values`."""
+        return self._state.plan.nbytes
+
+    def release(self) -> None:
+        """Give the page back. Once."""
+        self._state.unpin(self._page)
+
+
+class DataPlane:
+    """The data plane of one shard, for any carrier. One instance; its methods run in the carriers' threads."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._exchange = shard.exchange
+
+    def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:
+        """See DataService.Push."""
+        push = self._begin(header, waiter)
+        for block in blocks:
+            self._take(push, block, waiter)
+        return self._exchange.end_push(push)
+
+    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Iterator[Answer]:
+        """See DataService.Pull."""
+        pull, blocks = self._exchange.begin_pull(request)
+        self._pass_gate(pull, pull.clock, waiter)
+        for block in blocks:
+            yield self._read(block, pull, waiter)
+
+    def push_pull(
+        self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
+    ) -> Iterator[Answer | data_pb2.PushReply]:
+        """See DataService.PushPull: the blocks, as they are there, and last the push's reply.
+
+        A block is answered once the push has covered it: what a worker reads contains its own gradient. In the order of
+        covering, so that what is there first leaves first.
+        """
+        push = self._begin(header, waiter)
+        pull = self._exchange.begin_answer(push)
+        pending: deque[BlockState] = deque()
+        for pushed in blocks:
+            covered = len(push.covered)
+            self._take(push, pushed, waiter)
+            if len(push.covered) > covered:
+                pending.append(self._exchange.block(pushed.block))
+            while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
+                yield Answer(pending.popleft(), found)
+        reply = self._exchange.end_push(push)
+        if pending:
+            self._pass_gate(pull, pull.clock, waiter)
+        for block in pending:
+            yield self._read(block, pull, waiter)
+        yield reply
+
+    def count_sent(self, nbytes: int) -> None:
+        """Payload bytes have left."""
+        self._exchange.count_bytes(sent=nbytes)
+
+    def _begin(self, header: data_pb2.PushHeader, waiter: Waiter) -> Push:
+        push = self._exchange.begin_push(header)
+        self._pass_gate(push, push.clock, waiter)
+        return push
+
+    def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
+        while (ticket := self._exchange.push_block(push, block.block, block.present, block.payload)) is not None:
+            waiter.wait(ticket)
+        self._exchange.count_bytes(received=block.payload.nbytes)
+
+    def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
+        while (ticket := self._exchange.gate(call, clock)) is not None:
+            waiter.wait(ticket)
+
+    def _read(self, block: BlockState, pull: Pull, waiter: Waiter) -> Answer:
+        while True:
+            found = self._exchange.read(block, pull)
+            if isinstance(found, tuple):
+                return Answer(block, found)
+            waiter.wait(found)

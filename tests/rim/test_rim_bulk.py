@@ -1,0 +1,331 @@
+"""The bulk lane as a stranger sees it: raw sockets and messages, right and wrong ones. No psd_client."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from raw_client import RawWorker, spec
+
+from psd.contract.errors import PsdError, error_from
+from psd.contract.wire import PREFIX, Disconnected, Kind, Stream
+from psd.v1 import bulk_pb2, control_pb2, data_pb2
+
+ELEMENTS = 3
+SIZE = 4096
+STARTS = {"gradient_starts": (64, 128), "parameter_starts": (192, 256)}
+BLOCKS = 2
+
+
+class BulkWorker(RawWorker):
+    """A worker of a declared job of two blocks, with a bulk connection."""
+
+    def __init__(self, channel: grpc.Channel, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(channel, rank, world_size)
+        self.declare(spec(world_size, blocks=BLOCKS, size=ELEMENTS))
+        self.streams: list[Stream] = []
+
+    def connect(self, *, local: bool = False, ticket: bytes | None = None, greet: bool = True) -> Stream:
+        reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=30)
+        if local:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(f"\0{reply.local_name}")
+        else:
+            sock = socket.create_connection(("127.0.0.1", reply.tcp_port))
+        stream = Stream(sock, 1 << 20)
+        self.streams.append(stream)
+        stream.set_timeout(30)
+        if greet:
+            hello = bulk_pb2.BulkHello(ticket=reply.ticket if ticket is None else ticket)
+            stream.send(Kind.HELLO, hello.SerializeToString())
+            answer(stream, Kind.WELCOME)
+        return stream
+
+    def call(self, method: int, clock: int = 0, **fields: Any) -> bytes:
+        header = self.frames(clock, [[]] * BLOCKS)[0].push
+        message = bulk_pb2.BulkCall(method=method, push=header, pull=self.pull_request(clock), timeout_s=10, **fields)
+        return message.SerializeToString()
+
+    def attach(self, stream: Stream, fd: int, **fields: Any) -> bytes:
+        given = {"layout_digest": self.digest, "size": SIZE, **STARTS} | fields
+        stream.send(Kind.ATTACH, bulk_pb2.BulkAttach(**given).SerializeToString())
+        answer(stream, Kind.SEND)
+        socket.send_fds(stream.socket, [b"\0"], [fd])
+        return bulk_pb2.BulkReady.FromString(answer(stream, Kind.READY)).nonce
+
+
+@pytest.fixture
+def join(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> Iterator[Callable[..., BulkWorker]]:
+    """join(rank, world_size) -> a worker of one job on one shard."""
+    address = cluster(1).servers
+    joined: list[BulkWorker] = []
+
+    def enter(rank: int = 0, world_size: int = 1) -> BulkWorker:
+        joined.append(BulkWorker(dial(address), rank, world_size))
+        return joined[-1]
+
+    yield enter
+    for worker in joined:
+        for stream in worker.streams:
+            stream.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """The descriptor of a sealed memory file."""
+    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
+    os.truncate(fd, SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    yield fd
+    os.close(fd)
+
+
+def answer(stream: Stream, expected: Kind) -> bytes:
+    """The head of the next message, which must be of that kind; an ERROR is raised."""
+    kind, head, payload_bytes = stream.receive()
+    stream.skip(payload_bytes)
+    if kind is Kind.ERROR:
+        message = bulk_pb2.BulkError.FromString(head)
+        raise error_from(message.reason, message.message, {})
+    assert kind is expected
+    return head
+
+
+def blocks(indices: Sequence[int], *, last: bool = True, **fields: Any) -> bytes:
+    return bulk_pb2.BulkBlocks(blocks=indices, last=last, **fields).SerializeToString()
+
+
+def push(stream: Stream, worker: BulkWorker, method: int, clock: int, values: Sequence[float]) -> None:
+    """A call with both blocks in messages."""
+    stream.send(Kind.CALL, worker.call(method, clock))
+    for index in range(BLOCKS):
+        stream.send(Kind.BLOCKS, blocks([index], last=index == BLOCKS - 1), np.full(ELEMENTS, values[index], np.float32))
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
+def test_push_pull_answers_every_block_and_then_the_push(join: Callable[..., BulkWorker], local: bool) -> None:
+    worker = join()
+    stream = worker.connect(local=local)
+
+    push(stream, worker, bulk_pb2.BULK_METHOD_PUSH_PULL, 0, (1, 2))
+
+    for index in range(BLOCKS):
+        kind, head, payload_bytes = stream.receive()
+        values = np.empty(ELEMENTS, np.float32)
+        stream.read_into(values.data.cast("B"))
+        frame = data_pb2.PullFrame.FromString(head)
+        assert (kind, payload_bytes, frame.block, frame.version) == (Kind.ANSWER, 12, index, 1)
+        assert values.tolist() == [-(index + 1.0)] * ELEMENTS
+    reply = bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push
+    assert (reply.clock, reply.blocks_counted) == (1, BLOCKS)
+
+
+def test_attached_memory_is_read_and_written_in_place(join: Callable[..., BulkWorker], memory: int) -> None:
+    worker = join()
+    stream = worker.connect(local=True)
+    os.pwrite(memory, b"sixteen bytes ok", 0)
+    os.pwrite(memory, np.full(ELEMENTS, 3, np.float32).tobytes(), STARTS["gradient_starts"][1])
+
+    assert worker.attach(stream, memory) == b"sixteen bytes ok"
+    stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH_PULL, into_memory=True))
+    stream.send(Kind.BLOCKS, blocks([0, 1], in_memory=True))
+
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
+    assert np.frombuffer(os.pread(memory, 12, STARTS["parameter_starts"][1]), np.float32).tolist() == [-3.0] * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "match"),
+    [
+        ({"layout_digest": b"x" * 16}, "LayoutMismatch", "layout_digest"),
+        ({"size": SIZE + 1}, "InvalidRequest", "size: is 4097"),
+        ({"size": 8}, "InvalidRequest", "size: is 8"),
+        ({"size": 1 << 63}, "InvalidRequest", "size"),
+        ({"gradient_starts": (64,)}, "InvalidRequest", "gradient_starts: has 1 entries"),
+        ({"gradient_starts": (0, 64)}, "InvalidRequest", "gradient_starts: a space from byte 0"),
+        ({"gradient_starts": (64, 100)}, "InvalidRequest", "multiple of 64"),
+        ({"parameter_starts": (64, SIZE)}, "InvalidRequest", "parameter_starts: a space from byte 4096"),
+        ({"parameter_starts": (64, (1 << 64) - 64)}, "InvalidRequest", "end within"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused_and_the_connection_goes_on(
+    join: Callable[..., BulkWorker], memory: int, fields: dict[str, Any], reason: str, match: str
+) -> None:
+    worker = join()
+    stream = worker.connect(local=True)
+
+    with pytest.raises(PsdError, match=match) as caught:
+        worker.attach(stream, memory, **fields)
+
+    assert caught.value.reason == reason
+    push(stream, worker, bulk_pb2.BULK_METHOD_PUSH, 0, (1, 2))
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
+
+
+def test_memory_that_could_shrink_is_refused(join: Callable[..., BulkWorker]) -> None:
+    worker = join()
+    stream = worker.connect(local=True)
+    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(fd, SIZE)
+        with pytest.raises(PsdError, match="sealed against shrinking"):
+            worker.attach(stream, fd)
+    finally:
+        os.close(fd)
+
+
+def test_what_is_no_memory_file_is_refused(join: Callable[..., BulkWorker]) -> None:
+    worker = join()
+    stream = worker.connect(local=True)
+    read, write = os.pipe()
+    try:
+        with pytest.raises(PsdError, match="not a memory file"):
+            worker.attach(stream, read)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("head", "payload", "match"),
+    [
+        (blocks([9]), 3, "9"),
+        (blocks([0, 1]), 3, "blocks: has 2 entries"),
+        (blocks([]), 3, "blocks: has 0 entries"),
+        (blocks([0]), 2, "payload has 8 bytes"),
+        (blocks([0]), 0, "payload has 0 bytes"),
+        (blocks([0], present=[b"", b""]), 3, "present: has 2 entries"),
+        (blocks([0], in_memory=True), 0, "in_memory: nothing is attached"),
+        (blocks([0], in_memory=True), 3, "in_memory: the blocks lie in memory"),
+        (blocks([0]), 3, "block: 1 is missing"),
+    ],
+)
+def test_wrong_blocks_are_refused_by_name_and_the_connection_goes_on(
+    join: Callable[..., BulkWorker], head: bytes, payload: int, match: str
+) -> None:
+    worker = join()
+    stream = worker.connect()
+
+    stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PUSH))
+    stream.send(Kind.BLOCKS, head, np.zeros(payload, np.float32))
+    with pytest.raises(PsdError, match=match):
+        answer(stream, Kind.REPLY)
+
+    stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL))
+    answer(stream, Kind.ANSWER)
+
+
+def test_a_push_refused_in_its_middle_is_read_to_its_end(join: Callable[..., BulkWorker]) -> None:
+    worker = join()
+    stream = worker.connect()
+
+    push(stream, worker, bulk_pb2.BULK_METHOD_PUSH, 0, (float("nan"), 2))
+    with pytest.raises(PsdError, match="nan") as caught:
+        answer(stream, Kind.REPLY)
+    assert caught.value.reason == "NonFiniteGradient"
+
+    push(stream, worker, bulk_pb2.BULK_METHOD_PUSH, 0, (1, 2))
+    assert bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY)).push.blocks_counted == BLOCKS
+
+
+@pytest.mark.parametrize("method", [0, 77])
+def test_an_unknown_method_is_refused(join: Callable[..., BulkWorker], method: int) -> None:
+    worker = join()
+    stream = worker.connect()
+
+    stream.send(Kind.CALL, worker.call(method))
+
+    with pytest.raises(PsdError, match="method"):
+        answer(stream, Kind.REPLY)
+
+
+def test_a_call_for_another_rank_is_refused(join: Callable[..., BulkWorker]) -> None:
+    first = join(0, 2)
+    stream = first.connect()
+    first.caller.rank = 1
+
+    stream.send(Kind.CALL, first.call(bulk_pb2.BULK_METHOD_PULL))
+
+    with pytest.raises(PsdError, match=r"caller.rank: is 1, but this connection is worker 0's"):
+        answer(stream, Kind.REPLY)
+
+
+@pytest.mark.parametrize("ticket", [b"", b"x" * 32])
+def test_a_wrong_ticket_opens_nothing(join: Callable[..., BulkWorker], ticket: bytes) -> None:
+    with pytest.raises(PsdError, match="ticket"):
+        join().connect(ticket=ticket)
+
+
+def test_a_ticket_opens_one_connection(join: Callable[..., BulkWorker]) -> None:
+    worker = join()
+    reply = worker.control.OpenBulk(control_pb2.OpenBulkRequest(caller=worker.caller))
+
+    worker.connect(ticket=reply.ticket)
+
+    with pytest.raises(PsdError, match="ticket"):
+        worker.connect(ticket=reply.ticket)
+
+
+def test_without_a_session_there_is_no_ticket(join: Callable[..., BulkWorker]) -> None:
+    worker = join()
+    worker.caller.session += 1
+
+    with pytest.raises(grpc.RpcError, match="session"):
+        worker.control.OpenBulk(control_pb2.OpenBulkRequest(caller=worker.caller))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        PREFIX.pack(99, 0, 0),
+        PREFIX.pack(Kind.CALL, (1 << 32) - 1, 0),
+        PREFIX.pack(Kind.HELLO, 4, 0) + b"\xff\xff\xff\xff",
+        PREFIX.pack(Kind.HELLO, 0, 1 << 63),
+        PREFIX.pack(Kind.REPLY, 0, 0),
+        b"GET / HTTP/1.1\r\nHost: psd\r\n\r\n",
+    ],
+    ids=["kind", "head", "protobuf", "payload", "reply", "http"],
+)
+@pytest.mark.parametrize("greet", [False, True], ids=["stranger", "worker"])
+def test_what_is_no_message_ends_the_connection(join: Callable[..., BulkWorker], greet: bool, sent: bytes) -> None:
+    worker = join()
+    stream = worker.connect(greet=greet)
+
+    stream.socket.sendall(sent)
+
+    with pytest.raises((PsdError, Disconnected)):
+        answer(stream, Kind.REPLY)
+    with pytest.raises(Disconnected):
+        while True:
+            stream.skip(1)
+    push(worker.connect(), worker, bulk_pb2.BULK_METHOD_PUSH, 0, (1, 2))  # and hurts nobody else
+
+
+def test_a_new_connection_of_a_rank_ends_the_one_before(join: Callable[..., BulkWorker]) -> None:
+    worker = join()
+    before = worker.connect()
+
+    worker.connect()
+
+    with pytest.raises(Disconnected):
+        before.receive()
+
+
+def test_when_the_worker_hangs_up_its_wait_ends(join: Callable[..., BulkWorker], eventually: Callable[..., None]) -> None:
+    first, _ = join(0, 2), join(1, 2)
+    stream = first.connect()
+    status = control_pb2.StatusRequest()
+    push(stream, first, bulk_pb2.BULK_METHOD_PUSH_PULL, 0, (1, 2))
+    eventually(lambda: len(first.control.Status(status).waits) == 1, "the worker waits for the round")
+
+    stream.shut_down(socket.SHUT_WR)
+
+    eventually(lambda: not first.control.Status(status).waits, "the wait has ended")
+    with pytest.raises(Disconnected):  # the shard's end: it has let go of the worker's memory
+        stream.receive()
