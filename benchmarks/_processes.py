@@ -41,6 +41,10 @@ class ProcessFailed(RuntimeError):
     """A process ended, or did not answer; the message has the end of what it wrote to standard error."""
 
 
+class Refused(ProcessFailed):
+    """A process cannot do here what it was told, and says why; no defect."""
+
+
 @contextlib.contextmanager
 def cleanly() -> Iterator[ExitStack]:
     """A stack for all that must be undone: at the end, on Ctrl-C, SIGTERM or SIGHUP; further ones do not disturb that."""
@@ -192,8 +196,11 @@ class Peer(Process):
         super().__init__(script, command, environment(threads), signal.SIGTERM)  # Ray clears up after itself then
 
     def ready(self) -> dict[str, Any]:
-        """What it said when it was ready."""
-        return dict(json.loads(self.read_line(START_S)))
+        """What it said when it was ready; Refused if it never will be."""
+        said = dict(json.loads(self.read_line(START_S)))
+        if "refused" in said:
+            raise Refused(said["refused"])
+        return said
 
     def ask(self, **request: Any) -> None:
         """Give it a turn; `answer` waits for its end."""

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Criterion:
@@ -62,11 +60,12 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, words: int = 1) -> str:
     """Columns of equal width, the first `words` to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+    texts = [[str(cell) for cell in row] for row in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
-    for row in (headers, ["-" * width for width in widths], *rows):
+    for row in (texts[0], ["-" * width for width in widths], *texts[1:]):
         sized = zip(row, widths, strict=True)
         cells = [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(sized)]
         lines.append("  ".join(cells).rstrip())
@@ -141,34 +140,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def seconds_of(work: Callable[[], object], *, rounds: int) -> float:
-    """The median time of `work`, after one call that is not counted."""
-    work()
-    times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
-
-
 def in_turns(works: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
-    """Median times of several works that are run in turns, so that what else the machine does meets all of them alike."""
+    """The shortest times of several works, of this thread on a processor, in turns: so that ratios hold on a busy machine."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in range(rounds):
         for name, work in works.items():
-            begun = time.perf_counter()
+            begun = time.thread_time()
             work()
-            times[name].append(time.perf_counter() - begun)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def copier(nbytes: int) -> Callable[[], None]:
-    """A copy of as many bytes from one array to another: it moves twice of them."""
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return lambda: np.copyto(target, source)
+            times[name].append(time.thread_time() - begun)
+    return {name: min(found) for name, found in times.items()}
 
 
 def _text(path: str) -> str:

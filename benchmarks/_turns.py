@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from _contenders import Contender, Starter
-from _processes import ProcessFailed
+from _processes import ProcessFailed, Refused
 from _report import progress
 
 from psd.contract.config import ConfigError
@@ -22,10 +22,12 @@ class Match:
 
     Attributes:
         left_out: why, by name.
+        failed: names of those that are left out for anything else than a refusal.
     """
 
     def __init__(self, stack: ExitStack) -> None:
         self.left_out: dict[str, str] = {}
+        self.failed: list[str] = []
         self._stack = stack.enter_context(ExitStack())
         self._contenders: list[tuple[Contender, ExitStack]] = []
 
@@ -68,6 +70,8 @@ class Match:
 
     def _leave_out(self, name: str, error: Exception) -> None:
         self.left_out[name] = str(error)
+        if not isinstance(error, Refused):
+            self.failed.append(name)
         print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
 
 

@@ -39,11 +39,11 @@ import mnist
 WORKERS = 4
 MODES = ("sync", "async", "ssp:3")
 RULES = {
-    "SGD": (0.01, 0.05),
-    "SGD, momentum 0.9": (0.001, 0.005),
-    "Adam": (0.001, 0.01),
+    "SGD": (0.01, 0.05, 0.2),
+    "SGD, momentum 0.9": (0.001, 0.005, 0.02),
+    "Adam": (0.001, 0.01, 0.05),
 }
-"""And their learning rates: one that is easy, one that is at the edge."""
+"""And their learning rates: a small one, one that suits sync, and one that is at its edge."""
 
 STALENESS = {"SGD": ("lr", "dc", "dc-adaptive"), "SGD, momentum 0.9": ("lr", "dc"), "Adam": ("lr", "dc")}
 

@@ -16,9 +16,13 @@ def main() -> None:
     shapes = work.shapes_of(told["model"])
     size = work.size_of(told["model"])
     names = [f"t{index:03}" for index in range(len(shapes))]
-    with psd_client.connect(
-        told["servers"], told["rank"], told["world_size"], transport=told["transport"], wait_timeout=120
-    ) as ps:
+    where = told["servers"], told["rank"], told["world_size"]
+    try:
+        connected = psd_client.connect(*where, transport=told["transport"], wait_timeout=120)
+    except psd_client.ConfigError as error:
+        turns.say(refused=f"psd_client.connect refuses it: {error}")
+        return
+    with connected as ps:
         ps.declare(
             {name: np.zeros(shape, np.float32) for name, shape in zip(names, shapes, strict=True)},
             psd_client.SGD(lr=work.LR),

@@ -16,7 +16,7 @@ from torch.futures import Future
 from turns import Turns
 
 PIECES = 8
-"""Fastest of 1, 2, 4, 8, 16 for 100 MB on 2 cores."""
+"""Of 1 to 32, 8 and 16 take the least CPU time for 100 MB; a single piece takes twice as much, most of it for fresh pages."""
 
 
 def cut(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """How a benchmark drives its processes: one JSON object per line on their standard input and output, in turns.
 
-A process says {"ready": true, ...} when it can begin. A worker then answers {"steps": n} with when each step began and ended
-(seconds of the clock that all processes of a machine share), and {"pushes": [per rank]} with what is wrong with the parameters
-after that many. At the end of its input every process ends, so that none outlives the benchmark.
+A process says {"ready": true, ...} when it can begin, or {"refused": why}. A worker then answers {"steps": n} with when each
+step began and ended (seconds of the clock that all processes of a machine share), and {"pushes": [per rank]} with what is wrong
+with the parameters after that many. At the end of its input every process ends, so that none outlives the benchmark.
 
 The standard library alone: peers import it under interpreters that know nothing of psd.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitT
 from psd.contract.layout import Block
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
+from psd_client.feed import Aborted, Outgoing
 from psd_client.flat import FlatBuffers
 from psd_client.transport import Call, Cancelled, GradientPart
 
@@ -135,9 +136,9 @@ class BulkConnection:
         self._stream.send(Kind.CALL, message.SerializeToString())
         sending = None
         if part is not None:
-            if self._has(part.buffers):
+            if self._has(part.buffers) and part.feed is None:
                 self._send_names(part)
-            elif sum(block.nbytes for block in part.blocks) <= SMALL_BYTES:
+            elif part.feed is None and sum(block.nbytes for block in part.blocks) <= SMALL_BYTES:
                 self._send_blocks(part)
             else:
                 if self._sender is None:
@@ -151,8 +152,8 @@ class BulkConnection:
             raise
         except BaseException:
             self._stream.shut_down(socket.SHUT_WR)
-            if sending is not None:
-                sending.exception()
+            if sending is not None and isinstance(error := sending.exception(), Aborted):
+                raise error from None
             raise
         if sending is not None:
             sending.result()
@@ -166,17 +167,25 @@ class BulkConnection:
         self.sent_bytes += sum(block.nbytes for block in part.blocks)
 
     def _send_blocks(self, part: GradientPart) -> None:
-        last = part.blocks[-1]
-        for block in part.blocks:
-            message = bulk_pb2.BulkBlocks(blocks=(block.index,), last=block is last)
-            payload: Any = part.buffers.block(block.index)
-            if part.present is not None:
-                present = part.present[block.segment_tensors]
+        """One message per block; of those that are attached, their names."""
+        in_memory, left = self._has(part.buffers), len(part.blocks)
+        for block, present in self._outgoing(part):
+            left -= 1
+            message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=left == 0)
+            payload: Any = b"" if in_memory else part.buffers.block(block.index)
+            if present is not None:
                 message.present.append(frames.present_bits(present))
                 if not present.any():
                     payload = b""
             self._stream.send(Kind.BLOCKS, message.SerializeToString(), payload)
-            self.sent_bytes += block.nbytes if len(payload) else 0
+            self.sent_bytes += block.nbytes
+
+    def _outgoing(self, part: GradientPart) -> Iterator[Outgoing]:
+        try:
+            yield from part.outgoing()
+        except Aborted:
+            self._stream.shut_down(socket.SHUT_WR)  # ends the call; the other thread waits for its answer
+            raise
 
     def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
         awaited = {} if into_memory else {block.index: block for block in blocks}

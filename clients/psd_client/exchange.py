@@ -21,8 +21,8 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale
 from psd.v1 import control_pb2, data_pb2
-from psd_client.flat import FlatBuffers, segment_bytes
-from psd_client.segment import Segment
+from psd_client.feed import Feed
+from psd_client.flat import FlatBuffers, share_memory
 from psd_client.session import Session
 from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
@@ -42,23 +42,15 @@ class _Sent:
     Attributes:
         session: that it belongs to; another one neither sends nor commits it again.
         header, present: to send it again. incarnations: by shard, of those that have it.
-        skip: the gradient is not finite, and is not in it.
+        skip: the gradient is not finite, and is not in it. feed: gives the blocks, if they are still being computed.
     """
 
     session: int
     header: data_pb2.PushHeader
     present: NDArray[np.bool_] | None
     skip: bool
+    feed: Feed | None
     incarnations: dict[int, int]
-
-
-def _segment(layout: Layout) -> Segment | None:
-    """Memory to share with the shards; None if the system has none to give, and then nothing is shared."""
-    try:
-        return Segment(segment_bytes(layout))
-    except OSError as error:
-        logger.warning("psd: gradients and parameters are not shared with the shards on this machine: %s", error)
-        return None
 
 
 class Exchange:
@@ -103,7 +95,7 @@ class Exchange:
             self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
         self.is_skipped = False
         self.client_state = b""
-        segment = _segment(layout) if sharing else None
+        segment = share_memory(layout) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
         self.parameters = FlatBuffers(layout, segment=segment)
         if segment is not None:
@@ -174,9 +166,14 @@ class Exchange:
         present: NDArray[np.bool_] | None,
         *,
         skip: bool = False,
+        feed: Feed | None = None,
     ) -> None:
-        """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`."""
-        sent = self._begin(scalars, weight, present, skip=skip)
+        """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`.
+
+        Args:
+            feed: gives the blocks, and which tensors have a gradient; the caller has looked for NaN.
+        """
+        sent = self._begin(scalars, weight, present, skip=skip, feed=feed)
         try:
             if self._is_exact:
                 self._push_commit_pull(sent)
@@ -199,7 +196,13 @@ class Exchange:
     # -- inner ---------------------------------------------------------------------------------------------------------
 
     def _begin(
-        self, scalars: Sequence[Sequence[float]], weight: float, present: NDArray[np.bool_] | None, *, skip: bool
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        *,
+        skip: bool,
+        feed: Feed | None = None,
     ) -> _Sent:
         """The next push; raises for anything that must not be sent."""
         settlement = self._settlement
@@ -209,7 +212,9 @@ class Exchange:
         policy = self._layout.spec.nan_policy
         if skip and policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{policy}", not "skip"')
-        tensor_name = self._check(weight, present)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
+        tensor_name = self._check(present) if feed is None else None
         if tensor_name is not None and not skip:
             logger.warning(
                 "psd: worker %d: the gradient of %r at step %d holds NaN or infinity; the round is skipped",
@@ -223,7 +228,7 @@ class Exchange:
         header = self._header(scalars, weight)
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
-        return _Sent(self._session.number, header, present, skip, {})
+        return _Sent(self._session.number, header, present, skip, feed, {})
 
     def _push(self, sent: _Sent) -> list[data_pb2.PushReply]:
         def push_at(lane: Lane, call: Call) -> data_pb2.PushReply:
@@ -318,10 +323,8 @@ class Exchange:
         if is_overflow:
             logger.warning("psd: worker %d: step %d was skipped: a norm over all workers is not finite", self._rank, clock)
 
-    def _check(self, weight: float, present: NDArray[np.bool_] | None) -> str | None:
+    def _check(self, present: NDArray[np.bool_] | None) -> str | None:
         """The first tensor whose gradient is why the round is to be skipped, if any; raises for what must not be sent."""
-        if not (math.isfinite(weight) and weight >= 0):
-            raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         if present is not None:
             for tensor in np.flatnonzero(~present).tolist():
                 self.gradients.views[tensor][...] = 0
@@ -346,6 +349,7 @@ class Exchange:
             scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
             decisions=self._session.decisions,
             cuts=self._session.cuts,
+            is_finite=self._layout.spec.nan_policy != "allow",  # see _check
         )
         clip_norm = self._layout.spec.clip_norm
         if clip_norm and not self._has_rounds and weight:
@@ -360,7 +364,7 @@ class Exchange:
             own.client_state = self.client_state
         if not self._has_rounds:
             own.versions.extend(self.parameters.versions[block.index] for block in self._blocks[lane.shard])
-        return GradientPart(own, self._blocks[lane.shard], self.gradients, sent.present)
+        return GradientPart(own, self._blocks[lane.shard], self.gradients, sent.present, sent.feed)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:
         return data_pb2.PullRequest(

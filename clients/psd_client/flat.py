@@ -7,6 +7,7 @@ machine see, too. Must not know sockets, clocks or frameworks.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 import psd_core
 from psd.contract.layout import Layout
 from psd_client.segment import Segment, aligned
+
+logger = logging.getLogger("psd_client")
 
 
 class FlatBuffers:
@@ -81,9 +84,14 @@ class FlatBuffers:
         return None
 
 
-def segment_bytes(layout: Layout) -> int:
-    """What a segment needs for the gradients and the parameters of a job."""
-    return sum(
+def share_memory(layout: Layout) -> Segment | None:
+    """A segment for the gradients and the parameters of a job; None if the system has no such memory to give."""
+    nbytes = sum(
         aligned(space.size * space.dtype.itemsize) * (1 if layout.spec.groups[space.group].is_static else 2)
         for space in layout.spaces
     )
+    try:
+        return Segment(nbytes)
+    except OSError as error:
+        logger.warning("psd: gradients and parameters are not shared with the shards on this machine: %s", error)
+        return None

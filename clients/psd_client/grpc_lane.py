@@ -22,6 +22,7 @@ from psd.contract import frames
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
 from psd.v1 import control_pb2, data_pb2
+from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import psd_error
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
@@ -254,20 +255,23 @@ class GrpcLane(Lane):
 
     def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
         """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
-        last = part.blocks[-1]
-        for block in part.blocks:
-            message = data_pb2.PushFrame(block=block.index, last=block is last)
-            if block is part.blocks[0]:
-                message.push.CopyFrom(part.header)
-            payload: Any = part.buffers.block(block.index)
-            if part.present is not None:
-                present = part.present[block.segment_tensors]
-                message.present = frames.present_bits(present)
-                if not present.any():
-                    payload = None
-            if payload is not None:
-                self.sent_bytes += block.nbytes
-            yield frames.join(message.SerializeToString(), payload)
+        left = len(part.blocks)
+        try:
+            for block, present in part.outgoing():
+                left -= 1
+                message = data_pb2.PushFrame(block=block.index, last=left == 0)
+                if left == len(part.blocks) - 1:
+                    message.push.CopyFrom(part.header)
+                payload: Any = part.buffers.block(block.index)
+                if present is not None:
+                    message.present = frames.present_bits(present)
+                    if not present.any():
+                        payload = None
+                if payload is not None:
+                    self.sent_bytes += block.nbytes
+                yield frames.join(message.SerializeToString(), payload)
+        except Aborted:  # the shard refuses what ends without a last frame, and the call fails by that
+            return
 
 
 def _initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:

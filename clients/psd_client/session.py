@@ -208,19 +208,25 @@ class Session:
         self._spec, self._values = spec, values
         return provided
 
-    def _declare_first(self, spec: JobSpec, values: FlatBuffers, rejoins_max: int = REJOINS_MAX) -> bool:
-        try:
-            return self._declare(spec, values)
-        except StateLost:
-            if rejoins_max == 0:
-                raise
-        except ForeignRun:
-            if rejoins_max == 0 or self._config.run_id:
-                raise
-            self._membership = None  # the others have begun under another name that nobody has given
-        # A shard that was killed before the job had its values comes back knowing nothing; nothing is lost by beginning anew.
-        self.join()
-        return self._declare_first(spec, values, rejoins_max - 1)
+    def _declare_first(self, spec: JobSpec, values: FlatBuffers) -> bool:
+        deadline = time.monotonic() + self._config.wait_timeout_s
+        rejoins = 0
+        while True:
+            before = self._membership
+            try:
+                return self._declare(spec, values)
+            except StateLost:
+                if rejoins == REJOINS_MAX or time.monotonic() > deadline:
+                    raise
+            except ForeignRun:
+                if rejoins == REJOINS_MAX or self._config.run_id:
+                    raise
+                self._membership = None  # the others have begun under another name that nobody has given
+            # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning
+            # anew, however often it is killed; but if it has not been, that must end.
+            self.join()
+            if before is not None and self._membership is not None:
+                rejoins += before.incarnations == self._membership.incarnations
 
     def _declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         message = spec.to_message()

@@ -1,46 +1,38 @@
 """The PyTorch face: `distribute` makes a torch optimizer's parameters and slots live on the shards.
 
-A step is one push_pull: gradients are copied from the parameters' `.grad` into the client's flat gradient space, travel to the
-shards, which apply the rule, and the new parameters are copied back into the model in place. The copies convert dtypes and
-strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (the
-shards hold a float32 master of the last two).
+A step is one push_pull: gradients lie in the client's flat gradient space (torch_gradients.py) and travel to the shards, which
+apply the rule, and the new parameters are copied back into the model in place. Copies convert dtypes and strides on the way, so
+parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the last two the shards hold
+a float32 master).
 
 The copies are torch._foreach_copy_, one call for all tensors. It has no public name; its public neighbours either lay out a new
 vector at each step (torch.cat, parameters_to_vector) or replace the parameters' memory (vector_to_parameters).
 
-Decides what is declared (names, groups, what is trained and what is only shared) and refuses what the shards would not do as
-torch does. Must not know blocks, shards or messages. This is the only module that imports torch.
+torch_declaration.py decides what is declared. Must not know blocks, shards or messages. Only these three modules import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.amp.grad_scaler import GradScaler
 
-from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.jobspec import GroupSpec, TensorSpec
-from psd.contract.rules import STATIC
+from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
 from psd_client import torch_amp
 from psd_client.client import ParameterServer, connect
+from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.optimizers import Optimizer, group_spec, scalar_values
-from psd_client.torch_options import check_no_slots, check_options, rule_of
+from psd_client.torch_declaration import Declaration, Options, check_optimizer, read_declaration
+from psd_client.torch_gradients import Gradients
+from psd_client.torch_options import check_no_slots
 
 __all__ = ["distribute", "DistributedOptimizer"]
-
-_DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 
 
 def distribute(
@@ -56,6 +48,7 @@ def distribute(
     staleness: str = "",
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
+    overlap: bool = False,
     buffers: str = "local",
     **connect_args: Any,
 ) -> DistributedOptimizer:
@@ -84,6 +77,9 @@ def distribute(
             torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
         nan_policy: what becomes of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
             needs "skip": `scaler.step(optimizer)` then skips rounds on all workers alike, and so their scales stay equal.
+        overlap: send each block of gradients as soon as backward() has made it, while it makes the others; step() waits for the
+            rest. What is sent cannot be changed any more: clipping or unscaling after backward(), and a second backward()
+            without `no_sync()`, are refused, and such an error ends this worker's part in the job.
         buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
             then those of the data it has seen. To save a model, save any worker's.
 
@@ -96,18 +92,20 @@ def distribute(
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
     if buffers != "local":
         raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
+    if overlap and nan_policy == "skip":
+        raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if isinstance(optimizer, Optimizer):
         always, template = optimizer.always, optimizer.group()
-        optimizer = _Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
+        optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
     elif params is not None:
         raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
     else:
-        always, template = _check_optimizer(optimizer)
+        always, template = check_optimizer(optimizer)
     name, stale_scalars = parse_staleness(staleness)
     for group in optimizer.param_groups:
         for scalar, value in stale_scalars.items():
             group.setdefault(scalar, value)
-    declaration = _read(model, optimizer, replace(template, staleness=name), always)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=name), always)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
@@ -132,7 +130,7 @@ def distribute(
         raise
     with torch.no_grad():
         torch._foreach_copy_(declaration.parameters, _tensors(connection.parameters))
-    return DistributedOptimizer(optimizer, connection, declaration)
+    return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -140,11 +138,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         ps: the connection, for barriers, the clock and the rank.
+        batch_size: samples behind the gradients of the next step; see `step`. With overlap to be set before backward().
     """
 
     _step_supports_amp_scaling = True  # see torch_amp.py
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: _Declaration) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: Declaration, *, overlap: bool
+    ) -> None:
         self._is_declared = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies
         self._is_declared = True
@@ -153,20 +154,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._given = optimizer
         self._declaration = declaration
         self._trained = [declaration.parameters[i] for i in declaration.trained]
-        parameters, gradients = _tensors(ps.parameters), _tensors(ps.gradients)
+        parameters = _tensors(ps.parameters)
         self._parameter_views = [parameters[i] for i in declaration.trained]
-        self._gradient_views = [gradients[i] for i in declaration.trained]
+        self._is_overlapping = overlap
+        self._sent: tuple[list[list[float]], float] | None = None
+        self.batch_size = 1.0
+        self._gradients = Gradients(declaration, ps.gradients, self._prepare_push if overlap else None)
 
     @overload
-    def step(self, closure: None = None, *, batch_size: float = 1, grad_scaler: GradScaler | None = None) -> None: ...
+    def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float], *, batch_size: float = 1, grad_scaler: None = None) -> float: ...
+    def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
     @torch.no_grad()
     def step(
         self,
         closure: Callable[[], float] | None = None,
         *,
-        batch_size: float = 1,
+        batch_size: float | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> float | None:
         """Push the gradients and pull the new parameters into the model.
@@ -176,7 +180,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             closure: evaluates the model again and returns the loss, as in torch; called once.
             batch_size: samples behind these gradients. Workers with batches of different sizes pass theirs, so that the mean
-                over all samples comes out right; 0 takes part in the round and contributes nothing.
+                over all samples comes out right; 0 takes part in the round and contributes nothing. None: the attribute
+                `batch_size`, which is 1 unless the program has set it.
             grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
@@ -188,12 +193,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
-        scalars = self._scalars()
-        is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
-        present = self._gather()
-        self.ps.push_pull_flat(scalars, float(batch_size), present, skip=is_infinite)
-        if grad_scaler is not None:
-            torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
+        size = float(self.batch_size if batch_size is None else batch_size)
+        if self._is_overlapping:
+            self._finish_overlapped(size)
+        else:
+            scalars = self._scalars()
+            is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
+            present = self._gradients.gather()
+            self.ps.push_pull_flat(scalars, size, present, skip=is_infinite)
+            if grad_scaler is not None:
+                torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
         torch._foreach_copy_(self._trained, self._parameter_views)
         # A scheduler that was built on the given optimizer would warn that nobody has called its step.
         self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
@@ -205,8 +214,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.ps.pull_flat()
         torch._foreach_copy_(self._trained, self._parameter_views)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With overlap: back-propagations in here only add up gradients; the next one outside sends the sums.
+
+        Without overlap gradients add up until step() in any case, as in torch.
+        """
+        with self._gradients.no_sync():
+            yield
+
+    def _prepare_push(self) -> Callable[[Feed], None]:
+        """Overlap: what travels in front of the gradients, as it is when the first one is there; the push itself."""
+        scalars, size = self._sent = self._scalars(), float(self.batch_size)
+        return lambda feed: self.ps.push_pull_feed(scalars, size, feed)
+
+    def _finish_overlapped(self, size: float) -> None:
+        sent, self._sent = self._sent, None
+        if sent is not None and sent != (self._scalars(), size):
+            self._gradients.abandon()
+            raise InvalidRequest(
+                "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and the "
+                "optimizer's attribute batch_size, before backward()"
+            )
+        self._gradients.finish()
+
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""
+        self._gradients.close()
         self.ps.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,162 +291,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
         groups = [*self.param_groups, *({} for _ in specs[len(self.param_groups) :])]
         return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
-
-    def _gather(self) -> NDArray[np.bool_] | None:
-        """Copy the gradients into the flat space; returns which tensors have one, None for all."""
-        declaration = self._declaration
-        sources, targets, missing = [], [], []
-        for index, parameter, view in zip(declaration.trained, self._trained, self._gradient_views, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                missing.append(index)
-            elif gradient.layout is not torch.strided:
-                raise InvalidTensor(
-                    f"parameter {declaration.tensors[index].name!r}: its gradient is sparse, which psd does not support yet; "
-                    "build the layer with sparse=False"
-                )
-            else:
-                sources.append(gradient)
-                targets.append(view)
-        for index in declaration.frozen:
-            if declaration.parameters[index].grad is not None:
-                raise InvalidRequest(
-                    f"parameter {declaration.tensors[index].name!r} was frozen when the job was declared and now has a "
-                    "gradient; unfreeze parameters before distribute()"
-                )
-        if sources:
-            torch._foreach_copy_(targets, sources)
-        if not missing:
-            return None
-        present = np.ones(len(declaration.tensors), dtype=np.bool_)
-        present[missing] = False
-        return present
-
-
-@dataclass(frozen=True, eq=False)
-class _Declaration:
-    """What one model and optimizer declare.
-
-    Attributes:
-        parameters: the model's distinct parameters. tensors: their specs, in the same order.
-        always: flags that the optimizer's class stands for.
-        trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
-    """
-
-    parameters: list[torch.Tensor]
-    tensors: list[TensorSpec]
-    groups: list[GroupSpec]
-    always: tuple[str, ...]
-    trained: list[int]
-    frozen: list[int]
-
-
-class _Options(torch.optim.Optimizer):
-    """The param_groups of a rule that torch does not have, for its result and for schedulers."""
-
-    def __init__(self, rule: Optimizer, params: Iterable[Any]) -> None:
-        super().__init__(params, rule.option_values())
-        for index, group in enumerate(self.param_groups):
-            unknown = sorted(set(group) - {"params"} - rule.options())
-            if unknown:
-                raise InvalidRequest(
-                    f"params[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(rule.options()))}"
-                )
-            rule.with_options({name: value for name, value in group.items() if name != "params"})
-
-
-def _read(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...]
-) -> _Declaration:
-    """Everything that is declared, checked before anybody is connected to. `template`: the rule."""
-    groups = [group_spec(template, always, group) for group in optimizer.param_groups]
-    named = _named_parameters(model)
-    known = {id(parameter) for _, parameter in named}
-    group_of: dict[int, int] = {}
-    for number, options in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(options["params"]):
-            if id(parameter) not in known:
-                raise InvalidRequest(
-                    f"optimizer: parameter {position} of param_groups[{number}], of shape {tuple(parameter.shape)}, is not in "
-                    "the model. Pass the module that holds all of them, such as torch.nn.ModuleList([encoder, decoder])"
-                )
-            group_of[id(parameter)] = number
-    static = len(groups)
-    tensors, trained, frozen = [], [], []
-    for index, (name, parameter) in enumerate(named):
-        _check_parameter(name, parameter)
-        is_trained = id(parameter) in group_of and parameter.requires_grad
-        if is_trained:
-            trained.append(index)
-        elif id(parameter) in group_of:
-            frozen.append(index)
-        group = group_of[id(parameter)] if is_trained else static
-        tensors.append(TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype], group))
-    if not trained:
-        raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
-    _check_memory(named)
-    if len(trained) < len(tensors):
-        groups.append(GroupSpec(STATIC.name))
-    return _Declaration([parameter for _, parameter in named], tensors, groups, always, trained, frozen)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:
-    """The flags that the optimizer's class stands for, and the rule that it is here."""
-    kind = type(optimizer)
-    rule, always = rule_of(kind, torch.optim)
-    check_no_slots(optimizer.state.values(), "optimizer: it has been stepped, and its state")
-    for index, group in enumerate(optimizer.param_groups):
-        check_options(rule, {option: group[option] for option in optimizer.defaults}, index)
-    return always, GroupSpec(rule)
-
-
-def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The model's distinct parameters, by the names that they have without DistributedDataParallel and torch.compile."""
-    named = [
-        (".".join(part for part in name.split(".") if part != "_orig_mod"), parameter)
-        for name, parameter in model.named_parameters()  # a tied parameter comes once, by its first name
-    ]
-    while named and all(name.startswith("module.") for name, _ in named):
-        named = [(name.removeprefix("module."), parameter) for name, parameter in named]
-    return named
-
-
-def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
-    if torch.nn.parameter.is_lazy(parameter):
-        raise InvalidTensor(f"parameter {name!r} has no shape yet; pass one batch through the model before distribute()")
-    if parameter.is_meta:
-        raise InvalidTensor(f"parameter {name!r} is on the meta device and has no values; see torch.nn.Module.to_empty")
-    if parameter.layout is not torch.strided:
-        raise InvalidTensor(f"parameter {name!r} has layout {parameter.layout}; psd trains dense (strided) parameters")
-    if parameter.dtype not in _DTYPES:
-        raise InvalidTensor(f"parameter {name!r} has dtype {parameter.dtype}; psd trains {', '.join(map(str, _DTYPES))}")
-
-
-def _check_memory(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise InvalidTensor if two elements share memory: an update of one would silently change the other."""
-    storages: dict[tuple[torch.device, int], list[tuple[str, torch.nn.Parameter]]] = {}
-    for name, parameter in named:
-        if parameter.numel():
-            storage = parameter.untyped_storage()
-            storages.setdefault((parameter.device, storage.data_ptr()), []).append((name, parameter))
-    for members in storages.values():
-        if len(members) == 1 and members[0][1].is_contiguous():
-            continue
-        unit = min(parameter.element_size() for _, parameter in members)
-        # Which member, numbered from 1, has each cell of the storage.
-        owner = torch.zeros(members[0][1].untyped_storage().nbytes() // unit, dtype=torch.int32)
-        for number, (name, parameter) in enumerate(members, 1):
-            width = parameter.element_size() // unit
-            mine = owner.as_strided(
-                (*parameter.shape, width), (*(width * n for n in parameter.stride()), 1), width * parameter.storage_offset()
-            )
-            other = int(mine.max())
-            if other:
-                first = members[other - 1][0]
-                raise InvalidTensor(f"parameter {name!r} shares memory with {first!r}; to tie them, use one Parameter for both")
-            mine.fill_(number)
-            if int((owner == number).sum()) != mine.numel():
-                raise InvalidTensor(f"parameter {name!r} is expanded: its elements share memory; call contiguous() on it first")
 
 
 def _tensors(flat: FlatBuffers) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from psd.contract.layout import Block
 from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_client.feed import Feed, Outgoing
 from psd_client.flat import FlatBuffers
 
 
@@ -86,12 +87,22 @@ class GradientPart:
         blocks: the trained blocks of the shard, at least one.
         buffers: where the gradients lie; finite, and zero in tensors that are not present.
         present: (tensors of the spec,) which tensors have a gradient; None: all.
+        feed: gives the blocks, if the gradients are still being computed.
     """
 
     header: data_pb2.PushHeader
     blocks: Sequence[Block]
     buffers: FlatBuffers
     present: NDArray[np.bool_] | None
+    feed: Feed | None = None
+
+    def outgoing(self) -> Iterator[Outgoing]:
+        """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
+        if self.feed is not None:
+            yield from self.feed.take(self.blocks)
+            return
+        for block in self.blocks:
+            yield block, None if self.present is None else self.present[block.segment_tensors]
 
 
 class Lane(ABC):

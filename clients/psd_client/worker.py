@@ -30,6 +30,7 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, 
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd_client.exchange import Exchange
+from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.heartbeat import Heartbeats
 from psd_client.retry import RetryPolicy
@@ -299,6 +300,18 @@ class Worker:
         """`push_flat`, then `pull_flat`, in one round trip."""
         with self._operation("push_pull"):
             self._declared.push_pull(scalars, weight, present, skip=skip)
+
+    def push_pull_feed(self, scalars: Sequence[Sequence[float]], weight: float, feed: Feed) -> None:
+        """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
+
+        Args:
+            feed: says which blocks of `gradients` are ready; what is must be finite, unless nan_policy is "allow".
+        """
+        spec = self.gradients.layout.spec
+        if spec.clip_norm and spec.consistency.mode != "sync":
+            raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
+        with self._operation("push_pull"):
+            self._declared.push_pull(scalars, weight, None, feed=feed)
 
     @property
     def _declared(self) -> Exchange:

@@ -122,6 +122,6 @@ def _numbers(path: str, attribute: str, value: Any) -> dict[str, float]:
 
 def describe(error: BaseException) -> str:
     """An error of somebody else's code in one line, with the place where it was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and not f.filename.startswith("<")]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -18,7 +18,6 @@ from psd.state.block import BlockState
 from psd.state.exchange import Found, Pull, Push
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
-from psd_core.arena import Page
 
 
 class PushedBlock(NamedTuple):
@@ -46,8 +45,8 @@ class Answer:
     @property
     def values(self) -> NDArray[Any]:
         """The block's parameters."""
-        page: Page = self._page
-        return page.parameter
+        values: NDArray[Any] = self._page.parameter
+        return values
 
     @property
     def nbytes(self) -> int:

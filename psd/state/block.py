@@ -60,8 +60,8 @@ class BlockState:
 
     Attributes:
         version: updates applied; under SYNC also the number of the open round.
-        ratio_places: see MeasuredRound; None unless the rule is layer-wise.
         readers: what the workers have read, where there are no rounds.
+        ratio_places: see MeasuredRound; None unless the rule is layer-wise.
     """
 
     def __init__(

@@ -187,7 +187,8 @@ def test_worker_environ_when_threads_are_not_set_then_the_cores_are_shared_out(s
 
 def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(script):
     checkpoints = "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2"
-    plan = parse([*f"--shards 2 --lease 3 --grace 4 {checkpoints}".split(), script], {})
+    rules = "--rule mine:A --rule mine:B"
+    plan = parse([*f"--shards 2 --lease 3 --grace 4 {checkpoints} {rules}".split(), script], {})
 
     command = plan.shard_command(1, "127.0.0.1:7001", Path("/state/shard-1"))
     config, _ = parse_shard(command[command.index("psd.cli.server") + 1 :])
@@ -197,6 +198,8 @@ def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(sc
     assert (config.lease_s, config.grace_s) == (3, 4)
     assert (config.checkpoint_dir, config.checkpoint_secs) == ("s3://bucket/run", 60)
     assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
+    assert config.rules == ("mine:A", "mine:B")
+    assert config.rule_dir == str(Path(script).absolute().parent)
 
 
 @pytest.mark.process

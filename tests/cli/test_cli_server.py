@@ -32,6 +32,7 @@ def ready(start, *options):
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-secs", "-1"], "--checkpoint-secs: expected 0 to"),
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-steps", "-1"], "--checkpoint-steps: expected 0 to"),
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-keep", "0"], "--checkpoint-keep: expected 1 to 1000000"),
+        (["--shard", "0/1", "--rule", "my rule"], "--rule: expected the import path of a class, such as my_package.my_module"),
         (["--shard", "0/1", "--max-work", "1"], "unrecognized arguments: --max-work"),
     ],
 )
@@ -60,7 +61,8 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     options = (
         "--shard 1/4 --listen 0.0.0.0:0 --advertise host:7001 --run-id r --lease 3 --grace 2 --exit-when-done --max-workers 5 "
         "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --state-dir /state "
-        "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2"
+        "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 "
+        "--rule mine:A --rule mine:B --rule-dir /rules"
     )
 
     config, log_level = parse(options.split())
@@ -69,9 +71,25 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     assert (config.run_id, config.lease_s, config.grace_s, config.exit_when_done) == ("r", 3, 2, True)
     assert (config.state_dir, config.checkpoint_dir, config.checkpoint_secs) == ("/state", "s3://bucket/run", 60)
     assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
+    assert (config.rules, config.rule_dir) == (("mine:A", "mine:B"), "/rules")
     limits = config.limits
     assert (limits.workers_max, limits.tensors_max, limits.elements_max, limits.message_bytes_max) == (5, 6, 7, 8 << 20)
     assert log_level == "error"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("content", "error"), [(None, "ModuleNotFoundError"), ("import nothing_such", "rules_that_fail.py:1")])
+def test_server_when_a_rule_cannot_be_imported_then_it_does_not_start(start, content, error, tmp_path):
+    if content is not None:
+        (tmp_path / "rules_that_fail.py").write_text(content)
+
+    rule = ("--rule", "rules_that_fail:Mine", "--rule-dir", str(tmp_path))
+    server = start("psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", *rule)
+
+    assert server.end() == 1
+    assert server.output.startswith("psd-server: error: rule 'rules_that_fail:Mine': cannot be imported: ")
+    assert error in server.output
+    assert "\n" not in server.output
 
 
 def test_keep_freed_memory_when_malloc_is_glibcs_then_it_takes_the_thresholds():

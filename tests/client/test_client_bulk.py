@@ -15,6 +15,8 @@ from psd.contract.config import ConfigError
 from psd.contract.errors import NonFiniteGradient, WaitTimeout
 from psd.rim.server import ShardServer
 from psd.state.tickets import WaitKind
+from psd.v1 import data_pb2
+from psd.v1.data_pb2 import PushHeader
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 ELEMENTS = 700_000  # three blocks
@@ -191,7 +193,9 @@ def test_push_when_a_gradient_is_refused_by_the_shard_then_the_next_is_taken(
 ) -> None:
     with psd_client.connect(cluster(1).servers, 0, 1, transport=transport) as ps:
         ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0))
-        monkeypatch.setattr(type(ps.gradients), "first_nonfinite", lambda _: None)  # a client that does not look
+        # A client that does not look, and does not say that it has.
+        monkeypatch.setattr(type(ps.gradients), "first_nonfinite", lambda _: None)
+        monkeypatch.setattr(data_pb2, "PushHeader", lambda is_finite=False, **fields: PushHeader(**fields))
         with pytest.raises(NonFiniteGradient, match="'w'"):
             ps.push_pull({"w": np.full(ELEMENTS, np.nan)})
 

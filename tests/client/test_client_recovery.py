@@ -14,6 +14,7 @@ from client_faults import Restartable, Thread, connect_faulty, expire, until
 
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost
 from psd_client import SGD, ParameterServer, connect
+from psd_client.session import REJOINS_MAX
 
 Start = Callable[..., Any]
 
@@ -249,15 +250,19 @@ def test_declare_when_the_initializer_was_superseded_on_the_way_then_the_values_
         assert set(successor.pull()["w"].tolist()) == {2.0}
 
 
-def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(restartable: Callable[..., Restartable]) -> None:
+@pytest.mark.parametrize("deaths", [1, REJOINS_MAX + 2])
+def test_declare_when_a_shard_dies_before_it_has_values_then_begins_anew(
+    restartable: Callable[..., Restartable], deaths: int
+) -> None:
     """Nothing was lost that anybody had built on, so the job need not end."""
     job = restartable()
     ps, faults = connect_faulty(job.servers, 0, 1)
     with ps:
-        faults.run_before("initialize", shard=1, action=lambda: job.restart(1))
+        for _ in range(deaths):
+            faults.run_before("initialize", shard=1, action=lambda: job.restart(1))
 
         assert set(declare(ps)["w"].tolist()) == {0.0}
-
+        faults.assert_all_fired()
         assert set(ps.push_pull(gradient(1.0))["w"].tolist()) == {-1.0}
 
 

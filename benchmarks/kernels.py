@@ -1,0 +1,241 @@
+"""Measures the kernels of psd_core on one thread, against a copy of memory in the same pattern and against torch's fused ones.
+
+    python benchmarks/kernels.py [--megabytes 32] [--rounds 30] [--rule adam] [--json]
+
+rules     an update of all blocks as a shard does it: each from its page to the spare one, which then is the page that was free
+          last. Bytes are those that must be read and written: gradient, parameters and slots, the latter two twice.
+torch     the same update by torch's optimizer, fused where torch has that, in place; how many times faster psd is, as a shard
+          does it, and in place, which compares the kernels alone
+others    the sums of a round, the finite check, and the widening of half-precision gradients, which workers do by torch
+
+`bound` is the share of the bandwidth of the copy, by bytes moved. The quickest of some rounds counts, in processor time, and
+all are measured in turns, so that ratios hold on a busy machine, too. Arrays are float32 in blocks of 1 MiB; with the default
+they are larger than caches together, with --megabytes 1 they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _report
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import psd_core
+
+BLOCK_BYTES = 1 << 20
+LENGTH = BLOCK_BYTES // 4
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule with flags and scalars, and torch's optimizer of the same arithmetic, if there is one."""
+
+    name: str
+    rule: str
+    scalars: tuple[float, ...]
+    flags: tuple[str, ...] = ()
+    torch_kind: str = ""
+    torch_options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """How many slots it has."""
+        return len(psd_core.RULES[self.rule].slots_of(self.flags))
+
+
+ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.0)
+DECOUPLED = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
+CASES = (
+    Case("sgd", "sgd", (1e-3, 0, 0, 0), (), "SGD"),
+    Case("sgd momentum", "sgd", (1e-3, 0.9, 0, 0), ("momentum",), "SGD", (("momentum", 0.9),)),
+    Case("adam", "adam", ADAM, (), "Adam"),
+    Case("adam amsgrad", "adam", ADAM, ("amsgrad",), "Adam", (("amsgrad", True),)),
+    Case("adamw", "adam", DECOUPLED, ("decoupled_weight_decay",), "AdamW"),
+    Case("adagrad", "adagrad", (1e-3, 0, 1e-10, 0), (), "Adagrad"),
+    Case("rmsprop", "rmsprop", (1e-3, 0.99, 1e-8, 0, 0), (), "RMSprop"),
+    Case("adadelta", "adadelta", (1e-3, 0.9, 1e-6, 0), (), "Adadelta"),
+    Case("adamax", "adamax", ADAM, (), "Adamax"),
+    Case("nadam", "nadam", (*ADAM, 4e-3), (), "NAdam"),
+    Case("ftrl", "ftrl", (1e-2, 1.0, 1e-3, 1e-3)),
+    Case("lion", "lion", (1e-4, 0.9, 0.99, 0.0)),
+)
+
+FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
+"""Of torch's, those that have a fused kernel on CPUs; the others run as foreach, operation by operation."""
+
+
+def filled(value: float) -> Array:
+    """A block of numbers around a value."""
+    block = psd_core.aligned_empty(LENGTH, np.float32)
+    block[...] = value * np.random.default_rng(1).uniform(0.5, 1.5, LENGTH)
+    return block
+
+
+class Pages:
+    """Blocks of parameters and slots, and a spare one, as the arena has them."""
+
+    def __init__(self, blocks: int, arrays: int) -> None:
+        self.current = [[filled(0.1) for _ in range(arrays)] for _ in range(blocks)]
+        self.spare = [filled(0.1) for _ in range(arrays)]
+
+    def update(self, apply: Callable[[Sequence[Array], Sequence[Array], int], None]) -> None:
+        """Replace each block by what `apply` writes."""
+        for index, page in enumerate(self.current):
+            apply(page, self.spare, index)
+            self.current[index], self.spare = self.spare, page
+
+
+def copy(before: Sequence[Array], after: Sequence[Array], index: int) -> None:
+    """The reference."""
+    del index
+    for source, target in zip(before, after, strict=True):
+        np.copyto(target, source)
+
+
+def stepper(case: Case, gradients: Sequence[Array]) -> Callable[[Sequence[Array], Sequence[Array], int], None]:
+    """The kernel for one block: a lone contribution, at a step that is not the first."""
+    ends, touched = np.array([LENGTH], np.uint32), np.ones(1, np.uint8)
+    steps_in, steps_out = np.full(1, 5, np.uint64), np.zeros(1, np.uint64)
+
+    def apply(before: Sequence[Array], after: Sequence[Array], index: int) -> None:
+        psd_core.step_block(
+            case.rule,
+            before[0],
+            after[0],
+            before[1:],
+            after[1:],
+            None,
+            gradients[index],
+            weight=1.0,
+            scale=1.0,
+            segment_ends=ends,
+            touched=touched,
+            steps_in=steps_in,
+            steps_out=steps_out,
+            scalars=case.scalars,
+            flags=case.flags,
+        )
+
+    return apply
+
+
+def torch_step(case: Case, gradients: Sequence[Array]) -> Callable[[], object]:
+    """The same by torch, in place."""
+    params = [torch.nn.Parameter(torch.from_numpy(filled(0.1))) for _ in gradients]
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = torch.from_numpy(gradient)
+    kind = getattr(torch.optim, case.torch_kind)
+    how = {"fused": True} if case.torch_kind in FUSED else {"foreach": True}
+    return kind(params, lr=case.scalars[0], **how, **dict(case.torch_options)).step
+
+
+def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
+    """One row of the first table."""
+    gradients = [filled(0.01) for _ in range(blocks)]
+    pages, copied, fixed = (Pages(blocks, 1 + case.slots) for _ in range(3))
+    apply = stepper(case, gradients)
+    works: dict[str, Callable[[], object]] = {"psd": lambda: pages.update(apply), "copy": lambda: copied.update(copy)}
+    if case.torch_kind:
+        works["in place"] = lambda: [apply(page, page, index) for index, page in enumerate(fixed.current)] and None
+        works["torch"] = torch_step(case, gradients)
+    seconds = _report.in_turns(works, rounds=rounds)
+    moved = blocks * BLOCK_BYTES * (2 * (1 + case.slots) + 1)
+    copy_bytes_per_s = blocks * BLOCK_BYTES * 2 * (1 + case.slots) / seconds["copy"]
+    return {
+        "rule": case.name,
+        "bytes_per_element": 4 * (2 * (1 + case.slots) + 1),
+        "bytes_per_s": moved / seconds["psd"],
+        "copy_bytes_per_s": copy_bytes_per_s,
+        "bound": moved / seconds["psd"] / copy_bytes_per_s,
+        "times_faster_than_torch": seconds["torch"] / seconds["psd"] if case.torch_kind else None,
+        "times_faster_in_place": seconds["torch"] / seconds["in place"] if case.torch_kind else None,
+        "torch": ("fused" if case.torch_kind in FUSED else "foreach") if case.torch_kind else None,
+    }
+
+
+def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
+    """What a round does besides its rule, and what workers do."""
+    accs, grads = [filled(0.1) for _ in range(blocks)], [filled(0.1) for _ in range(blocks)]
+    copied = Pages(blocks, 1)
+    wide = [torch.from_numpy(block) for block in accs]
+    halves = {kind: [torch.from_numpy(block).to(kind) for block in grads] for kind in (torch.bfloat16, torch.float16)}
+
+    def each(kernel: Callable[[Array, Array], object]) -> Callable[[], None]:
+        return lambda: [kernel(acc, grad) for acc, grad in zip(accs, grads, strict=True)] and None
+
+    works: dict[str, tuple[int, Callable[[], object]]] = {
+        "accumulate": (12, each(lambda acc, grad: psd_core.accumulate(acc, grad, 1e-3))),
+        "scaled_copy": (8, each(lambda acc, grad: psd_core.scaled_copy(acc, grad, 0.5))),
+        "first_nonfinite": (4, each(lambda acc, grad: psd_core.first_nonfinite(grad))),  # noqa: ARG005
+        "accumulate after the check": (
+            12,
+            each(lambda acc, grad: (psd_core.first_nonfinite(grad), psd_core.accumulate(acc, grad))),
+        ),
+        "widen bfloat16 (torch)": (6, lambda: torch._foreach_copy_(wide, halves[torch.bfloat16])),
+        "widen float16 (torch)": (6, lambda: torch._foreach_copy_(wide, halves[torch.float16])),
+    }
+    timed = {name: work for name, (_, work) in works.items()}
+    seconds = _report.in_turns({**timed, "copy": lambda: copied.update(copy)}, rounds=rounds)
+    copy_bytes_per_s = blocks * BLOCK_BYTES * 2 / seconds["copy"]
+    return [
+        {
+            "kernel": name,
+            "bytes_per_element": nbytes,
+            "bytes_per_s": blocks * LENGTH * nbytes / seconds[name],
+            "bound": blocks * LENGTH * nbytes / seconds[name] / copy_bytes_per_s,
+        }
+        for name, (nbytes, _) in works.items()
+    ]
+
+
+def text(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """For people."""
+    rows = [
+        (
+            row["rule"],
+            row["bytes_per_element"],
+            f"{row['bytes_per_s'] / 1e9:.1f}",
+            f"{row['copy_bytes_per_s'] / 1e9:.1f}",
+            f"{row['bound']:.2f}",
+            f"{row['times_faster_than_torch']:.2f}" if row["torch"] else "-",
+            f"{row['times_faster_in_place']:.2f}" if row["torch"] else "-",
+            row["torch"] or "",
+        )
+        for row in rules
+    ]
+    more = [(r["kernel"], r["bytes_per_element"], f"{r['bytes_per_s'] / 1e9:.1f}", f"{r['bound']:.2f}") for r in others]
+    return "\n\n".join(
+        [
+            _report.table(
+                ("rule", "bytes per element", "GB/s", "copy GB/s", "bound", "times torch's speed", "in place", "torch"), rows
+            ),
+            _report.table(("kernel", "bytes per element", "GB/s", "bound"), more),
+        ]
+    )
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = _report.parser(__doc__)
+    parser.add_argument("--megabytes", type=int, default=32, help="MiB of parameters (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="of which the quickest counts (default %(default)s)")
+    parser.add_argument("--rule", default="", help="only rules with this in their name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rules = [measure_rule(case, args.megabytes, args.rounds) for case in CASES if args.rule in case.name]
+    others = measure_others(args.megabytes, args.rounds)
+    result = {"torch": torch.__version__, "megabytes": args.megabytes, "rules": rules, "others": others}
+    print(text(rules, others))
+    _report.write_json(args.json, result, [])
+
+
+if __name__ == "__main__":
+    main()

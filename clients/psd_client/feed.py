@@ -1,0 +1,85 @@
+"""A push that is still being computed: blocks leave as soon as all their tensors have a gradient, while others are computed.
+
+Made anew for each push. One thread, back-propagation's, says `ready` and then `finish`; the lanes' threads take the blocks,
+each from the first one on, as often as a call is repeated. Must not know what computes gradients, nor how they travel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.layout import Block, Layout
+
+Outgoing = tuple[Block, NDArray[np.bool_] | None]
+"""A block, and which of its segments have a gradient; None: all."""
+
+
+class Aborted(Exception):
+    """The push will not be completed: what computes it has failed."""
+
+
+class Feed:
+    """The blocks of one push, in the order in which they become ready."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._changed = threading.Condition()
+        self._ready: list[list[Outgoing]] = [[] for _ in range(layout.shard_count)]
+        self._is_aborted = False
+        self._blocks_of: dict[int, list[Block]] = {}
+        self._lacking: dict[int, int] = {}
+        for block in layout.blocks:
+            if block.trained:
+                self._lacking[block.index] = len(block.segment_tensors)
+                for tensor in block.segment_tensors.tolist():
+                    self._blocks_of.setdefault(tensor, []).append(block)
+
+    def ready(self, tensor: int) -> None:
+        """A tensor's gradient is there, and stays as it is until the round has closed. Once for each tensor."""
+        complete = []
+        for block in self._blocks_of.get(tensor, ()):
+            self._lacking[block.index] -= 1
+            if self._lacking[block.index] == 0:
+                complete.append(block)
+        if complete:
+            with self._changed:
+                for block in complete:
+                    self._put(block, None)
+                self._changed.notify_all()
+
+    def finish(self, present: NDArray[np.bool_] | None) -> None:
+        """No other tensor will be ready. `present`: (tensors,) which have a gradient; the others lie there as zeros."""
+        with self._changed:
+            for block in self._layout.blocks:
+                if self._lacking.get(block.index):
+                    self._put(block, None if present is None else present[block.segment_tensors])
+                    self._lacking[block.index] = 0
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """The push will not be completed; whoever waits for its blocks gets Aborted."""
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
+
+    def take(self, blocks: Sequence[Block]) -> Iterator[Outgoing]:
+        """The blocks of one shard, each when it is ready.
+
+        Raises:
+            Aborted: see `abort`.
+        """
+        ready = self._ready[self._layout.shard_of(blocks[0].index)]
+        for number in range(len(blocks)):
+            with self._changed:
+                while len(ready) <= number and not self._is_aborted:
+                    self._changed.wait()
+                if self._is_aborted:
+                    raise Aborted
+            yield ready[number]
+
+    def _put(self, block: Block, present: NDArray[np.bool_] | None) -> None:
+        self._ready[self._layout.shard_of(block.index)].append((block, present))

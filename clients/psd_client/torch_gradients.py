@@ -1,0 +1,252 @@
+"""Where torch's gradients are: in the client's flat buffers, from which they travel.
+
+As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
+the processor's cache, and makes `.grad` a view of the buffer. So nothing is copied at the push, and what the program does to
+`.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device, dtype or
+memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is
+complete.
+
+Must not know shards, sessions or optimizers' options.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient
+from psd_client.feed import Feed
+from psd_client.flat import FlatBuffers
+from psd_client.torch_declaration import Declaration
+
+PreparePush = Callable[[], Callable[[Feed], None]]
+"""Called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of its own."""
+
+
+class Gradients:
+    """The gradients of the trained parameters of one model.
+
+    Args:
+        prepare: for overlap; None: nothing leaves before the step.
+    """
+
+    def __init__(self, declaration: Declaration, buffers: FlatBuffers, prepare: PreparePush | None) -> None:
+        self._declaration = declaration
+        self._buffers = buffers
+        self._prepare = prepare
+        self._is_broken = False
+        self._parameters = [declaration.parameters[i] for i in declaration.trained]
+        self._views = [torch.from_numpy(buffers.views[i]) for i in declaration.trained]
+        self._may_view = [_is_alike(p, view) for p, view in zip(self._parameters, self._views, strict=True)]
+        self._refuses = buffers.layout.spec.nan_policy != "allow"
+        self._is_syncing = True
+        self._push: _Push | None = None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _hook(weakref.WeakMethod(self._on_gradient), number)
+            )
+            for number, parameter in enumerate(self._parameters)
+            if prepare is not None or self._may_view[number]
+        ]
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self.abandon()
+
+    # -- at the step ---------------------------------------------------------------------------------------------------
+
+    def gather(self) -> NDArray[np.bool_] | None:
+        """Have all gradients in the buffers; returns which tensors have one, None for all.
+
+        Raises:
+            InvalidTensor, InvalidRequest: a gradient is sparse, or a frozen parameter has one.
+        """
+        declaration = self._declaration
+        sources, targets, missing = [], [], []
+        for index, parameter, view in zip(declaration.trained, self._parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                missing.append(index)
+            elif gradient is not view:
+                self._check_layout(index, gradient)
+                sources.append(gradient)
+                targets.append(view)
+        for index in declaration.frozen:
+            if declaration.parameters[index].grad is not None:
+                raise InvalidRequest(
+                    f"parameter {declaration.tensors[index].name!r} was frozen when the job was declared and now has a "
+                    "gradient; unfreeze parameters before distribute()"
+                )
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        if not missing:
+            return None
+        present = np.ones(len(declaration.tensors), dtype=np.bool_)
+        present[missing] = False
+        return present
+
+    def finish(self) -> None:
+        """Overlap: send what has not left yet, and wait for the parameters.
+
+        Raises:
+            InvalidRequest: a gradient was changed after it had been sent.
+            the error with which the push has failed.
+        """
+        push = self._pushing()
+        missing = []
+        try:
+            for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+                if number in push.sent:
+                    self._check_unchanged(number, push.sent[number])
+                elif parameter.grad is None:
+                    missing.append(self._declaration.trained[number])
+                    view.zero_()
+                else:  # a gradient that back-propagation did not make, or made under no_sync
+                    self._send(number, push)
+            present = None
+            if missing:
+                present = np.ones(len(self._declaration.tensors), dtype=np.bool_)
+                present[missing] = False
+            push.feed.finish(present)
+        except BaseException:
+            self.abandon()
+            raise
+        self._push = None
+        push.wait()
+
+    def abandon(self) -> None:
+        """Overlap: give up the push that is under way. Blocks that have left are counted, as if the worker had died there."""
+        push, self._push = self._push, None
+        if push is not None:
+            self._is_broken = True
+            push.feed.abort()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Overlap: gradients of back-propagations in here are only added up, and leave with the next one outside."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    # -- during back-propagation ---------------------------------------------------------------------------------------
+
+    def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
+        gradient, view = parameter.grad, self._views[number]
+        if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
+            return
+        if self._may_view[number] and gradient is not view and gradient.layout is torch.strided:
+            with torch.no_grad():
+                view.copy_(gradient)
+            parameter.grad = view
+        if self._prepare is None or not self._is_syncing:
+            return
+        push = self._pushing()
+        if number in push.sent:
+            self.abandon()
+            raise InvalidRequest(
+                f"parameter {self._name(number)!r} has a second gradient in one step, and the first has been sent already "
+                "(overlap=True). To add up gradients of several backward(), put all but the last under optimizer.no_sync()"
+            )
+        self._send(number, push)
+
+    def _pushing(self) -> _Push:
+        assert self._prepare is not None
+        if self._is_broken:
+            raise InvalidRequest("overlap=True: an earlier push was given up in its middle; start this worker again")
+        if self._push is None:
+            self._push = _Push(Feed(self._buffers.layout), self._prepare())
+        return self._push
+
+    def _send(self, number: int, push: _Push) -> None:
+        index, parameter, view = self._declaration.trained[number], self._parameters[number], self._views[number]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is not view:
+            self._check_layout(index, gradient)
+            with torch.no_grad():
+                view.copy_(gradient)
+        if self._refuses and not np.isfinite(self._buffers.views[index]).all():
+            self.abandon()
+            raise NonFiniteGradient(
+                f"the gradient of {self._name(number)!r} holds NaN or infinity; gradients of other parameters have been sent "
+                "already (overlap=True), so this worker cannot take part in the job any more",
+                tensor=self._name(number),
+            )
+        push.sent[number] = gradient._version  # noqa: SLF001 - torch's count of changes in place; it has no other name
+        push.feed.ready(index)
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _check_unchanged(self, number: int, version: int) -> None:
+        gradient = self._parameters[number].grad
+        if gradient is None or gradient._version != version:  # noqa: SLF001
+            raise InvalidRequest(
+                f"parameter {self._name(number)!r}: its gradient was changed after it had been sent (overlap=True), by "
+                "clipping or the like. Without overlap it leaves at step(); clip_norm= of distribute() clips on the shards"
+            )
+
+    def _check_layout(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise InvalidTensor(
+                f"parameter {self._declaration.tensors[index].name!r}: its gradient is sparse, which psd does not support yet; "
+                "build the layer with sparse=False"
+            )
+
+    def _name(self, number: int) -> str:
+        return self._declaration.tensors[self._declaration.trained[number]].name
+
+
+class _Push:
+    """A push under way.
+
+    Attributes:
+        sent: by number of the parameter, its gradient's version.
+    """
+
+    def __init__(self, feed: Feed, begin: Callable[[Feed], None]) -> None:
+        self.feed = feed
+        self.sent: dict[int, int] = {}
+        self._begin = begin
+        self._error: BaseException | None = None
+        # A daemon: the end of the program, which closes the connection, ends it.
+        self._thread = threading.Thread(target=self._run, name="psd-overlap", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._begin(self.feed)
+        except BaseException as error:  # noqa: BLE001 - raised by wait
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when the parameters are there; raises what has failed."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+    """True if a view of the buffer can be the parameter's gradient."""
+    return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
+
+
+def _hook(method: Any, number: int) -> Callable[[torch.Tensor], None]:
+    """Does not keep the optimizer alive."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        on_gradient = method()
+        if on_gradient is not None:
+            on_gradient(number, parameter)
+
+    return hook

@@ -1,0 +1,80 @@
+"""The benchmarks run, verify what they measure, and say what they leave out. Small forms, whose figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A script of benchmarks/."""
+    command = [sys.executable, str(BENCHMARKS / script), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environ})
+
+
+@pytest.mark.process
+def test_step_when_a_transport_is_unknown_then_it_is_left_out_and_the_others_are_measured(tmp_path):
+    """What connect refuses stands in the report with connect's own words."""
+    slow = "sgd kernel,raw tcp in turns,grpc unary,gloo all-reduce,torch rpc,ray,tensorflow"
+    size = ("--model", "mlp", "--workers", "2", "--rounds", "1", "--steps", "2")
+
+    done = run("step.py", "--transports", "grpc,warp", *size, "--without", slow, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    assert "psd warp is left out: psd_client.connect refuses it: transport: expected one of" in done.stdout
+    figures = json.loads((tmp_path / "figures").read_text())
+    measured = [(r["system"], r["workers"], len(r["steps_s"])) for r in figures["results"]]
+    assert measured == [
+        ("psd grpc", 2, 2),
+        ("psd grpc", 1, 2),
+        ("memcpy", 1, 2),
+        ("raw tcp duplex", 2, 2),
+        ("grpc stream", 2, 2),
+    ]
+    psd, copying = figures["results"][0], figures["results"][2]
+    assert psd["server_cpu_s_per_gb"] > 0
+    assert copying["server_cpu_s_per_gb"] is None
+
+
+@pytest.mark.process
+def test_backpressure_when_the_shard_is_held_back_then_every_process_is_watched(tmp_path):
+    """A suspended shard goes on, and what was pushed meanwhile is counted once."""
+    size = ("--transports", "grpc", "--workers", "2", "--megabytes", "2", "--seconds", "1")
+
+    done = run("backpressure.py", *size, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "figures").read_text())["results"]
+    assert [r["process"] for r in results] == ["shard", "worker 0", "worker 1"]
+    assert all(r["most_bytes_held"] >= r["most_bytes_free"] >= r["before_bytes"] > 0 for r in results)
+
+
+def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():
+    """Status 2 and one line, instead of a traceback."""
+    done = run("scale.py", PATH="")
+
+    assert done.returncode == 2
+    assert "scale.py cannot run here: there is no 'ip' command" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_verification_when_one_number_is_wrong_then_it_is_named(monkeypatch):
+    """A benchmark of wrong results would be worthless: the check itself can fail."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    import work
+
+    # Two workers, three steps; element 1 has the gradients -124 and -123.
+    values = work.expected([3, 3], 4)
+    assert values[1] == 3 * 247 / 1024
+    assert work.difference(values, [3, 3]) == ""
+
+    values[1] += 1
+
+    assert work.difference(values, [3, 3]).startswith("1 of 4 parameters are wrong; number 1 is 1.72")
