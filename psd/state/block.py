@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from psd.contract import layout
 from psd.contract.errors import PsdError, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
-from psd.state.measured import MeasuredRound
+from psd.state.measured import MeasuredRound, Unmeasured
 from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
@@ -38,13 +39,6 @@ class Outcome(enum.Enum):
     DUPLICATE = "duplicate"
     LATE = "late"
     EARLY = "early"  # its round is not open yet; nothing changed
-
-
-class Unmeasured(enum.Enum):
-    """Why a round has no measure here."""
-
-    OPEN = "open"  # gradients are still to come
-    CLOSED = "closed"
 
 
 class BlockState:
@@ -92,7 +86,10 @@ class BlockState:
         self._slot_starts = slot_starts
         self._tensor_at = tensor_at
         self._policy = policy
-        self._is_mean = is_mean
+        kind: Callable[..., FastRound | ExactRound] = ExactRound if is_exact else partial(FastRound, policy=policy)
+        if has_verdicts:
+            kind = partial(MeasuredRound, ratio_places=ratio_places)
+        self._open_round = partial(kind, is_mean=is_mean, accumulators=self)
         self._is_exact = is_exact
         self._has_verdicts = has_verdicts
         self.ratio_places = ratio_places
@@ -190,27 +187,8 @@ class BlockState:
         return Outcome.COUNTED
 
     def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
-        segments, version = len(self.plan.segment_ends), self.version
-        if self._is_exact:
-            waited = lambda: self._waited_in(version)  # noqa: E731
-            if self._has_verdicts:
-                return MeasuredRound(
-                    scalars,
-                    segments,
-                    is_mean=self._is_mean,
-                    accumulators=self,
-                    waited=waited,
-                    ratio_places=self.ratio_places,
-                )
-            return ExactRound(scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited)
-        return FastRound(
-            scalars,
-            segments,
-            is_mean=self._is_mean,
-            accumulators=self,
-            policy=self._policy,
-            waited=lambda: self._waited_in(version),
-        )
+        version = self.version
+        return self._open_round(scalars, len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
@@ -235,11 +213,7 @@ class BlockState:
             self._settle()
 
     def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
-        """Sums of squares of a decided round: of its gradient; or of its updates under a verdict, two for each segment.
-
-        Raises:
-            StateLost: it cannot be completed any more.
-        """
+        """Sums of squares of a decided round, see MeasuredRound; StateLost if it cannot be completed any more."""
         with self.lock:
             if round_ < self.version:
                 return Unmeasured.CLOSED
@@ -285,15 +259,7 @@ class BlockState:
 
     def _loss(self) -> StateLost | None:
         round_ = self._round
-        lost = round_.lost(self._waited_in(self.version)) if isinstance(round_, ExactRound) else 0
-        if not lost:
-            return None
-        ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
-        return StateLost(
-            f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
-            "lost when this shard was killed, and those workers are gone",
-            ranks=ranks,
-        )
+        return round_.loss(self.version, self._waited_in(self.version)) if isinstance(round_, ExactRound) else None
 
     def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
