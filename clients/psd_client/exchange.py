@@ -210,10 +210,6 @@ class Exchange:
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
-        if feed is not None and spec.clip_norm and not self._has_rounds:
-            raise InvalidRequest(
-                "clip_norm: without rounds it needs the whole gradient before anything is sent; not with overlap"
-            )
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         tensor_name = self._check(present) if feed is None else None
