@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
+from psd.contract.errors import StateLost
 from psd.state.consistency import Policy
 from psd.state.rules import Gradient
 
@@ -276,9 +277,17 @@ class ExactRound(_Sum):
         """See Round."""
         return (self._waited() if self.members is None else self.members) & ~self._staged()
 
-    def lost(self, waited: int) -> int:
-        """Mask of the members whose gradients are not here, and will not come: they are not waited for any more."""
-        return 0 if self.members is None else self.members & ~self._staged() & ~waited
+    def loss(self, round_: int, waited: int) -> StateLost | None:
+        """Why the round can never close: gradients of members that are not waited for any more are not here; or None."""
+        lost = 0 if self.members is None else self.members & ~self._staged() & ~waited
+        if not lost:
+            return None
+        ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
+        return StateLost(
+            f"round {round_} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
+            "lost when this shard was killed, and those workers are gone",
+            ranks=ranks,
+        )
 
     def end(self) -> None:
         """See Round."""

@@ -8,12 +8,11 @@ also its last push, until it has pulled the round: see psd_client/session.py and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from shard_driver import Killed
-from simulated_settlement import SettlingWorker
+from simulated_settlement import Sent, SettlingWorker
 
 from psd.contract.errors import BarrierTimeout, SessionFenced, ShardRestarted, StateLost
 from psd.state.block import Outcome
@@ -25,18 +24,6 @@ if TYPE_CHECKING:
     from simulation import Simulation
 
 RUN_ID = "simulated"
-
-
-@dataclass
-class Sent:
-    """A push, and the incarnations of the shards that have it."""
-
-    session: int
-    clock: int
-    value: float
-    weight: float
-    skip: bool = False
-    incarnations: dict[int, int] = field(default_factory=dict)
 
 
 class SimulatedWorker(SettlingWorker):
