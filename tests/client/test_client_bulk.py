@@ -166,6 +166,23 @@ def test_push_pull_when_nobody_else_comes_then_times_out_and_may_be_called_again
         late.result()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_push_pull_when_it_has_failed_then_the_gradient_that_counts_is_the_one_that_was_pushed(
+    cluster: Callable[..., Any], transport: str
+) -> None:
+    """Also if the worker's own memory, from which a shard on the same machine reads, changes before the round closes."""
+    running = cluster(1)
+    pair = [Thread(lambda rank=rank: _declared(running.servers, rank, transport, wait_timeout=1.5)) for rank in range(2)]
+    ps, other = (thread.result() for thread in pair)
+    with ps, other:
+        with pytest.raises(WaitTimeout, match="worker 1"):
+            ps.push_pull({"w": np.full(ELEMENTS, -1.0)})
+        for space in ps.gradients.spaces:
+            space[...] = 77
+
+        assert set(other.push_pull({"w": np.full(ELEMENTS, -3.0)})["w"].tolist()) == {2.0}
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_close_when_another_thread_waits_then_ends_its_call(cluster: Callable[..., Any], transport: str) -> None:
     running = cluster(1)
@@ -181,8 +198,8 @@ def test_close_when_another_thread_waits_then_ends_its_call(cluster: Callable[..
     other.close()
 
 
-def _declared(servers: str, rank: int, transport: str) -> psd_client.ParameterServer:
-    ps = psd_client.connect(servers, rank, 2, transport=transport)
+def _declared(servers: str, rank: int, transport: str, **options: Any) -> psd_client.ParameterServer:
+    ps = psd_client.connect(servers, rank, 2, transport=transport, **options)
     ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0))
     return ps
 
