@@ -121,7 +121,7 @@ class GrpcLane(Lane):
 
     def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
         """What the shard's part of a round amounts to."""
-        return self._unary("Measure", request, control_pb2.MeasureReply, call, is_wait=True)
+        return self._unary("Measure", request, control_pb2.MeasureReply, call, is_wait=False)
 
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
         """Wait until everybody has arrived."""

@@ -7,13 +7,18 @@ them come to the same verdict; the first one's is kept. See psd/state/verdicts.p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
-from psd.contract.errors import InternalError
+from psd.contract.errors import InternalError, WaitTimeout
 from psd.v1 import control_pb2, job_pb2
 from psd_client.session import Session
 from psd_client.shards import Shards
 from psd_client.transport import Call, Lane
+
+POLL_S = 0.05
+"""Between two questions to all shards, after one was killed. They are asked again, and nobody waits at them: a worker waiting
+at one for what others have to send would not hear that another was killed, and lacks what only this worker can send."""
 
 ATTEMPTS_MAX = 8
 """Two for each thing that is measured, and some for workers that come in between."""
@@ -124,5 +129,17 @@ class Settlement:
             )
             return lane.measure(request, call)
 
-        replies = self._shards.run(measure_at, self._timeout_s, self._lanes)
-        return [] if any(reply.is_closed for reply in replies) else [reply.measure for reply in replies]
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            replies = self._shards.run(measure_at, self._timeout_s, self._lanes)
+            if any(reply.is_closed for reply in replies):
+                return []
+            if not any(reply.is_open for reply in replies):
+                return [reply.measure for reply in replies]
+            if time.monotonic() > deadline:
+                missing = sorted({rank for reply in replies for rank in reply.missing})
+                raise WaitTimeout(
+                    f"round {round_}: a shard was killed and has not been sent again the gradients of workers {missing}",
+                    missing=missing,
+                )
+            time.sleep(POLL_S)

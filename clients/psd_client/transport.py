@@ -150,7 +150,7 @@ class Lane(ABC):
 
     @abstractmethod
     def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        """Exact aggregation: what the shard's part of a decided round amounts to; wait for its gradients."""
+        """Exact aggregation: what the shard's part of a decided round amounts to."""
 
     @abstractmethod
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:

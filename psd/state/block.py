@@ -101,7 +101,6 @@ class BlockState:
         self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
         self._tickets: dict[int, list[Ticket]] = {}
-        self._measurers: list[Ticket] = []
         self._at_version: dict[int, list[Callable[[Page], None]]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         self.readers = Readers(plan.index)
@@ -236,30 +235,21 @@ class BlockState:
             self._settle()
 
     def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
-        """Sums of squares of a decided round: of its gradient; or of its updates under a verdict, two for each segment."""
+        """Sums of squares of a decided round: of its gradient; or of its updates under a verdict, two for each segment.
+
+        Raises:
+            StateLost: it cannot be completed any more.
+        """
         with self.lock:
             if round_ < self.version:
                 return Unmeasured.CLOSED
-            if not self._is_gathered(round_):
+            current = self._round
+            if round_ > self.version or not isinstance(current, MeasuredRound) or not current.is_gathered():
+                error = self._loss()
+                if error is not None and not self._on_lost(error):
+                    raise error
                 return Unmeasured.OPEN
-            assert isinstance(self._round, MeasuredRound)
-            return self._round.measure(self._page, self._rule, self.plan.segment_ends, under)
-
-    def when_measurable(self, round_: int, ticket: Ticket) -> None:
-        """Resolve the ticket when the round's gradients are here, or it has closed."""
-        with self.lock:
-            self._measurers[:] = [t for t in self._measurers if not t.future.done()] + [ticket]
-            if round_ < self.version or self._is_gathered(round_):
-                self._wake_measurers()
-            self._fail_if_lost()
-
-    def _is_gathered(self, round_: int) -> bool:
-        return round_ == self.version and isinstance(self._round, MeasuredRound) and self._round.is_gathered()
-
-    def _wake_measurers(self) -> None:
-        measurers, self._measurers = self._measurers, []
-        for ticket in measurers:
-            ticket.resolve()
+            return current.measure(self._page, self._rule, self.plan.segment_ends, under)
 
     def settle(self) -> None:
         """Close the rounds that are complete now: somebody left, expired or skipped rounds."""
@@ -280,29 +270,30 @@ class BlockState:
                 except RuleFailed:
                     return  # those who wait for the round have been told
             else:
-                if self._measurers and self._is_gathered(self.version):
-                    self._wake_measurers()
                 return
 
     def _fail_if_lost(self) -> None:
         """EXACT: end the waits for a round that cannot be completed any more."""
-        round_ = self._round
-        lost = round_.lost(self._waited_in(self.version)) if isinstance(round_, ExactRound) else 0
-        if lost:
-            ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
-            error = StateLost(
-                f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
-                "lost when this shard was killed, and those workers are gone",
-                ranks=ranks,
-            )
-            if self._on_lost(error):
-                return
+        error = self._loss()
+        if error is not None and not self._on_lost(error):
             self._fail_waits(error)
 
     def _fail_waits(self, error: PsdError) -> None:
-        for tickets in (self._measurers, *self._tickets.values()):
+        for tickets in self._tickets.values():
             for ticket in tickets:
                 ticket.fail(error)
+
+    def _loss(self) -> StateLost | None:
+        round_ = self._round
+        lost = round_.lost(self._waited_in(self.version)) if isinstance(round_, ExactRound) else 0
+        if not lost:
+            return None
+        ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
+        return StateLost(
+            f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
+            "lost when this shard was killed, and those workers are gone",
+            ranks=ranks,
+        )
 
     def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
@@ -356,8 +347,6 @@ class BlockState:
             take(self._arena.pin(self._slot))
         for ticket in self._tickets.pop(self.version, ()):
             ticket.resolve()
-        if self._measurers:
-            self._wake_measurers()
 
     def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.

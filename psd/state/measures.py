@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.verdicts import Squares, Verdict, measure_message, measures_gradients
-from psd.state.block import BlockState, Unmeasured
+from psd.state.block import Unmeasured
 from psd.state.core import ShardCore
 from psd.state.decisions import check_decisions
 from psd.state.job import Job
-from psd.state.membership import Worker
-from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2
 
 
@@ -22,8 +20,8 @@ class Measures:
     def __init__(self, core: ShardCore) -> None:
         self._core = core
 
-    def measure(self, request: control_pb2.MeasureRequest) -> control_pb2.MeasureReply | Ticket:
-        """Measure a round; a ticket if gradients are still to come: ask again when it resolves."""
+    def measure(self, request: control_pb2.MeasureRequest) -> control_pb2.MeasureReply:
+        """Measure a round; see ControlService.Measure."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
@@ -36,23 +34,24 @@ class Measures:
         job.decide(decisions)
         if skipped:
             self._core.settle()
-        if measures_gradients(job.spec, under):
-            return self._measured(job, worker, request, None)
-        return self._measured(job, worker, request, under or Verdict(request.round))
+        if not measures_gradients(job.spec, under):
+            under = under or Verdict(request.round)
+        return self._measured(job, request.round, under, worker.rank)
 
-    def _measured(
-        self, job: Job, worker: Worker, request: control_pb2.MeasureRequest, under: Verdict | None
-    ) -> control_pb2.MeasureReply | Ticket:
+    @staticmethod
+    def _measured(job: Job, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
         totals: Squares = [0] * (1 if under is None else 2 * len(job.spec.layerwise_tensors))
         blocks = [b for b in job.blocks.values() if b.plan.trained and (under is None or b.ratio_places is not None)]
         # Workers that measure at the same time begin at different blocks, and so share the work.
-        start = worker.rank * len(blocks) // job.spec.world_size
+        start = rank * len(blocks) // job.spec.world_size
         for block in blocks[start:] + blocks[:start]:
-            found = block.measure(request.round, under)
+            found = block.measure(round_, under)
             if found is Unmeasured.CLOSED:
                 return control_pb2.MeasureReply(is_closed=True)
             if found is Unmeasured.OPEN:
-                return self._when_measurable(block, worker, request)
+                missing = block.missing_in(round_)
+                ranks = [rank for rank in range(missing.bit_length()) if missing >> rank & 1]
+                return control_pb2.MeasureReply(is_open=True, missing=ranks)
             if found is None or totals is None:
                 totals = None
             elif under is None or block.ratio_places is None:
@@ -62,10 +61,3 @@ class Measures:
                     totals[2 * place] += found[2 * segment]
                     totals[2 * place + 1] += found[2 * segment + 1]
         return control_pb2.MeasureReply(measure=measure_message(totals))
-
-    def _when_measurable(self, block: BlockState, worker: Worker, request: control_pb2.MeasureRequest) -> Ticket:
-        round_ = request.round
-        missing = lambda: block.missing_in(round_)  # noqa: E731
-        ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, round_, missing)
-        block.when_measurable(round_, ticket)
-        return ticket

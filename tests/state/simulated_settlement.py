@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from psd.state.shard import Shard
-from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, job_pb2
 
 
@@ -86,11 +85,15 @@ class SettlingWorker:
         return ask
 
     def measure_everywhere(self, round_: int, under: job_pb2.Verdict | None) -> Iterator[Any]:
-        replies: dict[int, control_pb2.MeasureReply] = {}
         measuring = [i for i in range(len(self.world.shards)) if self.world.layout.blocks_of(i)]
-        yield from self.at_all(lambda index: self.measure_at(index, round_, under, replies))
-        closed = any(replies[index].is_closed for index in measuring)
-        return [] if closed else [replies[index].measure for index in measuring]
+        while True:
+            replies: dict[int, control_pb2.MeasureReply] = {}
+            yield from self.at_all(lambda index, to=replies: self.measure_at(index, round_, under, to))
+            if any(replies[index].is_closed for index in measuring):
+                return []
+            if not any(replies[index].is_open for index in measuring):
+                return [replies[index].measure for index in measuring]
+            yield None
 
     def measure_at(
         self, index: int, round_: int, under: job_pb2.Verdict | None, replies: dict[int, control_pb2.MeasureReply]
@@ -98,14 +101,10 @@ class SettlingWorker:
         def measure(shard: Shard) -> Iterator[Any]:
             yield from self.push_again(index, shard)
             caller = self.caller(index)
+            self.world.check_alive(index, caller)
             request = control_pb2.MeasureRequest(
                 caller=caller, clock=self.clock, decisions=self.decisions, round=round_, verdict=under
             )
-            self.world.check_alive(index, caller)
-            while isinstance(found := shard.measures.measure(request), Ticket):
-                yield found
-                found.future.result(0)
-                self.world.check_alive(index, caller)
-            return found
+            return shard.measures.measure(request)
 
         replies[index] = yield from self.call(index, measure)

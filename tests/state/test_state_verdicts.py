@@ -12,7 +12,6 @@ from shard_driver import Driver, Fuse, Killed, job_spec
 
 from psd.contract.errors import InvalidRequest, StateLost, WrongShard
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
-from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import job_pb2
 
 LAMB = (1.0, 0.0, 0.0, 0.0, 0.0)  # lr, beta1, beta2, eps, weight_decay: the direction is the gradient's sign
@@ -89,18 +88,16 @@ def test_momentum_and_steps_see_the_clipped_gradient():
     assert page.steps.tolist() == [2]
 
 
-def test_a_measure_waits_for_lost_gradients_and_says_for_whom():
-    """Decided, and the shard was killed: the worker that is asked for has to send its gradient again."""
+def test_a_measure_says_whose_gradients_are_lost():
+    """Decided, and the shard was killed: the worker that is named has to send its gradient again."""
     driver, (a, b) = on_shard_1(clipped(blocks=2))
     driver.push(b, 0, 3.0)
 
-    waits = measure(driver, b, 0, decisions=[decision(0, 0, 1)])
-    assert isinstance(waits, Ticket)
-    assert (waits.kind, [w.rank for w in driver.shard.missing_for(waits)]) == (WaitKind.ROUND, [0])
-    assert not waits.future.done()
+    reply = measure(driver, b, 0, decisions=[decision(0, 0, 1)])
+    assert (reply.is_open, list(reply.missing), reply.HasField("measure")) == (True, [0], False)
+    assert measure(driver, b, 1).is_open, "as is a round that comes later"
     driver.push(a, 0, 1.0)
 
-    assert waits.future.done()
     assert norm_of(measure(driver, b, 0)) == math.sqrt(12)
 
 
@@ -152,15 +149,15 @@ def test_a_gradient_that_was_lost_with_its_session_is_reported_to_those_that_mea
     """The worker has joined again, beyond that round, and waits for its own lost gradient; its clock says none will come."""
     driver, (_a, b) = on_shard_1(clipped(blocks=2))
     driver.push(b, 0, 3.0)
-    waits = measure(driver, b, 0, decisions=[decision(0, 0, 1)])
+    assert measure(driver, b, 0, decisions=[decision(0, 0, 1)]).is_open
 
     again = driver.join(0, session=9)
     driver.declare(again)
-    own = measure(driver, again, 0, clock=1)
 
-    for ticket in (waits, own):
-        assert isinstance(ticket.future.exception(0), StateLost)
-        assert ticket.future.exception(0).detail["ranks"] == [0]
+    for seat in (again, b):
+        with pytest.raises(StateLost) as caught:
+            measure(driver, seat, 0, clock=1)
+        assert caught.value.detail["ranks"] == [0]
 
 
 # -- the verdict stands --
