@@ -58,6 +58,7 @@ class Worker:
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._exchange: Exchange | None = None
+        self._feed: Feed | None = None
         self._last_failed = False
         health = Health([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
@@ -128,7 +129,8 @@ class Worker:
         """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
 
         Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
-        restore. At most 1 MiB; it travels with the next push, to shard 0.
+        restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
+        call it before that.
         """
         if len(state) > CLIENT_STATE_BYTES_MAX:
             raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
@@ -155,6 +157,7 @@ class Worker:
     def _close(self, error: BaseException | None) -> None:
         """Leave as one who has finished, or has failed by `error`."""
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self._abort_feed()
         try:
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
@@ -166,6 +169,12 @@ class Worker:
             if ending is not None:
                 self._session.has_failed = not is_success
                 _shut_down(*ending[2])
+
+    def _abort_feed(self) -> None:
+        """Nobody completes a push that is still being computed: let the threads go that wait for its blocks."""
+        feed = self._feed
+        if feed is not None:
+            feed.abort()
 
     def _confirm_last(self, exchange: Exchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
@@ -311,7 +320,11 @@ class Worker:
         if spec.clip_norm and spec.consistency.mode != "sync":
             raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
         with self._operation("push_pull"):
-            self._declared.push_pull(scalars, weight, None, feed=feed)
+            self._feed = feed
+            try:
+                self._declared.push_pull(scalars, weight, None, feed=feed)
+            finally:
+                self._feed = None
 
     @property
     def _declared(self) -> Exchange:
@@ -379,6 +392,16 @@ def _forgotten(*arguments: Any) -> None:
 
 
 _open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _abort_feeds() -> None:
+    for worker in list(_open_workers):
+        worker._abort_feed()  # noqa: SLF001 - the same class's
+
+
+# A program that ends in the middle of back-propagation. Executors wait for their threads before atexit's functions run, so
+# this has to come earlier; Python has no public name for that.
+threading._register_atexit(_abort_feeds)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 @atexit.register
