@@ -246,8 +246,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and "
                     "the optimizer's attribute batch_size, before backward()"
                 )
-            self._gradients.finish()
-        self._sent = None
+            try:
+                self._gradients.finish()
+            finally:
+                self._sent = None  # of a step without back-propagation
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""
