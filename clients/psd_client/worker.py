@@ -2,23 +2,19 @@
 
 A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
 exits. This is the level on which the faces of frameworks build: flat buffers in, flat buffers out. client.py adds names.
-The work is done below: session.py (who takes part) and exchange.py (bytes).
+ending.py is for those that nobody closes. The work is done below: session.py (who takes part) and exchange.py (bytes).
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import parent_process
-from multiprocessing import util as multiprocessing_util
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +25,7 @@ from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, PsdError, RolledBack, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd_client import ending
 from psd_client.exchange import Exchange
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
@@ -66,11 +63,9 @@ class Worker:
         self._session = Session(config, self._shards)
         heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
         # Runs once: at close(), when the object is forgotten, or when the interpreter exits, for whatever reason.
-        self._shut_down = weakref.finalize(self, _forgotten, self._pid, heartbeats, self._session, self._shards)
-        self._shut_down.atexit = False  # _close_all does it, which knows how the program ends
-        _open_workers.add(self)
-        if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
-            multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
+        self._shut_down = weakref.finalize(self, ending.forgotten, self._pid, heartbeats, self._session, self._shards)
+        self._shut_down.atexit = False  # ending.py does it, which knows how the program ends
+        ending.remember(self)
         heartbeats.start()
         try:
             with self._operation("connect"):
@@ -165,10 +160,10 @@ class Worker:
             is_success = False
             raise
         finally:
-            ending = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
-            if ending is not None:
+            arguments = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
+            if arguments is not None:
                 self._session.has_failed = not is_success
-                _shut_down(*ending[2])
+                ending.shut_down(*arguments[2])
 
     def _abort_feed(self) -> None:
         """Nobody completes a push that is still being computed: let the threads go that wait for its blocks."""
@@ -374,40 +369,3 @@ class Worker:
             ) from error
         finally:
             self._busy.release()
-
-
-def _shut_down(pid: int, heartbeats: Heartbeats, session: Session, shards: Shards) -> None:
-    """Leave the job. Must not refer to the ParameterServer, which may be gone."""
-    if os.getpid() != pid:
-        return  # a forked child ends; the worker goes on
-    heartbeats.stop()
-    session.leave()
-    shards.close()
-    heartbeats.join()
-
-
-def _forgotten(*arguments: Any) -> None:
-    """Leave in a thread of its own: the garbage collector strikes anywhere, also in a thread that holds one of gRPC's locks."""
-    threading.Thread(target=_shut_down, args=arguments, name="psd-leave").start()
-
-
-_open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _abort_feeds() -> None:
-    for worker in list(_open_workers):
-        worker._abort_feed()  # noqa: SLF001 - the same class's
-
-
-# A program that ends in the middle of back-propagation. Executors wait for their threads before atexit's functions run, so
-# this has to come earlier; Python has no public name for that.
-threading._register_atexit(_abort_feeds)  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-@atexit.register
-def _close_all() -> None:
-    """Leave every job, at the end of the program."""
-    # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    for worker in list(_open_workers):
-        worker._close(error)  # noqa: SLF001 - the same class's

@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
-from psd.contract.errors import PsdError, RuleFailed, StateLost
+from psd.contract.errors import RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
+from psd.state import pages
 from psd.state.consistency import Policy
 from psd.state.measured import MeasuredRound
 from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
+from psd.state.version_waits import VersionWaits
 from psd_core.arena import Arena, Page
 
 
@@ -100,8 +102,7 @@ class BlockState:
         self._may_void = may_void
         self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
-        self._tickets: dict[int, list[Ticket]] = {}
-        self._at_version: dict[int, list[Callable[[Page], None]]] = {}
+        self._waits = VersionWaits()
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         self.readers = Readers(plan.index)
         self._failure: RuleFailed | None = None  # why the open round could not be closed
@@ -120,12 +121,7 @@ class BlockState:
             ArenaFull: no space; the block is as it was.
         """
         page = self._arena.spare(self._slot)
-        np.copyto(page.parameter, values)
-        for slot, start in zip(page.slots, self._slot_starts, strict=True):
-            slot.fill(start)
-        page.steps.fill(0)
-        page.sessions.fill(0)
-        page.clocks.fill(0)
+        pages.write_initial(page, values, self._slot_starts)
         with self.lock:
             self._arena.publish(self._slot, page, 0)
 
@@ -136,12 +132,7 @@ class BlockState:
             ArenaFull: no space; the block is as it was.
         """
         page = self._arena.spare(self._slot)
-        np.copyto(page.parameter, stored.parameter)
-        for slot, values in zip(page.slots, stored.slots.values(), strict=True):
-            np.copyto(slot, values)
-        np.copyto(page.steps, stored.steps)
-        np.copyto(page.sessions, 0 if stored.sessions is None else stored.sessions)
-        np.copyto(page.clocks, 0 if stored.clocks is None else stored.clocks)
+        pages.write_stored(page, stored)
         with self.lock:
             self._arena.publish(self._slot, page, stored.version)
             self.version = stored.version
@@ -191,25 +182,13 @@ class BlockState:
 
     def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
         segments, version = len(self.plan.segment_ends), self.version
-        if self._is_exact:
-            waited = lambda: self._waited_in(version)  # noqa: E731
-            if self._has_verdicts:
-                return MeasuredRound(
-                    scalars,
-                    segments,
-                    is_mean=self._is_mean,
-                    accumulators=self,
-                    waited=waited,
-                    ratio_places=self.ratio_places,
-                )
+        waited = lambda: self._waited_in(version)  # noqa: E731
+        if not self._is_exact:
+            return FastRound(scalars, segments, is_mean=self._is_mean, accumulators=self, policy=self._policy, waited=waited)
+        if not self._has_verdicts:
             return ExactRound(scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited)
-        return FastRound(
-            scalars,
-            segments,
-            is_mean=self._is_mean,
-            accumulators=self,
-            policy=self._policy,
-            waited=lambda: self._waited_in(version),
+        return MeasuredRound(
+            scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited, ratio_places=self.ratio_places
         )
 
     def decide(self, round_: int, members: int) -> None:
@@ -276,12 +255,7 @@ class BlockState:
         """EXACT: end the waits for a round that cannot be completed any more."""
         error = self._loss()
         if error is not None and not self._on_lost(error):
-            self._fail_waits(error)
-
-    def _fail_waits(self, error: PsdError) -> None:
-        for tickets in self._tickets.values():
-            for ticket in tickets:
-                ticket.fail(error)
+            self._waits.fail(error)
 
     def _loss(self) -> StateLost | None:
         round_ = self._round
@@ -306,7 +280,7 @@ class BlockState:
         except RuleFailed as error:
             # The round stays open. Whoever waits for it, now or later, learns why; a worker that sends again tries again.
             self._failure = error
-            self._fail_waits(error)
+            self._waits.fail(error)
             raise
         self._round = self._failure = None
         round_.end()
@@ -324,15 +298,8 @@ class BlockState:
             if has_values and gradient.touched.any():
                 self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
             else:
-                np.copyto(after.parameter, before.parameter)
-                for old, new in zip(before.slots, after.slots, strict=True):
-                    np.copyto(new, old)
-                np.copyto(after.steps, before.steps)
-            np.copyto(after.sessions, before.sessions)
-            np.copyto(after.clocks, before.clocks)
-            for rank, session in counted.items():
-                after.sessions[rank] = session
-                after.clocks[rank] = clock + 1
+                pages.write_unchanged(before, after)
+            pages.write_window(before, after, counted, clock)
         except SegmentFailed as failed:
             self._arena.discard(after)
             tensor = self._tensor_at(self.plan, int(self.plan.segment_ends[failed.segment]) - 1)
@@ -343,10 +310,7 @@ class BlockState:
             raise
         self._arena.publish(self._slot, after, self.version + 1)
         self.version += 1
-        for take in self._at_version.pop(self.version, ()):
-            take(self._arena.pin(self._slot))
-        for ticket in self._tickets.pop(self.version, ()):
-            ticket.resolve()
+        self._waits.reached(self.version, self.pin)
 
     def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
@@ -359,7 +323,7 @@ class BlockState:
             if self.version == version:
                 take(self._arena.pin(self._slot))
             else:
-                self._at_version.setdefault(version, []).append(take)
+                self._waits.add_take(version, take)
             return True
 
     def pin(self) -> Page:
@@ -398,9 +362,7 @@ class BlockState:
             if self.version >= version:
                 ticket.resolve()
             else:
-                waiters = self._tickets.setdefault(version, [])
-                # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
-                waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
+                self._waits.add(version, ticket)
                 self._fail_if_lost()
                 if self._failure is not None:
                     ticket.fail(self._failure)
