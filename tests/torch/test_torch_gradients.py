@@ -183,11 +183,12 @@ def test_step_when_a_gradient_is_not_finite_then_refuses_and_nothing_was_sent(ru
     assert_close(alone(run_workers, body), step_alone(lambda model: backward(model, *batch(0))))
 
 
-def test_step_when_a_frozen_parameter_has_a_gradient_then_refuses(run_workers):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_step_when_a_frozen_parameter_has_a_gradient_then_refuses(run_workers, overlap):
     def body(ps):
         model = small_model()
         model[0].bias.requires_grad_(False)
-        model, optimizer = distributed(ps, model)
+        model, optimizer = distributed(ps, model, overlap=overlap)
         model[0].bias.requires_grad_(True)
         backward(model, *batch(0))
         with pytest.raises(InvalidRequest, match=r"'0\.bias' was frozen"):

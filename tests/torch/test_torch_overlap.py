@@ -287,20 +287,6 @@ def test_backward_when_a_gradient_is_sparse_then_refuses_and_gives_the_push_up(r
     assert alone(run_workers, body)
 
 
-def test_step_when_a_frozen_parameter_has_a_gradient_then_refuses(run_workers):
-    def body(ps):
-        model = small_model()
-        model[0].bias.requires_grad_(False)
-        _, optimizer = distributed(ps, model)
-        model[0].bias.requires_grad_(True)
-        backward(model, *batch(0))
-        with pytest.raises(InvalidRequest, match=r"'0\.bias' was frozen"):
-            optimizer.step()
-        return True
-
-    assert alone(run_workers, body)
-
-
 def test_distribute_when_rounds_may_be_skipped_then_refuses_overlap(run_workers):
     def body(ps):
         with pytest.raises(InvalidRequest, match="overlap"):
