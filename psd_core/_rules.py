@@ -6,6 +6,7 @@ make sense (psd/contract/rules.py does), and no defaults. The functions for whol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -137,31 +138,26 @@ def step_block(
     Cost: O(n + k), no allocation, GIL released. Neighbours that are at the same step as far as the rule can tell are one
         run, and runs are worked off in tiles of 1 KiB, so that nothing is read from or written to memory twice.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
-    info = RULES[rule]
-    names = info.slots_of(flags)
+    plan = _planned(rule, tuple(flags))
     for argument, slots in (("slots_in", slots_in), ("slots_out", slots_out)):
-        if len(slots) != len(names):
-            raise InvalidTensor(f"{argument}: expected {len(names)} arrays ({', '.join(names)}), got {len(slots)}")
-    if len(scalars) != len(info.scalars):
-        raise ValueError(f"scalars: expected {len(info.scalars)} ({', '.join(info.scalars)}), got {len(scalars)}")
-    for name, value in zip(info.scalars, scalars, strict=True):
-        if name in info.flags and name not in flags and value != 0:
-            raise ValueError(f"scalars: expected {name} to be 0 without the flag of this name, got {value}")
-    before, after = dict(zip(names, slots_in, strict=True)), dict(zip(names, slots_out, strict=True))
-    for name in names:
-        if before[name] is None:
-            raise InvalidTensor(f"{name}_in: expected an array, got None")
-        if after[name] is None:
-            raise InvalidTensor(f"{name}_out: expected an array, got None")
+        if len(slots) != len(plan.slots):
+            raise InvalidTensor(f"{argument}: expected {len(plan.slots)} arrays ({', '.join(plan.slots)}), got {len(slots)}")
+        for name, slot in zip(plan.slots, slots, strict=True):
+            if slot is None:
+                raise InvalidTensor(f"{name}_{argument.removeprefix('slots_')}: expected an array, got None")
+    if len(scalars) != len(plan.scalars):
+        raise ValueError(f"scalars: expected {len(plan.scalars)} ({', '.join(plan.scalars)}), got {len(scalars)}")
+    for place in plan.zeros:
+        if scalars[place] != 0:
+            name = plan.scalars[place]
+            raise ValueError(f"scalars: expected {name} to be 0 without the flag of this name, got {scalars[place]}")
     _kernels.step_block(
-        info.number,
+        plan.number,
         param_in,
         param_out,
-        tuple(slot.name for slot in info.slots),
-        tuple(before.get(slot.name) for slot in info.slots),
-        tuple(after.get(slot.name) for slot in info.slots),
+        plan.kernel_slots,
+        tuple(None if place is None else slots_in[place] for place in plan.places),
+        tuple(None if place is None else slots_out[place] for place in plan.places),
         acc,
         grad,
         weight,
@@ -171,5 +167,39 @@ def step_block(
         steps_in,
         steps_out,
         tuple(scalars),
+        plan.bits,
+    )
+
+
+class _Plan(NamedTuple):
+    """What follows from a rule and its flags, for every block alike.
+
+    Attributes:
+        slots: that there are. kernel_slots: that the kernel knows; places: where each of these is among `slots`.
+        zeros: places of the scalars that must be 0.
+    """
+
+    number: int
+    bits: int
+    scalars: tuple[str, ...]
+    slots: tuple[str, ...]
+    kernel_slots: tuple[str, ...]
+    places: tuple[int | None, ...]
+    zeros: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def _planned(rule: str, flags: tuple[str, ...]) -> _Plan:
+    if rule not in RULES:
+        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
+    info = RULES[rule]
+    slots = info.slots_of(flags)
+    return _Plan(
+        info.number,
         info.bits(flags),
+        info.scalars,
+        slots,
+        tuple(slot.name for slot in info.slots),
+        tuple(slots.index(slot.name) if slot.name in slots else None for slot in info.slots),
+        tuple(i for i, name in enumerate(info.scalars) if name in info.flags and name not in flags),
     )

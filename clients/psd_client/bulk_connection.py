@@ -133,7 +133,7 @@ class BulkConnection:
         awaited: Sequence[Block],
         parameters: FlatBuffers | None,
     ) -> data_pb2.PushReply:
-        self._stream.send(Kind.CALL, message.SerializeToString())
+        self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
         sending = None
         if part is not None:
             if self._has(part.buffers) and part.feed is None:
@@ -177,7 +177,8 @@ class BulkConnection:
                 message.present.append(frames.present_bits(present))
                 if not present.any():
                     payload = b""
-            self._stream.send(Kind.BLOCKS, message.SerializeToString(), payload)
+            is_more = left > 0 and part.feed is None
+            self._stream.send(Kind.BLOCKS, message.SerializeToString(), payload, more=is_more)
             self.sent_bytes += block.nbytes
 
     def _outgoing(self, part: GradientPart) -> Iterator[Outgoing]:

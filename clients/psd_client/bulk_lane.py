@@ -42,6 +42,11 @@ class BulkLane(GrpcLane):
         self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
         self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
 
+    @property
+    def is_interruptible(self) -> bool:  # type: ignore[override]  # a plain attribute elsewhere
+        """See Lane. Only while nothing has to be asked over gRPC."""
+        return self._bulk is not None and self._bulk.is_open
+
     def prepare(self, caller: job_pb2.Caller, call: Call) -> bool:
         """See Lane."""
         bulk = self._opened(caller, call)

@@ -129,8 +129,7 @@ class Exchange:
     ) -> None:
         """Send the gradients; returns when every shard has them. The push before must be confirmed.
 
-        Args:
-            skip: they are not finite, and the job's policy is to skip the round then.
+        skip: they are not finite, and the job's policy is to skip the round then.
         """
         sent = self._begin(scalars, weight, present, skip=skip)
         try:
@@ -151,15 +150,14 @@ class Exchange:
     ) -> None:
         """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`.
 
-        Args:
-            feed: gives the blocks, and which tensors have a gradient; the caller has looked for NaN.
+        feed: gives the blocks, and which tensors have a gradient; the caller has looked for NaN.
         """
         sent = self._begin(scalars, weight, present, skip=skip, feed=feed)
         try:
             if self._is_exact:
                 self._push_commit_pull(sent)
                 return
-            replies = self._shards.run(
+            replies = self._shards.run_bulk(
                 lambda lane, call: lane.push_pull(self._part(lane, sent), self.parameters, call),
                 self._timeout_s,
                 self._lanes,
@@ -190,19 +188,15 @@ class Exchange:
         if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
-        policy = self._layout.spec.nan_policy
-        if skip and policy != "skip":
-            raise InvalidRequest(f'skip: the job was declared with nan_policy="{policy}", not "skip"')
+        spec = self._layout.spec
+        if skip and spec.nan_policy != "skip":
+            raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         tensor_name = self._check(present) if feed is None else None
         if tensor_name is not None and not skip:
-            logger.warning(
-                "psd: worker %d: the gradient of %r at step %d holds NaN or infinity; the round is skipped",
-                self._rank,
-                tensor_name,
-                self._session.clock,
-            )
+            what, clock = "the gradient of %r at step %d holds NaN or infinity; the round is skipped", self._session.clock
+            logger.warning("psd: worker %d: " + what, self._rank, tensor_name, clock)
         if skip or tensor_name is not None:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
@@ -218,7 +212,7 @@ class Exchange:
             sent.incarnations[lane.shard] = incarnation
             return reply
 
-        replies = self._shards.run(push_at, self._timeout_s, self._lanes)
+        replies = self._shards.run_bulk(push_at, self._timeout_s, self._lanes)
         if self._has_rounds:
             self._sent = sent
         return replies
@@ -287,7 +281,7 @@ class Exchange:
             request.versions_only = versions_only
             lane.pull(request, blocks, self.parameters, call)
 
-        self._shards.run(pull_at, self._timeout_s, lanes)
+        self._shards.run_bulk(pull_at, self._timeout_s, lanes)
         if lanes is self._lanes:
             self._sent = None
             if self._settlement is not None:

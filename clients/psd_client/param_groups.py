@@ -41,6 +41,7 @@ class ParamGroups:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
         self.groups: list[dict[str, Any]] = []
+        self._checked: tuple[list[dict[str, Any]], list[list[float]]] | None = None  # the groups' values, and what they mean
         self.specs: list[GroupSpec] = []
         self.group_of: dict[str, int] = {}
         unassigned = dict.fromkeys(names)
@@ -60,9 +61,12 @@ class ParamGroups:
 
     def scalars(self) -> list[list[float]]:
         """What travels with the next push; raises InvalidRequest, KeyError or TypeError for what the user has put there."""
-        return [
-            scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))
-        ]
+        if self._checked is None or self._checked[0] != self.groups:
+            values = [
+                scalar_values(spec, group, i) for i, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))
+            ]
+            self._checked = [dict(group) for group in self.groups], values
+        return self._checked[1]
 
 
 def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimizer:

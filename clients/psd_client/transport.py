@@ -115,6 +115,8 @@ class Lane(ABC):
     """
 
     transport: str
+    is_interruptible = False
+    """True if a bulk call made now may be interrupted by an exception out of a signal handler, as Ctrl-C raises."""
 
     def __init__(self, shard: int, address: str) -> None:
         self.shard = shard

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import socket
 import struct
 from typing import Any
@@ -20,8 +21,8 @@ PREFIX = struct.Struct("<IIQ")
 READ_AHEAD_BYTES = 16 << 10
 """More would only be copied twice; heads have a few dozen bytes, those of a push some hundred."""
 
-BUFFER_BYTES = 4 << 20
-"""Of each socket and direction, as far as the kernel allows: a few blocks, so that neither side waits for the other's turn."""
+KEPT_BACK_BYTES_MAX = 16 << 10
+"""A system call costs more than copying this much."""
 
 
 class Kind(enum.IntEnum):
@@ -56,19 +57,26 @@ class Stream:
         self._head_bytes_max = head_bytes_max
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        self._kept_back = b""
+        self._timeout_s = 0
+        if sock.family != getattr(socket, "AF_UNIX", None):  # whose buffers stay as they are: TCP's grow by themselves
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, kind: Kind, head: bytes = b"", payload: Any = b"") -> None:
+    def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
         """Send one message; `payload` is any C-contiguous buffer.
+
+        Args:
+            more: another message follows at once; a small one is kept back, to leave with that one.
 
         Raises:
             Disconnected: the peer cannot be reached any more. TimeoutError: the socket's own limit has passed.
         """
         view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
-        front = b"".join((PREFIX.pack(kind, len(head), view.nbytes), head))
+        front = b"".join((self._kept_back, PREFIX.pack(kind, len(head), view.nbytes), head))
+        if more and len(front) + view.nbytes <= KEPT_BACK_BYTES_MAX:
+            self._kept_back = front + bytes(view)
+            return
+        self._kept_back = b""
         try:
             sent = self.socket.sendmsg((front, view) if view.nbytes else (front,))
             if sent < len(front):
@@ -143,9 +151,12 @@ class Stream:
         return count
 
     def set_timeout(self, seconds: float) -> None:
-        """How long one system call may take from now on; 0: for ever."""
-        # Not socket.settimeout, which would poll before each call.
-        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6) or (1 if 0 < seconds < 1 else 0))
+        """How long one system call may take from now on, rounded up to seconds; 0: for ever."""
+        whole = math.ceil(seconds)
+        if whole == self._timeout_s:
+            return
+        self._timeout_s = whole
+        limit = struct.pack("@ll", whole, 0)  # not socket.settimeout, which would poll before each call
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

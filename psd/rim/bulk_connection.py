@@ -187,12 +187,14 @@ class BulkConnection:
             raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
         outbox = self._outbox() if len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS else None
+        sent = 0
         put = self._deliver if outbox is None else outbox.put
         try:
             for item in answers:
                 if not isinstance(item, Answer):
                     reply.push.CopyFrom(item)
                 elif has_payload:
+                    sent += item.nbytes
                     if call.into_memory:
                         reply.blocks.append(item.block)
                         reply.versions.append(item.version)
@@ -202,6 +204,7 @@ class BulkConnection:
         finally:
             if outbox is not None:
                 outbox.flush()
+            self._plane.count_sent(sent)
         return reply
 
     def _outbox(self) -> Outbox[_Outgoing]:
@@ -220,8 +223,7 @@ class BulkConnection:
                 np.copyto(self._attached().parameter(answer.block), answer.values)
             else:
                 head = data_pb2.PullFrame(block=answer.block, version=answer.version)
-                self._stream.send(Kind.ANSWER, head.SerializeToString(), answer.values)
-            self._plane.count_sent(answer.nbytes)
+                self._stream.send(Kind.ANSWER, head.SerializeToString(), answer.values, more=True)  # at least the REPLY
         finally:
             answer.release()
 

@@ -51,6 +51,8 @@ class WorkerMemory:
         self._layout = layout
         self._gradients = self._spaces(gradients)
         self._parameters = self._spaces(parameters)
+        self._gradient_views: dict[int, memoryview] = {}
+        self._parameter_views: dict[int, NDArray[Any]] = {}
 
     @staticmethod
     def _check_file(fd: int, size: int) -> None:
@@ -91,11 +93,17 @@ class WorkerMemory:
 
     def gradient(self, block: int) -> memoryview:
         """The gradient of a block of the job. Raises InvalidRequest if there is none such."""
-        return self._block(self._gradients, block).data.cast("B")
+        view = self._gradient_views.get(block)
+        if view is None:
+            view = self._gradient_views[block] = self._block(self._gradients, block).data.cast("B")
+        return view
 
     def parameter(self, block: int) -> NDArray[Any]:
         """Where the parameters of a block of the job are to be written."""
-        return self._block(self._parameters, block)
+        view = self._parameter_views.get(block)
+        if view is None:
+            view = self._parameter_views[block] = self._block(self._parameters, block)
+        return view
 
     def _block(self, spaces: list[NDArray[Any] | None], index: int) -> NDArray[Any]:
         if not 0 <= index < len(self._layout.blocks):

@@ -68,8 +68,13 @@ class DataPlane:
     def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:
         """See DataService.Push."""
         push = self._begin(header, waiter)
-        for block in blocks:
-            self._take(push, block, waiter)
+        received = 0
+        try:
+            for block in blocks:
+                self._take(push, block, waiter)
+                received += block.payload.nbytes
+        finally:
+            self._exchange.count_bytes(received=received)
         return self._exchange.end_push(push)
 
     def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Iterator[Answer]:
@@ -90,13 +95,18 @@ class DataPlane:
         push = self._begin(header, waiter)
         pull = self._exchange.begin_answer(push)
         pending: deque[BlockState] = deque()
-        for pushed in blocks:
-            covered = len(push.covered)
-            self._take(push, pushed, waiter)
-            if len(push.covered) > covered:
-                pending.append(self._exchange.block(pushed.block))
-            while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                yield Answer(pending.popleft(), found)
+        received = 0
+        try:
+            for pushed in blocks:
+                covered = len(push.covered)
+                self._take(push, pushed, waiter)
+                received += pushed.payload.nbytes
+                if len(push.covered) > covered:
+                    pending.append(self._exchange.block(pushed.block))
+                while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
+                    yield Answer(pending.popleft(), found)
+        finally:
+            self._exchange.count_bytes(received=received)
         reply = self._exchange.end_push(push)
         if pending:
             self._pass_gate(pull, pull.clock, waiter)
@@ -116,7 +126,6 @@ class DataPlane:
     def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
         while (ticket := self._exchange.push_block(push, block.block, block.present, block.payload)) is not None:
             waiter.wait(ticket)
-        self._exchange.count_bytes(received=block.payload.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,14 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
-from psd.contract.errors import RuleFailed, StateLost
+from psd.contract.errors import PsdError, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state import pages
 from psd.state.consistency import Policy
-from psd.state.measured import MeasuredRound
+from psd.state.measured import MeasuredRound, Unmeasured
 from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
-from psd.state.version_waits import VersionWaits
 from psd_core.arena import Arena, Page
 
 
@@ -40,13 +39,6 @@ class Outcome(enum.Enum):
     DUPLICATE = "duplicate"
     LATE = "late"
     EARLY = "early"  # its round is not open yet; nothing changed
-
-
-class Unmeasured(enum.Enum):
-    """Why a round has no measure here."""
-
-    OPEN = "open"  # gradients are still to come
-    CLOSED = "closed"
 
 
 class BlockState:
@@ -94,7 +86,10 @@ class BlockState:
         self._slot_starts = slot_starts
         self._tensor_at = tensor_at
         self._policy = policy
-        self._is_mean = is_mean
+        kind: Callable[..., FastRound | ExactRound] = ExactRound if is_exact else partial(FastRound, policy=policy)
+        if has_verdicts:
+            kind = partial(MeasuredRound, ratio_places=ratio_places)
+        self._open_round = partial(kind, is_mean=is_mean, accumulators=self)
         self._is_exact = is_exact
         self._has_verdicts = has_verdicts
         self.ratio_places = ratio_places
@@ -102,7 +97,8 @@ class BlockState:
         self._may_void = may_void
         self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
-        self._waits = VersionWaits()
+        self._tickets: dict[int, list[Ticket]] = {}
+        self._at_version: dict[int, list[Callable[[Page], None]]] = {}
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         self.readers = Readers(plan.index)
         self._failure: RuleFailed | None = None  # why the open round could not be closed
@@ -121,7 +117,12 @@ class BlockState:
             ArenaFull: no space; the block is as it was.
         """
         page = self._arena.spare(self._slot)
-        pages.write_initial(page, values, self._slot_starts)
+        np.copyto(page.parameter, values)
+        for slot, start in zip(page.slots, self._slot_starts, strict=True):
+            slot.fill(start)
+        page.steps.fill(0)
+        page.sessions.fill(0)
+        page.clocks.fill(0)
         with self.lock:
             self._arena.publish(self._slot, page, 0)
 
@@ -132,7 +133,12 @@ class BlockState:
             ArenaFull: no space; the block is as it was.
         """
         page = self._arena.spare(self._slot)
-        pages.write_stored(page, stored)
+        np.copyto(page.parameter, stored.parameter)
+        for slot, values in zip(page.slots, stored.slots.values(), strict=True):
+            np.copyto(slot, values)
+        np.copyto(page.steps, stored.steps)
+        np.copyto(page.sessions, 0 if stored.sessions is None else stored.sessions)
+        np.copyto(page.clocks, 0 if stored.clocks is None else stored.clocks)
         with self.lock:
             self._arena.publish(self._slot, page, stored.version)
             self.version = stored.version
@@ -181,15 +187,8 @@ class BlockState:
         return Outcome.COUNTED
 
     def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
-        segments, version = len(self.plan.segment_ends), self.version
-        waited = lambda: self._waited_in(version)  # noqa: E731
-        if not self._is_exact:
-            return FastRound(scalars, segments, is_mean=self._is_mean, accumulators=self, policy=self._policy, waited=waited)
-        if not self._has_verdicts:
-            return ExactRound(scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited)
-        return MeasuredRound(
-            scalars, segments, is_mean=self._is_mean, accumulators=self, waited=waited, ratio_places=self.ratio_places
-        )
+        version = self.version
+        return self._open_round(scalars, len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
@@ -214,11 +213,7 @@ class BlockState:
             self._settle()
 
     def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
-        """Sums of squares of a decided round: of its gradient; or of its updates under a verdict, two for each segment.
-
-        Raises:
-            StateLost: it cannot be completed any more.
-        """
+        """Sums of squares of a decided round, see MeasuredRound; StateLost if it cannot be completed any more."""
         with self.lock:
             if round_ < self.version:
                 return Unmeasured.CLOSED
@@ -255,19 +250,16 @@ class BlockState:
         """EXACT: end the waits for a round that cannot be completed any more."""
         error = self._loss()
         if error is not None and not self._on_lost(error):
-            self._waits.fail(error)
+            self._fail_waits(error)
+
+    def _fail_waits(self, error: PsdError) -> None:
+        for tickets in self._tickets.values():
+            for ticket in tickets:
+                ticket.fail(error)
 
     def _loss(self) -> StateLost | None:
         round_ = self._round
-        lost = round_.lost(self._waited_in(self.version)) if isinstance(round_, ExactRound) else 0
-        if not lost:
-            return None
-        ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
-        return StateLost(
-            f"round {self.version} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
-            "lost when this shard was killed, and those workers are gone",
-            ranks=ranks,
-        )
+        return round_.loss(self.version, self._waited_in(self.version)) if isinstance(round_, ExactRound) else None
 
     def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
@@ -280,7 +272,7 @@ class BlockState:
         except RuleFailed as error:
             # The round stays open. Whoever waits for it, now or later, learns why; a worker that sends again tries again.
             self._failure = error
-            self._waits.fail(error)
+            self._fail_waits(error)
             raise
         self._round = self._failure = None
         round_.end()
@@ -298,8 +290,15 @@ class BlockState:
             if has_values and gradient.touched.any():
                 self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
             else:
-                pages.write_unchanged(before, after)
-            pages.write_window(before, after, counted, clock)
+                np.copyto(after.parameter, before.parameter)
+                for old, new in zip(before.slots, after.slots, strict=True):
+                    np.copyto(new, old)
+                np.copyto(after.steps, before.steps)
+            np.copyto(after.sessions, before.sessions)
+            np.copyto(after.clocks, before.clocks)
+            for rank, session in counted.items():
+                after.sessions[rank] = session
+                after.clocks[rank] = clock + 1
         except SegmentFailed as failed:
             self._arena.discard(after)
             tensor = self._tensor_at(self.plan, int(self.plan.segment_ends[failed.segment]) - 1)
@@ -310,7 +309,10 @@ class BlockState:
             raise
         self._arena.publish(self._slot, after, self.version + 1)
         self.version += 1
-        self._waits.reached(self.version, self.pin)
+        for take in self._at_version.pop(self.version, ()):
+            take(self._arena.pin(self._slot))
+        for ticket in self._tickets.pop(self.version, ()):
+            ticket.resolve()
 
     def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
@@ -323,7 +325,7 @@ class BlockState:
             if self.version == version:
                 take(self._arena.pin(self._slot))
             else:
-                self._waits.add_take(version, take)
+                self._at_version.setdefault(version, []).append(take)
             return True
 
     def pin(self) -> Page:
@@ -362,7 +364,9 @@ class BlockState:
             if self.version >= version:
                 ticket.resolve()
             else:
-                self._waits.add(version, ticket)
+                waiters = self._tickets.setdefault(version, [])
+                # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
+                waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
                 self._fail_if_lost()
                 if self._failure is not None:
                     ticket.fail(self._failure)

@@ -6,6 +6,7 @@ complete. Under the block's lock, as all rounds; must not know pages' versions, 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,13 @@ from psd.contract.verdicts import Squares, Verdict
 from psd.state.rounds import Accumulators, Contribution, ExactRound
 from psd.state.rules import Gradient, Layerwise, Rule
 from psd_core.arena import Page
+
+
+class Unmeasured(enum.Enum):
+    """Why a round has no measure here."""
+
+    OPEN = "open"  # gradients are still to come
+    CLOSED = "closed"
 
 
 class MeasuredRound(ExactRound):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.verdicts import Squares, Verdict, measure_message, measures_gradients
-from psd.state.block import Unmeasured
 from psd.state.core import ShardCore
 from psd.state.decisions import check_decisions
 from psd.state.job import Job
+from psd.state.measured import Unmeasured
 from psd.v1 import control_pb2
 
 

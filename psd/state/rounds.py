@@ -7,6 +7,7 @@ versions, workers' leases or pages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
+from psd.contract.errors import StateLost
 from psd.state.consistency import Policy
 from psd.state.rules import Gradient
 
@@ -94,13 +96,29 @@ class Round(Protocol):
         ...
 
 
+@functools.lru_cache(4096)
+def _all(segment_count: int) -> NDArray[np.uint8]:
+    """All segments, shared by rounds: making arrays costs more than what is done with them."""
+    return _shared(np.ones(segment_count, np.uint8))
+
+
+@functools.lru_cache(4096)
+def _none(segment_count: int) -> NDArray[np.uint8]:
+    return _shared(np.zeros(segment_count, np.uint8))
+
+
+def _shared(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    array.flags.writeable = False
+    return array
+
+
 class _Sum:
     """Weighted sums and what belongs to them, for both kinds of round."""
 
     def __init__(self, scalars: Sequence[float], segment_count: int, *, is_mean: bool) -> None:
         self.scalars = scalars
         self.sessions: dict[int, int] = {}
-        self._touched = np.zeros(segment_count, np.uint8)
+        self._touched = _none(segment_count)
         self._is_mean = is_mean
 
     def _weight(self, part: Contribution) -> float:
@@ -112,7 +130,7 @@ class _Sum:
     def _grown(self, touched: NDArray[np.uint8], part: Contribution) -> NDArray[np.uint8]:
         if self._values(part) is None:
             return touched
-        return np.ones_like(touched) if part.present is None else np.maximum(touched, part.present)
+        return _all(len(touched)) if part.present is None else np.maximum(touched, part.present)
 
     def _reduced(
         self,
@@ -276,9 +294,17 @@ class ExactRound(_Sum):
         """See Round."""
         return (self._waited() if self.members is None else self.members) & ~self._staged()
 
-    def lost(self, waited: int) -> int:
-        """Mask of the members whose gradients are not here, and will not come: they are not waited for any more."""
-        return 0 if self.members is None else self.members & ~self._staged() & ~waited
+    def loss(self, round_: int, waited: int) -> StateLost | None:
+        """Why the round can never close: gradients of members that are not waited for any more are not here; or None."""
+        lost = 0 if self.members is None else self.members & ~self._staged() & ~waited
+        if not lost:
+            return None
+        ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
+        return StateLost(
+            f"round {round_} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
+            "lost when this shard was killed, and those workers are gone",
+            ranks=ranks,
+        )
 
     def end(self) -> None:
         """See Round."""

@@ -1,12 +1,25 @@
-"""The part of a simulated worker that brings verdicts about: what psd_client/settlement.py does, as generators."""
+"""The part of a simulated worker that brings verdicts about: what psd_client/settlement.py does, as generators; and pushes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, job_pb2
+
+
+@dataclass
+class Sent:
+    """A push, and the incarnations of the shards that have it."""
+
+    session: int
+    clock: int
+    value: float
+    weight: float
+    skip: bool = False
+    incarnations: dict[int, int] = field(default_factory=dict)
 
 
 class SettlingWorker:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from shard_driver import Killed
-from simulated_worker import Sent
+from simulated_settlement import Sent
 
 from psd.state.decisions import members_mask
 from psd.state.shard import Shard

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_  # noqa: E402
 from torch.optim import SGD, Adam, AdamW  # noqa: E402
 
 import psd_client.torch as psd  # noqa: E402
+from psd.contract.errors import InvalidRequest  # noqa: E402
 
 STEPS = 20
 CLIP_NORM = 0.5
@@ -142,3 +143,26 @@ def test_two_worker_and_two_shard_processes_equal_one_process(tmp_path):
         assert_close([torch.tensor(numbers)], [expected])
     assert results[0][3] == results[1][3]
     assert "Warning" not in run.stderr
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_overlap_clips_in_rounds_and_is_refused_without(run_workers, mode):
+    """In rounds the shards have the norm; without them the worker would have to know it before it sends anything."""
+    expected = alone(OPTIMIZERS["sgd"])
+
+    def worker(ps):
+        model = small_model()
+        optimizer = psd.distribute(
+            model, OPTIMIZERS["sgd"](model.parameters()), ps=ps, clip_norm=CLIP_NORM, overlap=True, consistency=mode
+        )
+        for step in range(STEPS):
+            backward(model, *batch(step))
+            if mode == "async":
+                with pytest.raises(InvalidRequest, match="overlap: not with clip_norm without rounds"):
+                    optimizer.step()
+                return []
+            optimizer.step()
+        return values(model)
+
+    (actual,) = run_workers(1, 2, worker)
+    assert_close(actual, expected if mode == "sync" else [])
