@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from psd.contract.verdicts import clip_scale
 from psd.v1 import control_pb2, data_pb2
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers, share_memory
+from psd_client.sent_push import SentPush
 from psd_client.session import Session
 from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
@@ -30,27 +30,8 @@ from psd_client.transport import Call, GradientPart, Lane
 
 logger = logging.getLogger("psd_client")
 
-
 CUTS_MAX = 8
 COUNTS = ("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped", "rounds_skipped")
-
-
-@dataclass
-class _Sent:
-    """The last push of a job with rounds, until its round is known to have closed.
-
-    Attributes:
-        session: that it belongs to; another one neither sends nor commits it again.
-        header, present: to send it again. incarnations: by shard, of those that have it.
-        skip: the gradient is not finite, and is not in it. feed: gives the blocks, if they are still being computed.
-    """
-
-    session: int
-    header: data_pb2.PushHeader
-    present: NDArray[np.bool_] | None
-    skip: bool
-    feed: Feed | None
-    incarnations: dict[int, int]
 
 
 class Exchange:
@@ -89,7 +70,7 @@ class Exchange:
         self._has_rounds = layout.spec.consistency.mode == "sync"
         self._is_exact = layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
-        self._sent: _Sent | None = None
+        self._sent: SentPush | None = None
         self._settlement: Settlement | None = None
         if layout.spec.has_verdicts:
             self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
@@ -152,7 +133,7 @@ class Exchange:
         """
         sent = self._begin(scalars, weight, present, skip=skip)
         try:
-            self._on_pushed(self._push(sent))
+            self._on_pushed(sent, self._push(sent))
             if self._is_exact:
                 self._commit(sent, without_waiting=True)
         except SessionFenced as error:
@@ -185,7 +166,7 @@ class Exchange:
             self._drop(error, sent.header.clock)
             self.pull()
             return
-        self._on_pushed(replies)
+        self._on_pushed(sent, replies)
         # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
         behind = [lane for lane, reply in zip(self._lanes, replies, strict=True) if reply.clock < self._session.clock]
         if behind:
@@ -201,7 +182,7 @@ class Exchange:
         *,
         skip: bool,
         feed: Feed | None = None,
-    ) -> _Sent:
+    ) -> SentPush:
         """The next push; raises for anything that must not be sent."""
         settlement = self._settlement
         if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
@@ -222,9 +203,9 @@ class Exchange:
         header = self._header(scalars, weight)
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
-        return _Sent(self._session.number, header, present, skip, feed, {})
+        return SentPush(self._session.number, header, self.client_state, present, skip, feed)
 
-    def _push(self, sent: _Sent) -> list[data_pb2.PushReply]:
+    def _push(self, sent: SentPush) -> list[data_pb2.PushReply]:
         def push_at(lane: Lane, call: Call) -> data_pb2.PushReply:
             incarnation = self._session.incarnation(lane.shard)
             reply = lane.push(self._part(lane, sent), call)
@@ -242,11 +223,11 @@ class Exchange:
         return self._unconfirmed is not None
 
     @property
-    def _unconfirmed(self) -> _Sent | None:
+    def _unconfirmed(self) -> SentPush | None:
         """The last push, if its round may still be open."""
         return self._sent if self._sent is not None and self._sent.session == self._session.number else None
 
-    def _push_commit_pull(self, sent: _Sent) -> None:
+    def _push_commit_pull(self, sent: SentPush) -> None:
         replies = self._push(sent)
         try:
             self._session.clock = sent.header.clock + 1
@@ -254,7 +235,7 @@ class Exchange:
         except BaseException:
             self._session.clock = sent.header.clock  # the same call may be made again, and is then the same push
             raise
-        self._count(replies)
+        self._count(sent, replies)
 
     def _push_again(self, lane: Lane, call: Call) -> None:
         """Send the last push to a shard that has lost it: it was killed before the round had closed."""
@@ -266,7 +247,7 @@ class Exchange:
             lane.push(self._part(lane, sent), call)
             sent.incarnations[lane.shard] = incarnation
 
-    def _commit(self, sent: _Sent, *, without_waiting: bool) -> None:
+    def _commit(self, sent: SentPush, *, without_waiting: bool) -> None:
         """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
@@ -350,15 +331,10 @@ class Exchange:
             header.scale = clip_scale(clip_norm, self.gradients.norm())
         return header
 
-    def _part(self, lane: Lane, sent: _Sent) -> GradientPart:
-        own = data_pb2.PushHeader()
-        own.CopyFrom(sent.header)
-        own.caller.CopyFrom(self._session.caller(lane.shard))
-        if lane.shard == 0:
-            own.client_state = self.client_state
-        if not self._has_rounds:
-            own.versions.extend(self.parameters.versions[block.index] for block in self._blocks[lane.shard])
-        return GradientPart(own, self._blocks[lane.shard], self.gradients, sent.present, sent.feed)
+    def _part(self, lane: Lane, sent: SentPush) -> GradientPart:
+        blocks = self._blocks[lane.shard]
+        versions = () if self._has_rounds else [self.parameters.versions[block.index] for block in blocks]
+        return sent.part(lane.shard, self._session.caller(lane.shard), blocks, self.gradients, versions)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:
         return data_pb2.PullRequest(
@@ -370,14 +346,15 @@ class Exchange:
             verdict=self._settlement.verdict if self._settlement is not None else None,
         )
 
-    def _on_pushed(self, replies: Sequence[data_pb2.PushReply]) -> None:
+    def _on_pushed(self, sent: SentPush, replies: Sequence[data_pb2.PushReply]) -> None:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
         self._session.clock = max(self._session.clock + 1, *(reply.clock for reply in replies), 0)
-        self._count(replies)
+        self._count(sent, replies)
 
-    def _count(self, replies: Sequence[data_pb2.PushReply]) -> None:
+    def _count(self, sent: SentPush, replies: Sequence[data_pb2.PushReply]) -> None:
         self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
-        self.client_state = b""
+        if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
+            self.client_state = b""
         self.counts["pushes"] += 1
         for reply in replies:
             self.counts["blocks_counted"] += reply.blocks_counted

@@ -1,6 +1,6 @@
 """A push that is still being computed: blocks leave as soon as all their tensors have a gradient, while others are computed.
 
-Made anew for each push. One thread, back-propagation's, says `ready` and then `finish`; the lanes' threads take the blocks,
+Made anew for each push. Back-propagation says `ready`, and then `finish`; the lanes' threads take the blocks,
 each from the first one on, as often as a call is repeated. Must not know what computes gradients, nor how they travel.
 """
 
@@ -40,16 +40,12 @@ class Feed:
 
     def ready(self, tensor: int) -> None:
         """A tensor's gradient is there, and stays as it is until the round has closed. Once for each tensor."""
-        complete = []
-        for block in self._blocks_of.get(tensor, ()):
-            self._lacking[block.index] -= 1
-            if self._lacking[block.index] == 0:
-                complete.append(block)
-        if complete:
-            with self._changed:
-                for block in complete:
+        with self._changed:
+            for block in self._blocks_of.get(tensor, ()):
+                self._lacking[block.index] -= 1
+                if self._lacking[block.index] == 0:
                     self._put(block, None)
-                self._changed.notify_all()
+                    self._changed.notify_all()
 
     def finish(self, present: NDArray[np.bool_] | None) -> None:
         """No other tensor will be ready. `present`: (tensors,) which have a gradient; the others lie there as zeros."""

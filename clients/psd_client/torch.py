@@ -158,6 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameter_views = [parameters[i] for i in declaration.trained]
         self._is_overlapping = overlap
         self._sent: tuple[list[list[float]], float] | None = None
+        self._size_of_step: float | None = None
         self.batch_size = 1.0
         self._gradients = Gradients(declaration, ps.gradients, self._prepare_push if overlap else None)
 
@@ -189,11 +190,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PsdError: what the shards or the connection refuse.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        size = self._size_of_step = float(self.batch_size if batch_size is None else batch_size)
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._exchange(size, grad_scaler)
+        finally:
+            self._size_of_step = None
+        torch._foreach_copy_(self._trained, self._parameter_views)
+        # A scheduler that was built on the given optimizer would warn that nobody has called its step.
+        self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        return loss
+
+    def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
+        """Push the gradients, and pull into the flat buffer."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
-        size = float(self.batch_size if batch_size is None else batch_size)
         if self._is_overlapping:
             self._finish_overlapped(size)
         else:
@@ -203,10 +215,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.ps.push_pull_flat(scalars, size, present, skip=is_infinite)
             if grad_scaler is not None:
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
-        torch._foreach_copy_(self._trained, self._parameter_views)
-        # A scheduler that was built on the given optimizer would warn that nobody has called its step.
-        self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
-        return loss
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -225,18 +233,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed], None]:
         """Overlap: what travels in front of the gradients, as it is when the first one is there; the push itself."""
-        scalars, size = self._sent = self._scalars(), float(self.batch_size)
+        scalars = self._scalars()
+        size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
+        self._sent = scalars, size
         return lambda feed: self.ps.push_pull_feed(scalars, size, feed)
 
     def _finish_overlapped(self, size: float) -> None:
         sent, self._sent = self._sent, None
-        if sent is not None and sent != (self._scalars(), size):
-            self._gradients.abandon()
-            raise InvalidRequest(
-                "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and the "
-                "optimizer's attribute batch_size, before backward()"
-            )
-        self._gradients.finish()
+        with self._gradients.abandoned_on_error():
+            if sent is not None and sent != (self._scalars(), size):
+                raise InvalidRequest(
+                    "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and "
+                    "the optimizer's attribute batch_size, before backward()"
+                )
+            try:
+                self._gradients.finish()
+            finally:
+                self._sent = None  # of a step without back-propagation
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import psd_core
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
@@ -48,18 +49,19 @@ class Gradients:
         self._refuses = buffers.layout.spec.nan_policy != "allow"
         self._is_syncing = True
         self._push: _Push | None = None
-        self._hooks = [
+        self._lock = threading.RLock()  # back-propagation has a thread for each device
+        hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _hook(weakref.WeakMethod(self._on_gradient), number)
             )
             for number, parameter in enumerate(self._parameters)
             if prepare is not None or self._may_view[number]
         ]
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         self.abandon()
 
     # -- at the step ---------------------------------------------------------------------------------------------------
@@ -80,12 +82,7 @@ class Gradients:
                 self._check_layout(index, gradient)
                 sources.append(gradient)
                 targets.append(view)
-        for index in declaration.frozen:
-            if declaration.parameters[index].grad is not None:
-                raise InvalidRequest(
-                    f"parameter {declaration.tensors[index].name!r} was frozen when the job was declared and now has a "
-                    "gradient; unfreeze parameters before distribute()"
-                )
+        self._check_frozen()
         if sources:
             torch._foreach_copy_(targets, sources)
         if not missing:
@@ -103,10 +100,11 @@ class Gradients:
         """
         push = self._pushing()
         missing = []
-        try:
+        with self.abandoned_on_error():
+            self._check_frozen()
             for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
                 if number in push.sent:
-                    self._check_unchanged(number, push.sent[number])
+                    self._check_unchanged(number, *push.sent[number])
                 elif parameter.grad is None:
                     missing.append(self._declaration.trained[number])
                     view.zero_()
@@ -117,11 +115,17 @@ class Gradients:
                 present = np.ones(len(self._declaration.tensors), dtype=np.bool_)
                 present[missing] = False
             push.feed.finish(present)
+        self._push = None
+        push.wait()
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Overlap: give up the push that is under way if the body raises."""
+        try:
+            yield
         except BaseException:
             self.abandon()
             raise
-        self._push = None
-        push.wait()
 
     def abandon(self) -> None:
         """Overlap: give up the push that is under way. Blocks that have left are counted, as if the worker had died there."""
@@ -151,14 +155,14 @@ class Gradients:
             parameter.grad = view
         if self._prepare is None or not self._is_syncing:
             return
-        push = self._pushing()
-        if number in push.sent:
-            self.abandon()
-            raise InvalidRequest(
-                f"parameter {self._name(number)!r} has a second gradient in one step, and the first has been sent already "
-                "(overlap=True). To add up gradients of several backward(), put all but the last under optimizer.no_sync()"
-            )
-        self._send(number, push)
+        with self._lock, self.abandoned_on_error():
+            push = self._pushing()
+            if number in push.sent:
+                raise InvalidRequest(
+                    f"parameter {self._name(number)!r} has a second gradient in one step, and the first has been sent already "
+                    "(overlap=True). To add up gradients of several backward(), put all but the last under optimizer.no_sync()"
+                )
+            self._send(number, push)
 
     def _pushing(self) -> _Push:
         assert self._prepare is not None
@@ -176,25 +180,33 @@ class Gradients:
             self._check_layout(index, gradient)
             with torch.no_grad():
                 view.copy_(gradient)
-        if self._refuses and not np.isfinite(self._buffers.views[index]).all():
-            self.abandon()
+        if self._refuses and psd_core.first_nonfinite(self._buffers.views[index].reshape(-1)) >= 0:
             raise NonFiniteGradient(
                 f"the gradient of {self._name(number)!r} holds NaN or infinity; gradients of other parameters have been sent "
                 "already (overlap=True), so this worker cannot take part in the job any more",
                 tensor=self._name(number),
             )
-        push.sent[number] = gradient._version  # noqa: SLF001 - torch's count of changes in place; it has no other name
+        push.sent[number] = gradient, gradient._version  # noqa: SLF001 - torch's count of changes in place
         push.feed.ready(index)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def _check_unchanged(self, number: int, version: int) -> None:
+    def _check_unchanged(self, number: int, sent: torch.Tensor, version: int) -> None:
         gradient = self._parameters[number].grad
-        if gradient is None or gradient._version != version:  # noqa: SLF001
+        if gradient is not sent or gradient._version != version:  # noqa: SLF001
             raise InvalidRequest(
                 f"parameter {self._name(number)!r}: its gradient was changed after it had been sent (overlap=True), by "
                 "clipping or the like. Without overlap it leaves at step(); clip_norm= of distribute() clips on the shards"
             )
+
+    def _check_frozen(self) -> None:
+        declaration = self._declaration
+        for index in declaration.frozen:
+            if declaration.parameters[index].grad is not None:
+                raise InvalidRequest(
+                    f"parameter {declaration.tensors[index].name!r} was frozen when the job was declared and now has a "
+                    "gradient; unfreeze parameters before distribute()"
+                )
 
     def _check_layout(self, index: int, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -211,12 +223,12 @@ class _Push:
     """A push under way.
 
     Attributes:
-        sent: by number of the parameter, its gradient's version.
+        sent: by number of the parameter, its gradient, and that one's version.
     """
 
     def __init__(self, feed: Feed, begin: Callable[[Feed], None]) -> None:
         self.feed = feed
-        self.sent: dict[int, int] = {}
+        self.sent: dict[int, tuple[torch.Tensor, int]] = {}
         self._begin = begin
         self._error: BaseException | None = None
         # A daemon: the end of the program, which closes the connection, ends it.
@@ -239,6 +251,11 @@ class _Push:
 def _is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     """True if a view of the buffer can be the parameter's gradient."""
     return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _hook(method: Any, number: int) -> Callable[[torch.Tensor], None]:

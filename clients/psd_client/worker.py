@@ -2,23 +2,19 @@
 
 A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
 exits. This is the level on which the faces of frameworks build: flat buffers in, flat buffers out. client.py adds names.
-The work is done below: session.py (who takes part) and exchange.py (bytes).
+ending.py is for those that nobody closes. The work is done below: session.py (who takes part) and exchange.py (bytes).
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import parent_process
-from multiprocessing import util as multiprocessing_util
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +25,7 @@ from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, PsdError, RolledBack, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd_client import ending
 from psd_client.exchange import Exchange
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
@@ -58,6 +55,7 @@ class Worker:
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._exchange: Exchange | None = None
+        self._feed: Feed | None = None
         self._last_failed = False
         health = Health([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
@@ -65,11 +63,9 @@ class Worker:
         self._session = Session(config, self._shards)
         heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
         # Runs once: at close(), when the object is forgotten, or when the interpreter exits, for whatever reason.
-        self._shut_down = weakref.finalize(self, _forgotten, self._pid, heartbeats, self._session, self._shards)
-        self._shut_down.atexit = False  # _close_all does it, which knows how the program ends
-        _open_workers.add(self)
-        if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
-            multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
+        self._shut_down = weakref.finalize(self, ending.forgotten, self._pid, heartbeats, self._session, self._shards)
+        self._shut_down.atexit = False  # ending.py does it, which knows how the program ends
+        ending.remember(self)
         heartbeats.start()
         try:
             with self._operation("connect"):
@@ -128,7 +124,8 @@ class Worker:
         """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
 
         Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
-        restore. At most 1 MiB; it travels with the next push, to shard 0.
+        restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
+        call it before that.
         """
         if len(state) > CLIENT_STATE_BYTES_MAX:
             raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
@@ -155,6 +152,7 @@ class Worker:
     def _close(self, error: BaseException | None) -> None:
         """Leave as one who has finished, or has failed by `error`."""
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self._abort_feed()
         try:
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
@@ -162,10 +160,16 @@ class Worker:
             is_success = False
             raise
         finally:
-            ending = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
-            if ending is not None:
+            arguments = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
+            if arguments is not None:
                 self._session.has_failed = not is_success
-                _shut_down(*ending[2])
+                ending.shut_down(*arguments[2])
+
+    def _abort_feed(self) -> None:
+        """Nobody completes a push that is still being computed: let the threads go that wait for its blocks."""
+        feed = self._feed
+        if feed is not None:
+            feed.abort()
 
     def _confirm_last(self, exchange: Exchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
@@ -311,7 +315,11 @@ class Worker:
         if spec.clip_norm and spec.consistency.mode != "sync":
             raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
         with self._operation("push_pull"):
-            self._declared.push_pull(scalars, weight, None, feed=feed)
+            self._feed = feed
+            try:
+                self._declared.push_pull(scalars, weight, None, feed=feed)
+            finally:
+                self._feed = None
 
     @property
     def _declared(self) -> Exchange:
@@ -361,30 +369,3 @@ class Worker:
             ) from error
         finally:
             self._busy.release()
-
-
-def _shut_down(pid: int, heartbeats: Heartbeats, session: Session, shards: Shards) -> None:
-    """Leave the job. Must not refer to the ParameterServer, which may be gone."""
-    if os.getpid() != pid:
-        return  # a forked child ends; the worker goes on
-    heartbeats.stop()
-    session.leave()
-    shards.close()
-    heartbeats.join()
-
-
-def _forgotten(*arguments: Any) -> None:
-    """Leave in a thread of its own: the garbage collector strikes anywhere, also in a thread that holds one of gRPC's locks."""
-    threading.Thread(target=_shut_down, args=arguments, name="psd-leave").start()
-
-
-_open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Leave every job, at the end of the program."""
-    # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    for worker in list(_open_workers):
-        worker._close(error)  # noqa: SLF001 - the same class's

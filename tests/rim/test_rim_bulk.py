@@ -110,6 +110,7 @@ def push(stream: Stream, worker: BulkWorker, method: int, clock: int, values: Se
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
 def test_push_pull_answers_every_block_and_then_the_push(join: Callable[..., BulkWorker], local: bool) -> None:
+    """Blocks come with their versions, the reply last."""
     worker = join()
     stream = worker.connect(local=local)
 
@@ -127,6 +128,7 @@ def test_push_pull_answers_every_block_and_then_the_push(join: Callable[..., Bul
 
 
 def test_attached_memory_is_read_and_written_in_place(join: Callable[..., BulkWorker], memory: int) -> None:
+    """Messages only name the blocks; the numbers never pass through the socket."""
     worker = join()
     stream = worker.connect(local=True)
     os.pwrite(memory, b"sixteen bytes ok", 0)
@@ -157,6 +159,7 @@ def test_attached_memory_is_read_and_written_in_place(join: Callable[..., BulkWo
 def test_memory_that_does_not_fit_is_refused_and_the_connection_goes_on(
     join: Callable[..., BulkWorker], memory: int, fields: dict[str, Any], reason: str, match: str
 ) -> None:
+    """No attachment lets a shard reach outside the memory, or read it unaligned; the error names the field."""
     worker = join()
     stream = worker.connect(local=True)
 
@@ -169,6 +172,7 @@ def test_memory_that_does_not_fit_is_refused_and_the_connection_goes_on(
 
 
 def test_memory_that_could_shrink_is_refused(join: Callable[..., BulkWorker]) -> None:
+    """A worker that truncated its file would kill a shard that reads it."""
     worker = join()
     stream = worker.connect(local=True)
     fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
@@ -181,6 +185,7 @@ def test_memory_that_could_shrink_is_refused(join: Callable[..., BulkWorker]) ->
 
 
 def test_what_is_no_memory_file_is_refused(join: Callable[..., BulkWorker]) -> None:
+    """Any other descriptor gets an error, not a mapping."""
     worker = join()
     stream = worker.connect(local=True)
     read, write = os.pipe()
@@ -209,6 +214,7 @@ def test_what_is_no_memory_file_is_refused(join: Callable[..., BulkWorker]) -> N
 def test_wrong_blocks_are_refused_by_name_and_the_connection_goes_on(
     join: Callable[..., BulkWorker], head: bytes, payload: int, match: str
 ) -> None:
+    """The rest of such a push is read, so that the next call begins where a message begins."""
     worker = join()
     stream = worker.connect()
 
@@ -222,6 +228,7 @@ def test_wrong_blocks_are_refused_by_name_and_the_connection_goes_on(
 
 
 def test_a_push_refused_in_its_middle_is_read_to_its_end(join: Callable[..., BulkWorker]) -> None:
+    """The error comes after the last block, and the same connection takes the next push."""
     worker = join()
     stream = worker.connect()
 
@@ -236,6 +243,7 @@ def test_a_push_refused_in_its_middle_is_read_to_its_end(join: Callable[..., Bul
 
 @pytest.mark.parametrize("method", [0, 77])
 def test_an_unknown_method_is_refused(join: Callable[..., BulkWorker], method: int) -> None:
+    """It is not taken for another one."""
     worker = join()
     stream = worker.connect()
 
@@ -246,6 +254,7 @@ def test_an_unknown_method_is_refused(join: Callable[..., BulkWorker], method: i
 
 
 def test_a_call_for_another_rank_is_refused(join: Callable[..., BulkWorker]) -> None:
+    """A connection belongs to the worker that its ticket was issued to."""
     first = join(0, 2)
     stream = first.connect()
     first.caller.rank = 1
@@ -258,11 +267,13 @@ def test_a_call_for_another_rank_is_refused(join: Callable[..., BulkWorker]) -> 
 
 @pytest.mark.parametrize("ticket", [b"", b"x" * 32])
 def test_a_wrong_ticket_opens_nothing(join: Callable[..., BulkWorker], ticket: bytes) -> None:
+    """Only who has spoken to the shard over gRPC gets in."""
     with pytest.raises(PsdError, match="ticket"):
         join().connect(ticket=ticket)
 
 
 def test_a_ticket_opens_one_connection(join: Callable[..., BulkWorker]) -> None:
+    """Used again, it is worth nothing."""
     worker = join()
     reply = worker.control.OpenBulk(control_pb2.OpenBulkRequest(caller=worker.caller))
 
@@ -273,6 +284,7 @@ def test_a_ticket_opens_one_connection(join: Callable[..., BulkWorker]) -> None:
 
 
 def test_without_a_session_there_is_no_ticket(join: Callable[..., BulkWorker]) -> None:
+    """A fenced worker cannot open a lane."""
     worker = join()
     worker.caller.session += 1
 
@@ -294,6 +306,7 @@ def test_without_a_session_there_is_no_ticket(join: Callable[..., BulkWorker]) -
 )
 @pytest.mark.parametrize("greet", [False, True], ids=["stranger", "worker"])
 def test_what_is_no_message_ends_the_connection(join: Callable[..., BulkWorker], greet: bool, sent: bytes) -> None:
+    """Nobody can say where the next message would begin; others are not affected."""
     worker = join()
     stream = worker.connect(greet=greet)
 
@@ -308,6 +321,7 @@ def test_what_is_no_message_ends_the_connection(join: Callable[..., BulkWorker],
 
 
 def test_a_new_connection_of_a_rank_ends_the_one_before(join: Callable[..., BulkWorker]) -> None:
+    """A rank has one connection: its latest."""
     worker = join()
     before = worker.connect()
 
@@ -318,6 +332,7 @@ def test_a_new_connection_of_a_rank_ends_the_one_before(join: Callable[..., Bulk
 
 
 def test_when_the_worker_hangs_up_its_wait_ends(join: Callable[..., BulkWorker], eventually: Callable[..., None]) -> None:
+    """The half-closed connection is how a call is cancelled."""
     first, _ = join(0, 2), join(1, 2)
     stream = first.connect()
     status = control_pb2.StatusRequest()

@@ -10,18 +10,18 @@ import pytest
 
 import psd_client
 
-RunWorkers = Callable[[int, int, Callable[[psd_client.ParameterServer], Any]], list[Any]]
+RunWorkers = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def run_workers(cluster: Callable[..., Any]) -> RunWorkers:
-    """run_workers(world_size, shards, worker) -> what worker(ps) returned, in the order of the ranks."""
+    """run_workers(world_size, shards, worker) -> what worker(ps) returned, in the order of the ranks; options go to connect."""
 
-    def run(world_size: int, shards: int, worker: Callable[[psd_client.ParameterServer], Any]) -> list[Any]:
+    def run(world_size: int, shards: int, worker: Callable[[psd_client.ParameterServer], Any], **options: Any) -> list[Any]:
         servers = cluster(shards).servers
 
         def connected(rank: int) -> Any:
-            with psd_client.connect(servers, rank, world_size, wait_timeout=20) as ps:
+            with psd_client.connect(servers, rank, world_size, **{"wait_timeout": 20, **options}) as ps:
                 return worker(ps)
 
         with ThreadPoolExecutor(world_size) as pool:

@@ -1,0 +1,65 @@
+"""How connections end that nobody has closed: when they are forgotten, and when the program ends, by an exception or not.
+
+Must not know what a worker does meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from multiprocessing import parent_process
+from multiprocessing import util as multiprocessing_util
+from typing import TYPE_CHECKING, Any
+
+from psd_client.heartbeat import Heartbeats
+from psd_client.session import Session
+from psd_client.shards import Shards
+
+if TYPE_CHECKING:
+    from psd_client.worker import Worker
+
+_open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def remember(worker: Worker) -> None:
+    """Have the end of the program close this worker."""
+    _open_workers.add(worker)
+    if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
+        multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
+
+
+def shut_down(pid: int, heartbeats: Heartbeats, session: Session, shards: Shards) -> None:
+    """Leave the job. Must not refer to the worker, which may be gone."""
+    if os.getpid() != pid:
+        return  # a forked child ends; the worker goes on
+    heartbeats.stop()
+    session.leave()
+    shards.close()
+    heartbeats.join()
+
+
+def forgotten(*arguments: Any) -> None:
+    """Leave in a thread of its own: the garbage collector strikes anywhere, also in a thread that holds one of gRPC's locks."""
+    threading.Thread(target=shut_down, args=arguments, name="psd-leave").start()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave every job, at the end of the program."""
+    # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    for worker in list(_open_workers):
+        worker._close(error)  # noqa: SLF001 - a worker's other half
+
+
+def _abort_feeds() -> None:
+    for worker in list(_open_workers):
+        worker._abort_feed()  # noqa: SLF001 - a worker's other half
+
+
+# A program that ends in the middle of back-propagation: its executors wait for their threads, which wait for blocks, before
+# atexit's functions run. Python has no public name for what comes earlier.
+threading._register_atexit(_abort_feeds)  # type: ignore[attr-defined]  # noqa: SLF001
