@@ -22,7 +22,8 @@ def main(servers: str, rank: int, world_size: int, steps: int, blocks: int, aggr
         for step in range(steps):
             params = ps.push_pull(half_push_job.gradients(params, rank, step))
         if blocks:
-            push_half(servers.split(",")[0], ps, half_push_job.gradients(params, rank, steps), blocks)
+            before = 1 + world_size * steps  # the initial values, and what all have pushed
+            push_half(servers.split(",")[0], ps, half_push_job.gradients(params, rank, steps), blocks, before)
         sys.stdout.write("here\n")
         sys.stdout.flush()
         threading.Event().wait()
@@ -37,8 +38,8 @@ class Half(Feed):
             self._put(block, None)
 
 
-def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int) -> None:
-    """Returns when shard 0 has so many blocks; the call stays open."""
+def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int, before: int) -> None:
+    """Returns when shard 0, which has received all its blocks `before` times, has so many more; the call stays open."""
     layout = ps._exchange._layout
     header = data_pb2.PushHeader(
         caller=ps._session.caller(0),
@@ -50,7 +51,7 @@ def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int) -> None:
     )
     ps.gradients.views[0][...] = grads["w"]  # the job has a single tensor
     part = GradientPart(header, layout.blocks_of(0), ps.gradients, None, Half(layout, blocks))
-    sent = half_push_job.bytes_received(server) + sum(block.nbytes for block in part.blocks[:blocks])
+    sent = before * sum(block.nbytes for block in part.blocks) + sum(block.nbytes for block in part.blocks[:blocks])
     lane = ps._shards.lanes[0]
     pushing = threading.Thread(target=lane.push, args=(part, Call(100, Scope())), daemon=True)
     pushing.start()

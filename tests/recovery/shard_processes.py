@@ -21,7 +21,7 @@ READY = re.compile(r"ready at (\S+)")
 
 
 class ShardProcess:
-    """One shard with its own state directory; `start` again after `kill` is the same shard, at the same ports, in another life."""
+    """One shard with its own state directory and ports; `start` again after `kill` is the same shard in another life."""
 
     def __init__(self, index: int, count: int, directory: Path, *flags: str) -> None:
         self.index = index

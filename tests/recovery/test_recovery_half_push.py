@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,16 +40,19 @@ def dying_worker(servers: str, blocks: int, aggregation: str, transport: str) ->
 def train(servers: str, blocks: int, aggregation: str, transport: str) -> tuple[list[NDArray[Any]], float]:
     """Parameters after each step of worker 0, and how long worker 0 waited for the first step without rank 2."""
     times: list[float] = []
+    has_died = threading.Barrier(2)
 
     def work(rank: int) -> list[NDArray[Any]]:
         seen = []
         with half_push_job.connected(servers, rank, WORLD_SIZE, aggregation, transport) as (ps, params):
             for step in range(STEPS):
-                if step == STEPS_TOGETHER and rank == 0:
-                    assert dying.stdout is not None
-                    assert dying.stdout.readline() == "here\n"
-                    dying.kill()
-                    times.append(time.monotonic())
+                if step == STEPS_TOGETHER:
+                    if rank == 0:
+                        assert dying.stdout is not None
+                        assert dying.stdout.readline() == "here\n"
+                        dying.kill()
+                        times.append(time.monotonic())
+                    has_died.wait(60)
                 params = ps.push_pull(half_push_job.gradients(params, rank, step))
                 seen.append(params["w"])
                 if step == STEPS_TOGETHER and rank == 0:
