@@ -171,8 +171,8 @@ class _NotHere(Exception):
 
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-"""A peer that vanishes without a word is noticed within 20 seconds, as on the gRPC channel; one to which something is being sent
-is not, but heartbeats notice it. Not TCP_USER_TIMEOUT: a shard that lets a push wait does not read, and that may last."""
+"""A peer that vanishes without a word is noticed within 20 seconds, as on the gRPC channel. Not while something is being sent;
+that is heartbeat.py's. Not by TCP_USER_TIMEOUT, since a shard that lets a push wait does not read, and that may last."""
 
 
 def keep_alive(sock: socket.socket) -> None:
