@@ -117,6 +117,7 @@ class BulkConnection:
         """Give descriptor and memory back; called when `serve` has returned."""
         if self._second_thread is not None:
             self._second_thread.close()
+            self._second_thread = None  # which refers to this connection, and so to its scratch memory
         self._memory = None
         self.ended.set()
         self._stream.close()
