@@ -86,6 +86,17 @@ def private_bytes(pid: int) -> int:
     return _status_bytes(pid, "RssAnon")
 
 
+def attached_bytes(pid: int) -> int:
+    """Of resident_bytes of a shard: memory that workers share with it, and have themselves."""
+    total, is_attached = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:  # the addresses of the next mapping
+            is_attached = "memfd:psd-worker" in line
+        elif is_attached and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
 def _status_bytes(pid: int, field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None, f"process {pid} has ended"

@@ -4,7 +4,8 @@
 
 The shard is suspended (SIGSTOP) for nine tenths of the time, in turns of a second, and the workers, asynchronous, push without
 pause. A system without back-pressure would queue what they push: in the shard up to --workers x --megabytes, or in the workers.
-The resident memory of every process, shared memory included, is sampled 20 times a second; "of it private" leaves that out.
+The resident memory of every process is sampled 20 times a second, shared memory included; "of it private" leaves that out. What
+workers share with the shard is counted with the workers, whose it is, and not again with the shard.
 
 A process may grow beyond what it had before the first push, when its parameters and buffers were in place already, by
 
@@ -31,7 +32,7 @@ from typing import Any
 import _contenders as contenders
 import _report as report
 from _contenders import Contender
-from _processes import ProcessFailed, Refused, cleanly, private_bytes, resident_bytes
+from _processes import ProcessFailed, Refused, attached_bytes, cleanly, private_bytes, resident_bytes
 from _report import Criterion
 from _turns import usable
 from peers import work
@@ -48,15 +49,19 @@ class Memory:
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = pids
-        self.before = {name: resident_bytes(pid) for name, pid in pids.items()}
+        self.before = {name: _own_bytes(name, pid) for name, pid in pids.items()}
         self.most = dict(self.before)
         self.most_private = {name: private_bytes(pid) for name, pid in pids.items()}
 
     def sample(self) -> None:
         """Look once."""
         for name, pid in self._pids.items():
-            self.most[name] = max(self.most[name], resident_bytes(pid))
+            self.most[name] = max(self.most[name], _own_bytes(name, pid))
             self.most_private[name] = max(self.most_private[name], private_bytes(pid))
+
+
+def _own_bytes(name: str, pid: int) -> int:
+    return resident_bytes(pid) - (attached_bytes(pid) if name == "shard" else 0)
 
 
 def watch(turn: Future[None], memory: Memory, held: list[int]) -> None:

@@ -97,6 +97,7 @@ def test_without_rounds_each_push_is_an_update(cluster: Callable[..., Any], cons
     def work(rank: int) -> int:
         with psd_client.connect(running.servers, rank, 2, wait_timeout=60) as ps:
             ps.declare({"w": np.zeros(5000, np.float32)}, psd_client.CustomRule(DRIFTING), consistency=consistency)
+            ps.barrier("declared")  # whoever joins later begins at a later step
             for _ in range(10):
                 ps.push_pull({"w": np.ones(5000, np.float32)})
             ps.barrier("pushed")

@@ -23,10 +23,12 @@ BASE_BYTES = 200 * 10**6
 
 
 def resident_bytes(pid: int, arena_bytes: int) -> int:
-    """Of the process and its arena, most of which counts as the process's already."""
+    """Of the process and its arena, most of which counts as the process's already; not what workers share with it."""
     text = Path(f"/proc/{pid}/status").read_text()
     found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    return max(found["VmRSS"], found["RssAnon"] + arena_bytes)
+    mappings = re.split(r"^[0-9a-f]+-[0-9a-f]+ ", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)
+    attached = sum(int(re.findall(r"Rss:\s+(\d+) kB", each)[0]) << 10 for each in mappings if "memfd:psd-worker" in each)
+    return max(found["VmRSS"] - attached, found["RssAnon"] + arena_bytes)
 
 
 @pytest.mark.parametrize(
