@@ -16,7 +16,7 @@ help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make test    lint and run all tests"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
-	@echo "make bench   the dense step against other systems, latency, kernels: tables of ratios, in 3 minutes on a quiet machine"
+	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
 	@echo "make clean   remove everything that was made, .venv too"
@@ -58,7 +58,8 @@ bench: $(INSTALLED)
 	@status=0; \
 	$(BIN)/python benchmarks/step.py --quick $(BENCH_FLAGS) || status=$$?; \
 	$(BIN)/python benchmarks/latency.py $(BENCH_FLAGS) || status=$$?; \
-	if [ -e benchmarks/kernels.py ]; then $(BIN)/python benchmarks/kernels.py || status=$$?; fi; \
+	$(BIN)/python benchmarks/overlap.py || status=$$?; \
+	$(BIN)/python benchmarks/kernels.py || status=$$?; \
 	exit $$status
 
 clean:

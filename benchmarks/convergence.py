@@ -24,7 +24,7 @@ from typing import Any
 
 import _report
 import torch
-from checkpoints import Shard
+from _processes import Shard
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 import psd_client
@@ -129,8 +129,9 @@ def train(setting: Setting, servers: str, rank: int, args: argparse.Namespace) -
 
 def measure(setting: Setting, args: argparse.Namespace, pool: ProcessPoolExecutor, memory: Path) -> dict[str, Any]:
     """One run: a shard of its own, and all workers."""
-    shard = Shard(memory / "state")
+    shard = Shard("--state-dir", str(memory / "state"))
     shard.start()
+    shard.wait_ready()
     results = [job.result() for job in [pool.submit(train, setting, shard.address, r, args) for r in range(WORKERS)]]
     shard.end()
     seconds = max(result["seconds"] for result in results)

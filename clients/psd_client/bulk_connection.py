@@ -251,6 +251,10 @@ class BulkConnection:
         """From another thread: end the call. The thread that is in it waits for the shard's end."""
         self._stream.shut_down(socket.SHUT_WR)
 
+    def break_off(self) -> None:
+        """From another thread: end the call without waiting for the shard. Not where it sees this worker's memory."""
+        self._stream.shut_down(socket.SHUT_RDWR)
+
     def _abandon(self) -> None:
         """Wait until the shard has let go, so that nothing of the call touches this worker's memory any more; then close."""
         self._stream.shut_down(socket.SHUT_WR)

@@ -78,6 +78,12 @@ class BulkLane(GrpcLane):
             return super().push_pull(part, parameters, call)
         return self._counted(bulk, lambda: bulk.push_pull(part, parameters, call))
 
+    def suspect(self) -> None:
+        """See Lane. A shard on this machine does not vanish unnoticed, and may still be writing to this worker's memory."""
+        bulk = self._bulk
+        if bulk is not None and not bulk.is_local:
+            bulk.break_off()
+
     def close(self) -> None:
         """See Lane."""
         super().close()
@@ -126,6 +132,7 @@ class BulkLane(GrpcLane):
             self._note(name, refusals)
             return bulk
         if self._wanted != "auto":
+            self.open_bulk(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
             raise ConfigError(f"transport: shard {self.shard} at {self.address} cannot be reached by {refusals[0]}")
         self._note("grpc", refusals)
         return None
@@ -169,8 +176,8 @@ class _NotHere(Exception):
 
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-"""A peer that vanishes without a word is noticed within 20 seconds, as on the gRPC channel. Not TCP_USER_TIMEOUT: a shard that
-lets a push wait for its round does not read, and that may last."""
+"""A peer that vanishes without a word is noticed within 20 seconds, as on the gRPC channel. Not while something is being sent;
+that is heartbeat.py's. Not by TCP_USER_TIMEOUT, since a shard that lets a push wait does not read, and that may last."""
 
 
 def keep_alive(sock: socket.socket) -> None:

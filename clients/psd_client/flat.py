@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 import psd_core
 from psd.contract.layout import Layout
 from psd_client.segment import Segment, aligned
+
+SCANNED_BYTES_FOR_TWO = 8 << 20
 
 logger = logging.getLogger("psd_client")
 
@@ -54,6 +57,7 @@ class FlatBuffers:
                     spec = tensors[tensor]
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
         self.versions = [0] * len(layout.blocks)
+        self._scanner: ThreadPoolExecutor | None = None
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
     def _memory(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
@@ -77,11 +81,23 @@ class FlatBuffers:
     def first_nonfinite(self) -> str | None:
         """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite."""
         for space, memory in zip(self.layout.spaces, self.spaces, strict=True):
-            element = psd_core.first_nonfinite(memory)
+            element = self._first_nonfinite(memory)
             if element >= 0:
                 tensor = int(space.tensors[np.searchsorted(space.starts, element, side="right") - 1])
                 return self.layout.spec.tensors[tensor].name
         return None
+
+    def _first_nonfinite(self, memory: NDArray[Any]) -> int:
+        """As psd_core.first_nonfinite, in two threads where it takes milliseconds: everybody waits for it."""
+        if memory.nbytes < SCANNED_BYTES_FOR_TWO:
+            return psd_core.first_nonfinite(memory)
+        if self._scanner is None:
+            self._scanner = ThreadPoolExecutor(1, thread_name_prefix="psd-scan")
+        middle = memory.size // 2
+        second = self._scanner.submit(psd_core.first_nonfinite, memory[middle:])
+        first = psd_core.first_nonfinite(memory[:middle])
+        found = second.result()
+        return first if first >= 0 or found < 0 else found + middle
 
 
 def share_memory(layout: Layout) -> Segment | None:

@@ -33,6 +33,7 @@ MESSAGE_BYTES_MAX = 32 << 20
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    *frames.WINDOW_OPTIONS,
     # A peer that vanishes without a word is noticed within keepalive time + timeout = 20 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -134,6 +134,11 @@ class Lane(ABC):
         del gradients, parameters
         raise NotImplementedError
 
+    def suspect(self) -> None:
+        """The shard has been silent for long: end a call that would not notice if it had gone, with ShardUnavailable. From any
+        thread."""
+        return
+
     @abstractmethod
     def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
         """Enter the worker."""

@@ -25,6 +25,14 @@ FIELDS_MAX = 64
 """Fields of one frame, several times what any has. Each is looked at in Python: a message full of tiny ones would keep a shard
 busy for seconds."""
 
+WINDOW_BYTES = 2 << 20
+"""Of frames that one gRPC stream may have under way to a side that does not read: two blocks, so that one arrives while the
+other is worked on. More than that waits at the sender."""
+
+WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
+"""For both sides' channels. gRPC's own windows grow with what the connection has once moved: to tens of megabytes each, which a
+shard that is held back has to keep for every worker."""
+
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
 _PADDING_TAG = PADDING_FIELD << 3 | _LENGTH
 _PAYLOAD_TAG = PAYLOAD_FIELD << 3 | _LENGTH

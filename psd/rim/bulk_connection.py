@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -117,6 +117,7 @@ class BulkConnection:
         """Give descriptor and memory back; called when `serve` has returned."""
         if self._second_thread is not None:
             self._second_thread.close()
+            self._second_thread = None  # which refers to this connection, and so to its scratch memory
         self._memory = None
         self.ended.set()
         self._stream.close()
@@ -180,7 +181,7 @@ class BulkConnection:
             reply.push.CopyFrom(self._plane.push(call.push, blocks, waiter))
             return reply
         if call.method == bulk_pb2.BULK_METHOD_PULL:
-            answers: Iterator[Answer | data_pb2.PushReply] = self._plane.pull(call.pull, waiter)
+            answers: Generator[Answer | data_pb2.PushReply] = self._plane.pull(call.pull, waiter)
         elif call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
             answers = self._plane.push_pull(call.push, blocks, waiter)
         else:
@@ -202,6 +203,7 @@ class BulkConnection:
                 else:
                     item.release()
         finally:
+            answers.close()
             if outbox is not None:
                 outbox.flush()
             self._plane.count_sent(sent)
@@ -271,7 +273,8 @@ class _Pushed:
                 for i, block in enumerate(message.blocks):
                     present = message.present[i] if message.present else b""
                     is_empty = present and not any(present)
-                    yield PushedBlock(block, present, memoryview(b"") if is_empty else memory.gradient(block))
+                    gradient = memoryview(b"") if is_empty else memory.gradient(block)
+                    yield PushedBlock(block, present, gradient, is_lent=True)
             else:
                 if count > 1 or (self._unread and not count):
                     raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")

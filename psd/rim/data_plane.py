@@ -8,7 +8,7 @@ know frames, messages on the wire, or sockets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -21,11 +21,17 @@ from psd.v1 import data_pb2
 
 
 class PushedBlock(NamedTuple):
-    """One block of a push. `present` as in PushFrame; `payload` is read until the next block is asked for, and not after."""
+    """One block of a push.
+
+    Attributes:
+        present: as in PushFrame.
+        payload: read until the next block is asked for; if `is_lent`, until the call has ended.
+    """
 
     block: int
     present: bytes
     payload: memoryview
+    is_lent: bool = False
 
 
 class Answer:
@@ -71,13 +77,13 @@ class DataPlane:
         received = 0
         try:
             for block in blocks:
-                self._take(push, block, waiter)
+                self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
                 received += block.payload.nbytes
         finally:
             self._exchange.count_bytes(received=received)
         return self._exchange.end_push(push)
 
-    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Iterator[Answer]:
+    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[Answer]:
         """See DataService.Pull."""
         pull, blocks = self._exchange.begin_pull(request)
         self._pass_gate(pull, pull.clock, waiter)
@@ -86,7 +92,7 @@ class DataPlane:
 
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
-    ) -> Iterator[Answer | data_pb2.PushReply]:
+    ) -> Generator[Answer | data_pb2.PushReply]:
         """See DataService.PushPull: the blocks, as they are there, and last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. In the order of
@@ -105,13 +111,15 @@ class DataPlane:
                     pending.append(self._exchange.block(pushed.block))
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     yield Answer(pending.popleft(), found)
+            reply = self._exchange.end_push(push)
+            if pending:
+                self._pass_gate(pull, pull.clock, waiter)
+            for block in pending:
+                yield self._read(block, pull, waiter)
+            push.lent.clear()  # all rounds have closed
         finally:
             self._exchange.count_bytes(received=received)
-        reply = self._exchange.end_push(push)
-        if pending:
-            self._pass_gate(pull, pull.clock, waiter)
-        for block in pending:
-            yield self._read(block, pull, waiter)
+            self._exchange.take_over(push)
         yield reply
 
     def count_sent(self, nbytes: int) -> None:
@@ -124,7 +132,9 @@ class DataPlane:
         return push
 
     def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
-        while (ticket := self._exchange.push_block(push, block.block, block.present, block.payload)) is not None:
+        while (
+            ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
+        ) is not None:
             waiter.wait(ticket)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:

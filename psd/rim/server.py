@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, parse_address
+from psd.contract.frames import WINDOW_OPTIONS
 from psd.rim.bulk_server import BulkServer
 from psd.rim.calls import Guard
 from psd.rim.checkpointer import Checkpointer
@@ -68,6 +69,7 @@ class ShardServer:
             options=[
                 ("grpc.max_receive_message_length", config.limits.message_bytes_max),
                 ("grpc.max_send_message_length", config.limits.message_bytes_max),
+                *WINDOW_OPTIONS,
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
                 # Half-open connections are found within half a minute; clients may do the same from their side.
                 ("grpc.keepalive_time_ms", 20_000),

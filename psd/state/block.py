@@ -172,6 +172,12 @@ class BlockState:
                 return Outcome.LATE
             return self._contribute_to_round(part)
 
+    def take_over(self, rank: int) -> None:
+        """From now on this worker's contribution to the open round no longer lies in its own memory."""
+        with self.lock:
+            if isinstance(self._round, FastRound):
+                self._round.take_over(rank)
+
     def _contribute_to_round(self, part: Contribution) -> Outcome:
         round_ = self._round if self._round is not None else self._new_round(part.scalars)
         if round_.has(part):

@@ -40,6 +40,7 @@ class Push:
         is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
         is_finite: the worker has looked for NaN and infinity itself.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
+        lent: the blocks that may read the gradient where the worker has it.
     """
 
     worker: Worker
@@ -53,6 +54,7 @@ class Push:
     cuts: tuple[data_pb2.Cut, ...] = ()
     is_entered: bool = False
     versions: Mapping[int, int] = field(default_factory=dict)
+    lent: list[BlockState] = field(default_factory=list)
     covered: set[int] = field(default_factory=set)
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
 
@@ -155,8 +157,14 @@ class Exchange:
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
 
-    def push_block(self, push: Push, index: int, present: bytes, payload: memoryview) -> Ticket | None:
-        """Count one block of a push; a ticket if its round is not open yet (call again when it resolves)."""
+    def push_block(
+        self, push: Push, index: int, present: bytes, payload: memoryview, *, is_lent: bool = False
+    ) -> Ticket | None:
+        """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
+
+        Args:
+            is_lent: the payload stays as it is until `take_over`, or until the block's round has closed.
+        """
         job = self._core.initialized()
         block = job.block(index)
         plan = block.plan
@@ -193,7 +201,10 @@ class Exchange:
             push.scalars[plan.group],
             push.versions.get(index),
             push.scale,
+            is_lent,
         )
+        if is_lent:
+            push.lent.append(block)
         try:
             outcome = block.contribute(part)
         except ArenaFull as error:
@@ -207,6 +218,12 @@ class Exchange:
                 with self._core.lock:
                     job.on_counted(push.clock)
         return None
+
+    @staticmethod
+    def take_over(push: Push) -> None:
+        """The worker's memory is about to change, or to go: copy what is still needed of it."""
+        while push.lent:
+            push.lent.pop().take_over(push.worker.rank)
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
         """Finish a push, all of whose blocks have come; moves the worker's clock."""

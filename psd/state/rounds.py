@@ -32,6 +32,7 @@ class Contribution:
         scalars: of the block's group.
         version_read: of the parameters that the gradient was computed from; None: not known.
         scale: without rounds: by which the gradient is multiplied.
+        is_lent: `values` stay as they are until the round has closed, or `BlockState.take_over` was called.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Contribution:
     scalars: Sequence[float]
     version_read: int | None = None
     scale: float = 1.0
+    is_lent: bool = False
 
 
 class Accumulators(Protocol):
@@ -152,7 +154,10 @@ class _Sum:
 
 
 class FastRound(_Sum):
-    """Adds contributions as they arrive. Closes when the policy says so of those that are waited for."""
+    """Adds contributions as they arrive. Closes when the policy says so of those that are waited for.
+
+    The first one is not copied if it is lent: the kernel that adds the second one reads it where it lies.
+    """
 
     def __init__(
         self,
@@ -171,6 +176,7 @@ class FastRound(_Sum):
         self._contributors = 0
         self._total_weight = 0.0
         self._accumulator: NDArray[Any] | None = None
+        self._lent: Contribution | None = None
 
     def has(self, part: Contribution) -> bool:
         """See Round. Also of an earlier session of the rank, which has counted before it died."""
@@ -188,23 +194,38 @@ class FastRound(_Sum):
         """See Round."""
         values = self._values(part)
         if values is not None:
-            if self._accumulator is None:
-                accumulator = self._accumulators.lend()
-                psd_core.scaled_copy(accumulator, values, self._weight(part))
-                self._accumulator = accumulator
-            else:
+            if self._lent is not None:
+                self.take_over(self._lent.rank)
+            if self._accumulator is not None:
                 psd_core.accumulate(self._accumulator, values, self._weight(part))
+            elif part.is_lent and self._weight(part) == 1:
+                self._lent = part
+            else:
+                self._begin_sum(values, self._weight(part))
         self._touched = self._grown(self._touched, part)
         self._contributors |= 1 << part.rank
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
 
+    def take_over(self, rank: int) -> None:
+        """Copy what this worker has lent. If it fails, nothing has changed."""
+        if self._lent is not None and self._lent.rank == rank:
+            assert self._lent.values is not None
+            self._begin_sum(self._lent.values, 1.0)
+            self._lent = None
+
+    def _begin_sum(self, values: NDArray[Any], weight: float) -> None:
+        accumulator = self._accumulators.lend()
+        psd_core.scaled_copy(accumulator, values, weight)
+        self._accumulator = accumulator
+
     def gradient(self, last: Contribution | None) -> Gradient:
         """See Round."""
+        sum_ = self._accumulator if self._lent is None else self._lent.values
         if last is None:
-            return self._reduced(self._accumulator, None, self._total_weight, self._touched)
+            return self._reduced(sum_, None, self._total_weight, self._touched)
         touched = self._grown(self._touched, last)
-        return self._reduced(self._accumulator, last, self._total_weight + last.weight, touched)
+        return self._reduced(sum_, last, self._total_weight + last.weight, touched)
 
     def missing(self) -> int:
         """See Round."""
@@ -212,6 +233,7 @@ class FastRound(_Sum):
 
     def end(self) -> None:
         """See Round."""
+        self._lent = None
         if self._accumulator is not None:
             self._accumulators.give_back(self._accumulator)
             self._accumulator = None

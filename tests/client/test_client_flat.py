@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +74,15 @@ def test_first_nonfinite_when_a_tensor_holds_nan_then_names_it() -> None:
 
     buffers.views[0][2] = np.nan
     assert buffers.first_nonfinite() == "t0"
+
+
+@pytest.mark.parametrize("element", [0, 1_500_000, 2_999_999])
+def test_first_nonfinite_when_the_space_is_large_then_finds_it_in_either_half(element: int) -> None:
+    spec = JobSpec(1, (TensorSpec("large", (3_000_000,), "float32", 0),), (GroupSpec("sgd"),))
+    buffers = FlatBuffers(Layout(spec, 1))
+    assert buffers.first_nonfinite() is None
+
+    buffers.spaces[0][element] = np.inf
+
+    assert buffers._first_nonfinite(buffers.spaces[0]) == element
+    assert buffers.first_nonfinite() == "large"

@@ -149,6 +149,10 @@ class FakeLane:
         self.address = f"h:{7000 + shard}"
         self.requests: list[control_pb2.HeartbeatRequest] = []
         self.answer: PsdError | control_pb2.HeartbeatReply = control_pb2.HeartbeatReply()
+        self.suspected = 0
+
+    def suspect(self) -> None:
+        self.suspected += 1
 
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
@@ -236,6 +240,21 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
         "psd: worker 0: shard 0 at h:7000 answers again",
     ]
     assert len(rig.lanes[1].requests) == 12
+
+
+def test_step_when_a_shard_is_silent_for_long_then_tells_its_lane() -> None:
+    """From 20 seconds on, until it answers; a refusal is an answer."""
+    rig = Rig()
+    rig.lanes[0].answer, rig.lanes[1].answer = ShardUnavailable("silence"), SessionFenced("ended")
+    rig.run_for(20)
+    before = rig.lanes[0].suspected
+    rig.run_for(3)
+    at_last = rig.lanes[0].suspected
+    rig.lanes[0].answer = control_pb2.HeartbeatReply()
+    rig.run_for(30)
+
+    assert (before, at_last, rig.lanes[0].suspected) == (0, 1, 1)
+    assert rig.lanes[1].suspected == 0
 
 
 def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,16 +11,19 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from proxy import DIRECTIONS, Fault, Proxy
-from shard_processes import ShardProcess
+from shard_processes import ShardProcess, servers_of
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.layout import Layout
+
+WITH_CONNECTIONS = ("grpc", "tcp")
+"""Transports whose data a proxy can cut."""
 
 STEPS_BETWEEN_MAX = 3
 INSTANT_MAX_S = 0.03
@@ -93,7 +96,7 @@ class Chaos:
 @contextmanager
 def proxies_of(shards: Sequence[ShardProcess]) -> Iterator[list[Proxy]]:
     """One in front of each shard."""
-    proxies = [Proxy(shard.address) for shard in shards]
+    proxies = [Proxy(shard.address, shard.bulk_port) for shard in shards]
     try:
         yield proxies
     finally:
@@ -104,17 +107,20 @@ def proxies_of(shards: Sequence[ShardProcess]) -> Iterator[list[Proxy]]:
 def run_disturbed(
     shards: Sequence[ShardProcess],
     world_size: int,
-    work: Callable[[str, int, Callable[[], bool]], Any],
+    work: Callable[..., Any],
     *,
+    transport: str,
     kills: int,
     faults: int,
     **disturbances: Any,
 ) -> list[Any]:
-    """What work(servers, rank, on_step) returned for each rank, in threads; every disturbance has struck.
+    """What work(servers, rank, on_step, transport=transport) returned for each rank, in threads; every disturbance has struck.
 
-    The workers call on_step() after each step; it returns True when everything has struck.
+    The workers call on_step() after each step; it returns True when everything has struck. No proxy can come between a worker
+    and a shard that share memory, so there are no faults then.
     """
-    with proxies_of(shards) as proxies:
+    assert transport in WITH_CONNECTIONS or faults == 0
+    with proxies_of(shards) if transport in WITH_CONNECTIONS else nullcontext([]) as proxies:
         chaos = Chaos(shards, proxies, kills=kills, faults=faults, **disturbances)
 
         def on_step(rank: int) -> bool:
@@ -122,10 +128,11 @@ def run_disturbed(
                 chaos.on_step()
             return chaos.done.is_set()
 
-        servers = ",".join(proxy.address for proxy in proxies)
+        servers = ",".join(proxy.address for proxy in proxies) or servers_of(shards)
         with ThreadPoolExecutor(world_size + 1) as pool:
             disturbing = pool.submit(chaos.run)
-            jobs = [pool.submit(work, servers, rank, functools.partial(on_step, rank)) for rank in range(world_size)]
+            doing = functools.partial(work, transport=transport)
+            jobs = [pool.submit(doing, servers, rank, functools.partial(on_step, rank)) for rank in range(world_size)]
             results = [job.result() for job in jobs]
             disturbing.result()
         assert chaos.kills == kills

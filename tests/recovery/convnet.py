@@ -28,12 +28,12 @@ def _model() -> nn.Sequential:
     return model
 
 
-def train(servers: str, rank: int, on_step: Callable[[], object], steps: int) -> dict[str, NDArray[Any]]:
+def train(servers: str, rank: int, on_step: Callable[[], object], steps: int, transport: str) -> dict[str, NDArray[Any]]:
     """Synchronous, exact; the learning rate changes, the batches differ in size. Returns the model's values."""
     torch.set_num_threads(1)
     model = _model()
     inputs = torch.Generator().manual_seed(100 + rank)
-    with psd_client.connect(servers, rank, WORLD_SIZE, retry_timeout=60, wait_timeout=100) as ps:
+    with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60, wait_timeout=100) as ps:
         optimizer = distribute(
             model,
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),

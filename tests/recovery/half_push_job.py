@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_client
-from psd.contract.layout import Block, Layout
 from psd.v1 import control_pb2, control_pb2_grpc
 
 SIZE = 600_000
@@ -21,10 +20,10 @@ SCALARS = (1.0, 0.5, 0.0, 0.0)
 
 @contextmanager
 def connected(
-    servers: str, rank: int, world_size: int, aggregation: str
+    servers: str, rank: int, world_size: int, aggregation: str, transport: str
 ) -> Iterator[tuple[psd_client.ParameterServer, dict[str, NDArray[Any]]]]:
     """A worker, and the parameters."""
-    with psd_client.connect(servers, rank, world_size, retry_timeout=60) as ps:
+    with psd_client.connect(servers, rank, world_size, transport=transport, retry_timeout=60) as ps:
         sgd = psd_client.SGD(lr=SCALARS[0], momentum=SCALARS[1])
         initial = {"w": np.zeros(SIZE, np.float32)}
         yield ps, ps.declare(initial, sgd, consistency="sync", aggregation=aggregation, reduce="sum")
@@ -33,12 +32,6 @@ def connected(
 def gradients(params: Mapping[str, NDArray[Any]], rank: int, step: int) -> dict[str, NDArray[Any]]:
     """Depend on all updates before; quarters of integers, so that sums are exact in any order."""
     return {"w": np.round(params["w"]) % 5 + (np.arange(SIZE) + 7 * rank + step).astype(np.float32) % 11}
-
-
-def part_of(grads: Mapping[str, NDArray[Any]], layout: Layout, block: Block) -> NDArray[Any]:
-    """A block of the gradient; the job has a single tensor."""
-    assert len(layout.spaces) == 1
-    return grads["w"][block.offset : block.offset + block.length]
 
 
 def bytes_received(server: str) -> int:

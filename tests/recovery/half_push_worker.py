@@ -1,64 +1,64 @@
 """A program for test_recovery_half_push.py: a worker that trains for some steps, and then stops in the middle of a push.
 
-python half_push_worker.py SERVERS RANK WORLD_SIZE STEPS BLOCKS AGGREGATION. The last push has BLOCKS blocks for shard 0, and
-none for the others, over stock stubs; with BLOCKS = 0 it is not begun. Says "here" when it has come there.
+python half_push_worker.py SERVERS RANK WORLD_SIZE STEPS BLOCKS AGGREGATION TRANSPORT. The last push has BLOCKS blocks for shard
+0, and none for the others; with BLOCKS = 0 it is not begun. Says "here" when it has come there.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import grpc
 import half_push_job
 
-from psd.v1 import data_pb2, data_pb2_grpc
+from psd.v1 import data_pb2
+from psd_client.feed import Feed
+from psd_client.transport import Call, GradientPart, Scope
 
 
-def main(servers: str, rank: int, world_size: int, steps: int, blocks: int, aggregation: str) -> None:
-    with half_push_job.connected(servers, rank, world_size, aggregation) as (ps, params):
+def main(servers: str, rank: int, world_size: int, steps: int, blocks: int, aggregation: str, transport: str) -> None:
+    with half_push_job.connected(servers, rank, world_size, aggregation, transport) as (ps, params):
         for step in range(steps):
             params = ps.push_pull(half_push_job.gradients(params, rank, step))
         if blocks:
-            push_half(servers.split(",")[0], ps, half_push_job.gradients(params, rank, steps), blocks)
+            before = 1 + world_size * steps  # the initial values, and what all have pushed
+            push_half(servers.split(",")[0], ps, half_push_job.gradients(params, rank, steps), blocks, before)
         sys.stdout.write("here\n")
         sys.stdout.flush()
         threading.Event().wait()
 
 
-def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int) -> None:
-    """Returns when shard 0 has so many blocks; the call stays open."""
+class Half(Feed):
+    """Has so many blocks of shard 0, and never another one."""
+
+    def __init__(self, layout: Any, count: int) -> None:
+        super().__init__(layout)
+        for block in layout.blocks_of(0)[:count]:
+            self._put(block, None)
+
+
+def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int, before: int) -> None:
+    """Returns when shard 0, which has received all its blocks `before` times, has so many more; the call stays open."""
     layout = ps._exchange._layout
-    plans = layout.blocks_of(0)[:blocks]
-    caller = ps._session.caller(0)
-    never = threading.Event()
-
-    def frames() -> Iterator[data_pb2.PushFrame]:
-        for plan in plans:
-            frame = data_pb2.PushFrame(block=plan.index, payload=half_push_job.part_of(grads, layout, plan).tobytes())
-            if plan is plans[0]:
-                frame.push.CopyFrom(
-                    data_pb2.PushHeader(
-                        caller=caller,
-                        clock=ps.clock,
-                        weight=1,
-                        layout_digest=layout.digest,
-                        scalars=[data_pb2.GroupScalars(values=half_push_job.SCALARS)],
-                        decisions=ps._session.decisions,
-                    )
-                )
-            yield frame
-        never.wait()
-
-    channel = grpc.insecure_channel(server)
-    sent = half_push_job.bytes_received(server) + sum(plan.nbytes for plan in plans)
-    call = data_pb2_grpc.DataServiceStub(channel).Push.future(frames(), timeout=100)  # gRPC cancels a call that is forgotten
+    header = data_pb2.PushHeader(
+        caller=ps._session.caller(0),
+        clock=ps.clock,
+        weight=1,
+        layout_digest=layout.digest,
+        scalars=[data_pb2.GroupScalars(values=half_push_job.SCALARS)],
+        decisions=ps._session.decisions,
+    )
+    ps.gradients.views[0][...] = grads["w"]  # the job has a single tensor
+    part = GradientPart(header, layout.blocks_of(0), ps.gradients, None, Half(layout, blocks))
+    sent = before * sum(block.nbytes for block in part.blocks) + sum(block.nbytes for block in part.blocks[:blocks])
+    lane = ps._shards.lanes[0]
+    pushing = threading.Thread(target=lane.push, args=(part, Call(100, Scope())), daemon=True)
+    pushing.start()
     while half_push_job.bytes_received(server) < sent:
-        assert not call.done(), call.exception()
-        never.wait(0.01)
+        assert pushing.is_alive()
+        threading.Event().wait(0.01)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6])
+    main(sys.argv[1], *map(int, sys.argv[2:6]), *sys.argv[6:])

@@ -1,12 +1,15 @@
 """A TCP proxy in front of a shard that breaks connections on demand: where bulk data flows, so that a frame is torn.
 
-proxy = Proxy(shard.address)
+proxy = Proxy(shard.address, shard.bulk_port)
 proxy.arm(Fault("cut", "up"))       # strikes once, in the next large piece of data that a worker sends
 proxy.wait_until_all_fired(60)
 
 cut     forward a part of the piece, then reset the connection on both sides
 drop    forward a part of the piece, lose everything after it for a while, then reset
 delay   hold the piece, and what comes after it, back for a while
+
+It stands before the gRPC port and, with `bulk_port`, before the bulk lane's too: on another loopback address, because clients
+connect to the port that the shard has named, on the host where they have found it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+HOST = "127.0.0.2"
+"""Not the shards'. Linux has all of 127.0.0.0/8."""
 
 PIECE_BYTES = 1 << 16
 BULK_BYTES = 1 << 13
@@ -43,19 +49,22 @@ class Fault:
 
 
 class Proxy:
-    """Listens at `address`, and forwards to `target`, also when that was away for a time."""
+    """Listens at `address`, and forwards to `target`, also when that was away for a time; and so at its bulk port."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, bulk_port: int | None = None) -> None:
         host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        listener = socket.create_server((HOST, 0))
+        self.address = f"{HOST}:{listener.getsockname()[1]}"
+        self._ways = [(listener, (host, int(port)))]
+        if bulk_port is not None:
+            self._ways.append((socket.create_server((HOST, bulk_port)), (host, bulk_port)))
         self.fired: list[Fault] = []
         self._armed: deque[Fault] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._sockets: set[socket.socket] = set()
-        threading.Thread(target=self._accept, daemon=True).start()
+        for way in self._ways:
+            threading.Thread(target=self._accept, args=way, daemon=True).start()
 
     def arm(self, fault: Fault) -> None:
         """Faults strike one after the other."""
@@ -68,23 +77,22 @@ class Proxy:
 
     def close(self) -> None:
         self._closing.set()
-        # Closing alone would not wake the thread that waits in accept().
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener, _ in self._ways:
+            _shut(listener)  # closing alone would not wake the thread that waits in accept()
+            listener.close()
         with self._changed:
             sockets = list(self._sockets)
         for each in sockets:
             _reset(each)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
         while not self._closing.is_set():
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
             try:
-                shard = socket.create_connection(self._target, 5)
+                shard = socket.create_connection(target, 5)
             except OSError:  # the shard is down: so it looks from the other side, too
                 _reset(client)
                 continue

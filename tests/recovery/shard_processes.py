@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,17 +16,19 @@ import grpc
 
 from psd.v1 import control_pb2, control_pb2_grpc
 
+HOST = "127.0.0.1"
 READY = re.compile(r"ready at (\S+)")
 
 
 class ShardProcess:
-    """One shard with its own state directory; `start` again after `kill` is the same shard in another life."""
+    """One shard with its own state directory and ports; `start` again after `kill` is the same shard in another life."""
 
     def __init__(self, index: int, count: int, directory: Path, *flags: str) -> None:
         self.index = index
         self.count = count
         self.directory = directory
-        self.address = "127.0.0.1:0"
+        self.address = f"{HOST}:0"
+        self.bulk_port = _free_port()
         self._flags = flags
         self._process: subprocess.Popen[str] | None = None
 
@@ -37,7 +40,16 @@ class ShardProcess:
     def begin_start(self, crash_point: str = "") -> None:
         """Start it; to be followed by `end_start`, so that several start at once."""
         command = [sys.executable, "-m", "psd.cli.server", "--shard", f"{self.index}/{self.count}", "--listen", self.address]
-        command += ["--state-dir", str(self.directory), "--exit-when-done", "--log-level", "error", *self._flags]
+        command += [
+            "--bulk-port",
+            str(self.bulk_port),
+            "--state-dir",
+            str(self.directory),
+            "--exit-when-done",
+            "--log-level",
+            "error",
+            *self._flags,
+        ]
         environ = os.environ | {"PSD_CRASH_POINT": crash_point}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
@@ -94,6 +106,11 @@ class ShardProcess:
     def close(self) -> None:
         if self._process is not None:
             self.kill()
+
+
+def _free_port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def servers_of(shards: Sequence[ShardProcess]) -> str:

@@ -26,6 +26,8 @@ SIZE = 600_000
 """float32: two blocks on each of two shards."""
 
 WORLD_SIZE = 3
+DIRECTIONS_OF = {"push_pull": DIRECTIONS, "push": ["up"]}
+"""In which a method moves bulk data."""
 
 
 def gradient(rank: int, step: int) -> NDArray[np.float32]:
@@ -40,11 +42,11 @@ def total(counts: Sequence[int]) -> NDArray[np.float32]:
 
 
 def work(
-    servers: str, rank: int, on_step: Callable[[], bool], *, pushed: threading.Barrier, is_answered: bool = True
+    servers: str, rank: int, on_step: Callable[[], bool], *, transport: str, pushed: threading.Barrier, is_answered: bool = True
 ) -> tuple[int, NDArray[Any]]:
     """Pushes until everything has struck and, when all workers have, pulls what there is then: steps, parameters."""
     count = 0
-    with psd_client.connect(servers, rank, WORLD_SIZE, retry_timeout=60) as ps:
+    with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60) as ps:
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1), consistency="async", reduce="sum")
         is_done = False
         while not is_done:
@@ -59,48 +61,72 @@ def work(
         return count, ps.pull()["w"]
 
 
-@pytest.mark.parametrize(("is_answered", "directions"), [(True, DIRECTIONS), (False, ["up"])], ids=["push_pull", "push"])
 @pytest.mark.parametrize(
-    ("kills", "faults", "seed"),
+    ("transport", "method", "kills", "faults", "seed"),
     [
-        pytest.param(2, 4, 30, id="short"),
-        pytest.param(50, 30, 31, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
+        pytest.param("grpc", "push_pull", 2, 4, 30, id="short-grpc-push_pull"),
+        pytest.param("tcp", "push", 2, 4, 30, id="short-tcp-push"),
+        pytest.param("shm", "push_pull", 3, 0, 30, id="short-shm-push_pull"),
+        *(
+            pytest.param(
+                transport, method, 50, faults, 31, id=f"long-{transport}-{method}",
+                marks=[pytest.mark.chaos, pytest.mark.timeout(1200)],
+            )
+            for transport, faults in {"grpc": 30, "tcp": 30, "shm": 0}.items()
+            for method in DIRECTIONS_OF
+        ),
     ],
-)
+)  # fmt: skip
 def test_when_shards_are_killed_and_connections_break_then_the_sum_is_exact(
     shard_processes: Callable[..., list[ShardProcess]],
+    transport: str,
+    method: str,
     kills: int,
     faults: int,
     seed: int,
-    is_answered: bool,
-    directions: Sequence[str],
 ) -> None:
     """No push is lost, and none is counted twice, though it may have been sent any number of times."""
     shards = shard_processes(2, "--lease", "60")
-    doing = functools.partial(work, pushed=threading.Barrier(WORLD_SIZE), is_answered=is_answered)
+    doing = functools.partial(work, pushed=threading.Barrier(WORLD_SIZE), is_answered=method == "push_pull")
 
-    results = run_disturbed(shards, WORLD_SIZE, doing, seed=seed, kills=kills, faults=faults, directions=directions)
+    results = run_disturbed(
+        shards,
+        WORLD_SIZE,
+        doing,
+        transport=transport,
+        seed=seed,
+        kills=kills,
+        faults=faults,
+        directions=DIRECTIONS_OF[method],
+    )
 
     counts = [count for count, _ in results]
     for _, result in results:
         np.testing.assert_array_equal(result, total(counts))
 
 
-@pytest.mark.parametrize("seed", [40, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(41, 61))])
+@pytest.mark.parametrize(
+    ("transport", "seed"),
+    [
+        ("shm", 40),
+        *(pytest.param(("grpc", "tcp", "shm")[seed % 3], seed, marks=pytest.mark.chaos) for seed in range(41, 71)),
+    ],
+)
 def test_when_a_worker_is_killed_then_it_loses_at_most_the_push_that_was_not_acknowledged(
-    shard_processes: Callable[..., list[ShardProcess]], seed: int
+    shard_processes: Callable[..., list[ShardProcess]], transport: str, seed: int
 ) -> None:
     """Each block has counted that push or not; the other workers' sum, and what was acknowledged before, are exact."""
     source = random.Random(seed)
     shards = shard_processes(2, "--lease", "60")
-    program = [sys.executable, str(Path(__file__).with_name("dying_worker.py")), servers_of(shards), "2", "3", str(SIZE)]
+    program = str(Path(__file__).with_name("dying_worker.py"))
+    arguments = [servers_of(shards), "2", "3", str(SIZE), transport]
 
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as dying:
+    with subprocess.Popen([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True) as dying:
         acknowledged: list[int] = []
         killing = threading.Thread(target=_kill_after, args=(dying, source, acknowledged))
         killing.start()
         doing = functools.partial(work, pushed=threading.Barrier(2, action=killing.join))
-        results = run_disturbed(shards, 2, doing, seed=seed, kills=1, faults=1)
+        results = run_disturbed(shards, 2, doing, transport=transport, seed=seed, kills=1, faults=transport != "shm")
 
     (left, values), (right, _) = results
     pushed = total([left, right]) - values

@@ -18,14 +18,19 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize(
-    ("kills", "faults", "seed"),
+    ("transport", "kills", "faults", "seed"),
     [
-        pytest.param(5, 2, 20, id="short"),
-        pytest.param(50, 10, 21, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
+        pytest.param("tcp", 5, 2, 20, id="short"),
+        *(
+            pytest.param(
+                transport, 50, faults, 21, id=f"long-{transport}", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]
+            )
+            for transport, faults in {"grpc": 10, "tcp": 10, "shm": 0}.items()
+        ),
     ],
 )
 def test_training_when_shards_are_killed_and_connections_break_then_ends_in_the_same_bits(
-    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, kills: int, faults: int, seed: int
+    shard_processes: Callable[..., list[ShardProcess]], tmp_path: Path, transport: str, kills: int, faults: int, seed: int
 ) -> None:
     """Synchronous, exact, 3 workers x 2 shards: the workers' models, and what the shards hold, momentum included."""
     steps = steps_for(kills, faults)
@@ -35,7 +40,7 @@ def test_training_when_shards_are_killed_and_connections_break_then_ends_in_the_
         url = str(tmp_path / name)
         shards = shard_processes(2, "--checkpoint-dir", url, "--lease", "60")
         work = functools.partial(convnet.train, steps=steps)
-        models = run_disturbed(shards, convnet.WORLD_SIZE, work, seed=seed, kills=k, faults=f)
+        models = run_disturbed(shards, convnet.WORLD_SIZE, work, transport=transport, seed=seed, kills=k, faults=f)
         ends.append((models, final_state(shards, url)))
 
     (undisturbed_models, undisturbed), (disturbed_models, disturbed) = ends

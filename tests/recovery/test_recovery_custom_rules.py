@@ -28,12 +28,12 @@ SHAPES = {"weight": (300, 170), "bias": (170,), "scale": ()}
 KILLS = 2
 
 
-def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int) -> dict[str, NDArray[Any]]:
+def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int, transport: str) -> dict[str, NDArray[Any]]:
     """Two groups with rules of different numbers; gradients depend on the parameters."""
     rng = np.random.default_rng(1)
     initial = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     groups = [{"params": ["weight"]}, {"params": ["bias", "scale"], "lr": 0.01, "friction": 0.5}]
-    with psd_client.connect(servers, rank, 2, retry_timeout=60, wait_timeout=100) as ps:
+    with psd_client.connect(servers, rank, 2, transport=transport, retry_timeout=60, wait_timeout=100) as ps:
         params = ps.declare(initial, psd_client.CustomRule(DRIFTING), groups=groups, consistency="sync", aggregation="exact")
         while ps.clock < steps:
             grads = {name: (np.sin(value + rank + ps.clock) + value) / 7 for name, value in params.items()}
@@ -52,7 +52,7 @@ def test_a_job_whose_shards_are_killed_ends_in_the_same_bits(
         url = str(tmp_path / name)
         shards = shard_processes(2, "--checkpoint-dir", url, "--lease", "60", *LISTED)
         work = functools.partial(train, steps=steps_for(KILLS, 0))
-        pulled = run_disturbed(shards, 2, work, seed=5, kills=kills, faults=0)
+        pulled = run_disturbed(shards, 2, work, transport="shm", seed=5, kills=kills, faults=0)
         ends.append((pulled, final_state(shards, url)))
 
     (undisturbed_pulls, undisturbed), (disturbed_pulls, disturbed) = ends

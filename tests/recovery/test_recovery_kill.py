@@ -29,13 +29,17 @@ JOBS: dict[str, tuple[Any, dict[str, Any]]] = {
     "exact": (psd_client.SGD(lr=0.1, momentum=0.9), {"aggregation": "exact"}),
     "norms": (psd_client.LAMB(lr=0.1), {"clip_norm": 20.0}),
 }
+TRANSPORTS = {"exact": "shm", "norms": "grpc"}
+"""test_recovery_convnet.py has tcp."""
 
 
-def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int, job: str) -> dict[str, NDArray[Any]]:
+def train(
+    servers: str, rank: int, on_step: Callable[[], object], *, steps: int, job: str, transport: str
+) -> dict[str, NDArray[Any]]:
     """Gradients depend on the parameters, so that one lost, doubled or late update shows in every later number."""
     rng = np.random.default_rng(1)
     initial = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-    with psd_client.connect(servers, rank, WORLD_SIZE, retry_timeout=60, wait_timeout=100) as ps:
+    with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60, wait_timeout=100) as ps:
         optimizer, declaration = JOBS[job]
         params = ps.declare(initial, optimizer, consistency="sync", **declaration)
         for step in range(steps):
@@ -57,7 +61,7 @@ def test_exact_when_shards_are_killed_between_push_and_pull_then_training_ends_i
         url = str(tmp_path / name)
         shards = shard_processes(2, "--checkpoint-dir", url, "--lease", "60")
         work = functools.partial(train, steps=steps_for(KILLS, 0), job=job)
-        pulled = run_disturbed(shards, WORLD_SIZE, work, seed=10, kills=kills, faults=0)
+        pulled = run_disturbed(shards, WORLD_SIZE, work, transport=TRANSPORTS[job], seed=10, kills=kills, faults=0)
         ends.append((pulled, final_state(shards, url)))
 
     (undisturbed_pulls, undisturbed), (disturbed_pulls, disturbed) = ends

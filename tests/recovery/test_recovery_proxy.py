@@ -13,6 +13,7 @@ from proxy import Fault, Proxy
 import psd_client
 
 
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 @pytest.mark.parametrize("method", ["push", "push_pull"])
 @pytest.mark.parametrize(
@@ -21,12 +22,18 @@ import psd_client
     ids=lambda fault: f"{fault.kind} {fault.direction}",
 )
 def test_when_a_connection_breaks_in_mid_frame_then_each_push_counts_once(
-    cluster: Callable[..., Any], caplog: pytest.LogCaptureFixture, consistency: str, method: str, fault: Fault
+    cluster: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    consistency: str,
+    method: str,
+    fault: Fault,
+    transport: str,
 ) -> None:
     """Also where the shard has counted it, and only the answer was lost. Nothing of it is an error of the shard's."""
-    proxy = Proxy(cluster(1).servers)
+    running = cluster(1)
+    proxy = Proxy(running.servers, running.shards[0]._bulk.tcp_port)
 
-    with psd_client.connect(proxy.address, 0, 1) as ps:
+    with psd_client.connect(proxy.address, 0, 1, transport=transport) as ps:
         ps.declare({"w": np.zeros((64, 5000), np.float32)}, psd_client.SGD(lr=1), consistency=consistency)
         proxy.arm(fault)
         for step in range(1, 4):

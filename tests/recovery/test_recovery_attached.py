@@ -1,0 +1,85 @@
+"""Shared memory when either side is killed: the other one lets go of it, and keeps no descriptor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_processes import ShardProcess
+
+import psd_client
+
+pytestmark = pytest.mark.process
+
+SIZE = 1_200_000
+"""float32: five blocks, so that the shard answers from a second thread."""
+
+MEMORY = "memfd:psd-worker"
+
+
+def held(pid: int) -> Counter[str]:
+    """Descriptors of a process by kind, files aside: a job opens some. And the mappings of workers' memory."""
+    found: Counter[str] = Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            kind = str(descriptor.readlink()).split(":[")[0]
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if MEMORY in kind or not kind.startswith("/"):
+            found[kind] += 1
+    found["mapped"] = sum(MEMORY in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return found
+
+
+def assert_comes_to_hold(pid: int, expected: Counter[str]) -> None:
+    """At once or soon: the end of a process is noticed a little later."""
+    deadline = time.monotonic() + 20
+    while held(pid) != expected and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert held(pid) == expected
+
+
+def kill_workers(server: str, count: int) -> None:
+    program: Sequence[str] = [sys.executable, str(Path(__file__).with_name("killed_workers.py")), server]
+    subprocess.run([*program, str(count), str(SIZE), "7"], check=True, timeout=200)
+
+
+def test_shard_when_workers_are_killed_in_mid_push_then_lets_go_of_their_memory(
+    shard_processes: Callable[..., list[ShardProcess]],
+) -> None:
+    (shard,) = shard_processes(1, "--lease", "60")
+    before = held(shard.pid)
+
+    kill_workers(shard.address, 50)
+
+    assert before["mapped"] == 0
+    assert_comes_to_hold(shard.pid, before)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.chaos)])
+def test_worker_when_its_shard_is_killed_then_attaches_again_and_keeps_nothing_of_before(
+    shard_processes: Callable[..., list[ShardProcess]], kills: int
+) -> None:
+    (shard,) = shard_processes(1, "--lease", "60")
+    with psd_client.connect(shard.address, 0, 1, transport="shm", retry_timeout=60) as ps:
+        ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1), consistency="async")
+        ones = np.ones(SIZE, np.float32)
+        for step in range(1, kills + 2):
+            assert set(ps.push_pull({"w": ones})["w"].tolist()) == {-float(step)}
+            if step == 1:
+                before = held(os.getpid())
+            assert held(shard.pid)["mapped"] == 1
+            shard.kill()
+            shard.start()
+        ps.pull()
+
+        assert ps.transports == ["shm"]
+        assert_comes_to_hold(os.getpid(), before)
