@@ -40,17 +40,23 @@ Admit = Callable[["BulkConnection", bytes], int]
 class BulkConnection:
     """One worker's connection.
 
+    Args:
+        has_core_to_spare: whether a second thread would run beside this one, or only take turns with the other connections'.
+
     Attributes:
         rank: of the worker; negative before it has shown its ticket. ended: set when nothing is under way any more.
     """
 
-    def __init__(self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard) -> None:
+    def __init__(
+        self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard, has_core_to_spare: Callable[[], bool]
+    ) -> None:
         self.rank = -1
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
         self._plane = plane
         self._guard = guard
+        self._has_core_to_spare = has_core_to_spare
         self._memory: WorkerMemory | None = None
         self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
         self._lock = threading.Lock()
@@ -187,7 +193,8 @@ class BulkConnection:
         else:
             raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
-        outbox = self._outbox() if len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS else None
+        is_large = len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
+        outbox = self._outbox() if is_large and self._has_core_to_spare() else None
         sent = 0
         put = self._deliver if outbox is None else outbox.put
         try:

@@ -66,6 +66,7 @@ class BulkServer:
         self._acceptors: list[threading.Thread] = []
         self._hang_ups = _HangUps(self._connections)
         self._is_stopping = False
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def start(self) -> None:
         """Bind and serve.
@@ -145,7 +146,8 @@ class BulkServer:
             thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        connection = BulkConnection(Stream(sock, self._config.limits.message_bytes_max), self._shard, self._plane, self._guard)
+        stream = Stream(sock, self._config.limits.message_bytes_max)
+        connection = BulkConnection(stream, self._shard, self._plane, self._guard, lambda: len(self._by_rank) < self._cores)
         descriptor = sock.fileno()
         with self._lock:
             self._connections[descriptor] = connection
