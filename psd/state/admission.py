@@ -18,7 +18,6 @@ from psd.contract.errors import (
     RolledBack,
     SpecMismatch,
     StateLost,
-    WrongShard,
 )
 from psd.contract.jobspec import JobSpec
 from psd.state.core import UNNAMED_RUN, ShardCore
@@ -57,11 +56,7 @@ class Admission:
     def join(self, request: control_pb2.JoinRequest) -> control_pb2.JoinReply:
         """Enter a worker; see ControlService.Join."""
         config = self._core.config
-        if (request.shard_index, request.shard_count) != (config.shard_index, config.shard_count):
-            raise WrongShard(
-                f"this is shard {config.shard_index}/{config.shard_count}, but it was addressed as "
-                f"{request.shard_index}/{request.shard_count}; servers must be listed in the order of the shards, all of them"
-            )
+        self._core.check_address(request.shard_index, request.shard_count)
         if not 1 <= request.world_size <= config.limits.workers_max:
             raise InvalidRequest(
                 f"world_size: must be 1 to {config.limits.workers_max} (the shard's --max-workers), got {request.world_size}"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
-from psd.contract.errors import PsdError, RuleFailed, StateLost
+from psd.contract.errors import RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
 from psd.state.measured import MeasuredRound, Unmeasured
@@ -29,6 +29,7 @@ from psd.state.rounds import Contribution, ExactRound, FastRound
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
+from psd.state.version_waits import VersionWaits
 from psd_core.arena import Arena, Page
 
 
@@ -97,8 +98,7 @@ class BlockState:
         self._may_void = may_void
         self._on_lost = on_lost
         self._round: FastRound | ExactRound | None = None
-        self._tickets: dict[int, list[Ticket]] = {}
-        self._at_version: dict[int, list[Callable[[Page], None]]] = {}
+        self._waits = VersionWaits()
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         self.readers = Readers(plan.index)
         self._failure: RuleFailed | None = None  # why the open round could not be closed
@@ -256,12 +256,7 @@ class BlockState:
         """EXACT: end the waits for a round that cannot be completed any more."""
         error = self._loss()
         if error is not None and not self._on_lost(error):
-            self._fail_waits(error)
-
-    def _fail_waits(self, error: PsdError) -> None:
-        for tickets in self._tickets.values():
-            for ticket in tickets:
-                ticket.fail(error)
+            self._waits.fail(error)
 
     def _loss(self) -> StateLost | None:
         round_ = self._round
@@ -278,7 +273,7 @@ class BlockState:
         except RuleFailed as error:
             # The round stays open. Whoever waits for it, now or later, learns why; a worker that sends again tries again.
             self._failure = error
-            self._fail_waits(error)
+            self._waits.fail(error)
             raise
         self._round = self._failure = None
         round_.end()
@@ -315,10 +310,7 @@ class BlockState:
             raise
         self._arena.publish(self._slot, after, self.version + 1)
         self.version += 1
-        for take in self._at_version.pop(self.version, ()):
-            take(self._arena.pin(self._slot))
-        for ticket in self._tickets.pop(self.version, ()):
-            ticket.resolve()
+        self._waits.reached(self.version, self.pin)
 
     def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
@@ -331,7 +323,7 @@ class BlockState:
             if self.version == version:
                 take(self._arena.pin(self._slot))
             else:
-                self._at_version.setdefault(version, []).append(take)
+                self._waits.add_take(version, take)
             return True
 
     def pin(self) -> Page:
@@ -370,9 +362,7 @@ class BlockState:
             if self.version >= version:
                 ticket.resolve()
             else:
-                waiters = self._tickets.setdefault(version, [])
-                # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
-                waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
+                self._waits.add(version, ticket)
                 self._fail_if_lost()
                 if self._failure is not None:
                     ticket.fail(self._failure)

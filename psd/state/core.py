@@ -27,6 +27,7 @@ from psd.contract.errors import (
     SessionFenced,
     ShardRestarted,
     StateLost,
+    WrongShard,
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
@@ -199,6 +200,15 @@ class ShardCore:
         if arena is not None:
             below = min(2, worker.clock - worker.floor)
             arena.set_member(worker.rank, worker.session, worker.clock, worker.state.value | below << 4)
+
+    def check_address(self, shard_index: int, shard_count: int) -> None:
+        """Raise WrongShard if the caller takes this shard for another one."""
+        config = self.config
+        if (shard_index, shard_count) != (config.shard_index, config.shard_count):
+            raise WrongShard(
+                f"this is shard {config.shard_index}/{config.shard_count}, but it was addressed as "
+                f"{shard_index}/{shard_count}; servers must be listed in the order of the shards, all of them"
+            )
 
     def check_run(self, run_id: str) -> None:
         """Raise ForeignRun unless a reader means this run, by name or by none; NotDeclared while the shard is tentative."""

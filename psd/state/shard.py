@@ -151,12 +151,7 @@ class Shard:
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
         """The job and how far it is; see ControlService.Describe."""
-        config = self.core.config
-        if (request.shard_index, request.shard_count) != (config.shard_index, config.shard_count):
-            raise WrongShard(
-                f"this is shard {config.shard_index}/{config.shard_count}, but it was addressed as "
-                f"{request.shard_index}/{request.shard_count}; servers must be listed in the order of the shards, all of them"
-            )
+        self.core.check_address(request.shard_index, request.shard_count)
         self.core.check_run(request.run_id)
         job = self.core.initialized()
         return control_pb2.DescribeReply(

@@ -1,0 +1,45 @@
+"""Who waits for a block to reach a version: callers, by their tickets, and cuts, which take the version's page.
+
+Used under the block's lock. Must not know pages' contents, rounds or workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from psd.contract.errors import PsdError
+from psd.state.tickets import Ticket
+from psd_core.arena import Page
+
+Take = Callable[[Page], None]
+
+
+class VersionWaits:
+    """The waits of one block."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, list[Ticket]] = {}
+        self._takes: dict[int, list[Take]] = {}
+
+    def add(self, version: int, ticket: Ticket) -> None:
+        """Resolve a ticket when the block reaches the version."""
+        waiters = self._tickets.setdefault(version, [])
+        # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
+        waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
+
+    def add_take(self, version: int, take: Take) -> None:
+        """Hand the version's page to `take`, pinned, when the block reaches it."""
+        self._takes.setdefault(version, []).append(take)
+
+    def reached(self, version: int, pinned: Callable[[], Page]) -> None:
+        """The block has reached a version; `pinned` pins its page once more."""
+        for take in self._takes.pop(version, ()):
+            take(pinned())
+        for ticket in self._tickets.pop(version, ()):
+            ticket.resolve()
+
+    def fail(self, error: PsdError) -> None:
+        """End all callers' waits."""
+        for tickets in self._tickets.values():
+            for ticket in tickets:
+                ticket.fail(error)
