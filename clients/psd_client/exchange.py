@@ -91,6 +91,7 @@ class Exchange:
         self._session.while_fenced(self._pull_all)
 
     def _pull_all(self) -> None:
+        self._session.await_decisions(self._timeout_s)
         if self._settlement is not None:
             self._settlement.settle()
 
@@ -184,6 +185,7 @@ class Exchange:
         feed: Feed | None = None,
     ) -> SentPush:
         """The next push; raises for anything that must not be sent."""
+        self._session.while_fenced(lambda: self._session.await_decisions(self._timeout_s))
         settlement = self._settlement
         if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
@@ -271,6 +273,7 @@ class Exchange:
         sent = self._unconfirmed
         if self._is_exact and sent is not None:
             self._commit(sent, without_waiting=False)
+        self._session.await_decisions(self._timeout_s)
         if self._settlement is not None:
             self._settlement.settle()
 

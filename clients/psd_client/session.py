@@ -190,6 +190,23 @@ class Session:
             "psd: worker %d: shard %d at %s was restarted; going on with it", self._config.rank, lane.shard, lane.address
         )
 
+    def await_decisions(self, timeout_s: float) -> None:
+        """Exact aggregation: know what was decided on the round before the clock, for pulls and pushes to carry to all shards.
+
+        A session that follows one that had committed a round begins after that round, which may still be open; and those who
+        hear of the decision may leave before they have told all shards.
+        """
+        is_exact = self._spec is not None and self._spec.aggregation == "exact"
+        if not is_exact or self.clock <= 1 + max((decision.round for decision in self.decisions), default=-1):
+            return
+
+        def ask(lane: Lane, call: Call) -> control_pb2.CommitReply:
+            request = control_pb2.CommitRequest(caller=self.caller(lane.shard), clock=self.clock - 1, only_wait=True)
+            return lane.commit(request, call)
+
+        (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
+        self.decisions, self.clock = list(reply.decisions), max(self.clock, reply.clock)
+
     def prepare_lanes(self) -> list[Lane]:
         """Open the ways for bulk data; those lanes whose shards can see this process's memory."""
         lanes = self._shards.lanes

@@ -64,11 +64,12 @@ class Decisions:
                 found.append(job_pb2.Decision(round=round_, members=mask.to_bytes(size, "little")))
         return found
 
-    def on_commit(self, worker: Worker, clock: int, *, skip: bool = False) -> bool:
+    def on_commit(self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False) -> bool:
         """Note that all shards have the worker's push of `clock`; True if that round is decided already.
 
         Args:
             skip: the worker's gradient is not finite: the round is decided to be made of nobody, and so changes nothing.
+            only_wait: there is no such push; the worker takes part after that round, and has not heard what it is made of.
 
         Raises:
             InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one.
@@ -77,8 +78,11 @@ class Decisions:
             raise InvalidRequest(f"clock: {clock} cannot be committed before round {self.next_round} is decided")
         if clock < self.next_round:
             return True
-        self._committed |= 1 << worker.rank
-        self._skipping |= skip << worker.rank
+        if only_wait:
+            self._members.on_clock(worker, clock + 1)
+        else:
+            self._committed |= 1 << worker.rank
+            self._skipping |= skip << worker.rank
         self.settle()
         return clock < self.next_round
 

@@ -296,7 +296,8 @@ class Exchange:
         with self._core.lock:
             self._core.check_caller(request.caller)
             ticket = None
-            if not decisions.on_commit(worker, request.clock, skip=request.skip) and not request.without_waiting:
+            is_decided = decisions.on_commit(worker, request.clock, skip=request.skip, only_wait=request.only_wait)
+            if not is_decided and not request.without_waiting:
                 ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, decisions.missing)
                 decisions.wait(ticket)
             if job.verdicts is not None:
@@ -319,6 +320,8 @@ class Exchange:
         spec = self._core.declared().spec
         if request.skip and spec.nan_policy != "skip":
             raise InvalidRequest(f"skip: the job's nan_policy is {spec.nan_policy}, not skip")
+        if request.skip and request.only_wait:
+            raise InvalidRequest("skip: a worker that sets only_wait has no gradient in the round")
         if request.measures and not spec.has_verdicts:
             raise InvalidRequest("measures: only a job with rounds that has clip_norm or a layer-wise rule is measured")
         if request.measures and request.clock >= decisions.next_round:

@@ -358,6 +358,28 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(restartable: C
     assert job.shards[1].done.wait(10)
 
 
+def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards_hear_of_it(
+    restartable: Callable[..., Restartable],
+) -> None:
+    """The new session begins after that round; the worker on whom it waited leaves, and tells nobody what was decided."""
+    job = restartable()
+    peer = connect(job.servers, 1, 2)
+    with connect(job.servers, 0, 2) as ps:
+        other = Thread(lambda: declare(peer, aggregation="exact"))
+        declare(ps, aggregation="exact")
+        other.result()
+        ps.push(gradient(2.0))
+        for server in job.shards:
+            expire(server, 0)
+
+        pulled = Thread(ps.pull)
+        until(lambda: ps._session.rejoins == 1)
+        peer.close()
+
+        assert set(pulled.result()["w"].tolist()) == {-2.0}
+        assert [job.version(0), job.version(1)] == [1, 1]
+
+
 def test_rejoin_when_somebody_has_the_rank_then_raises(cluster: Start) -> None:
     """Only an expired session comes back by itself."""
     with connect(cluster(1).servers, 0, 1) as ps:

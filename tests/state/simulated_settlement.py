@@ -38,11 +38,31 @@ class SettlingWorker:
     push_again: Callable[[int, Shard], Iterator[Any]]
 
     def pull_everywhere(self) -> Iterator[Any]:
+        yield from self.await_decisions()
         if self.world.spec.has_verdicts:
             yield from self.settle()
         yield from self.at_all(self.pull)
         if self.verdict is not None:
             self.settled = self.verdict.round
+
+    def await_decisions(self) -> Iterator[Any]:
+        """What psd_client/session.py does: know what was decided on the round before the clock."""
+        known = max((decision.round for decision in self.decisions), default=-1)
+        if self.world.is_exact and self.clock > known + 1:
+            self.world.waits_for_decisions += 1
+            yield from self.call(0, self.only_wait)
+
+    def only_wait(self, shard: Shard) -> Iterator[Any]:
+        caller, clock = self.caller(0), self.clock - 1
+        self.world.check_alive(0, caller)
+        ticket = shard.exchange.commit(control_pb2.CommitRequest(caller=caller, clock=clock, only_wait=True))
+        if ticket is not None:
+            yield ticket
+            ticket.future.result(0)
+            self.world.check_alive(0, caller)
+        reply = shard.exchange.commit_reply(clock)
+        self.on_commit(clock, reply)
+        self.clock = max(self.clock, reply.clock)
 
     def catch_up(self) -> Iterator[Any]:
         """Whoever made the last round may be gone before all shards had its verdict."""

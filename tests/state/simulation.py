@@ -77,7 +77,7 @@ class Simulation:
         self.shards: list[Shard | None] = [None] * shards
         self.fuses: dict[int, Fuse] = {}
         self.kills_left = kills
-        self.kills = self.resumes = self.pushes_again = self.rejoins = self.duplicates = 0
+        self.kills = self.resumes = self.pushes_again = self.rejoins = self.duplicates = self.waits_for_decisions = 0
         self.was_initialized = self.is_lost = False
         self.oracle = Oracle(self)
         # A worker that waits at a barrier pushes nothing, so barriers stand where all come by: at the end, if all have as many

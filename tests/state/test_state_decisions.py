@@ -23,10 +23,10 @@ def driver_of(tmp_path):
     return lambda spec, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
 
 
-def commit(driver, seat, clock, *, without_waiting=False):
+def commit(driver, seat, clock, **fields):
     """The ticket that a commit waits with, or its reply."""
     exchange = driver.shard.exchange
-    ticket = exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, without_waiting=without_waiting))
+    ticket = exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
     return ticket if ticket is not None else exchange.commit_reply(clock)
 
 
@@ -131,6 +131,27 @@ def test_a_worker_that_had_committed_and_joins_again_enters_after_the_round_and_
     commit(driver, b, 1)
     commit(driver, again, 1)
     assert driver.values() == [-4.0] * 3
+
+
+def test_a_worker_that_enters_after_an_open_round_waits_for_its_decision_without_a_part_in_it():
+    """Nobody else may be left to tell the other shards of it; waiting is not committing."""
+    driver = Driver(exact(3))
+    a, b, c = driver.start()
+    driver.push(a, 0, 2.0)
+    commit(driver, a, 0, without_waiting=True)
+    again = driver.join(0)
+    assert driver.declare(again)[0].clock == 1
+
+    waits = commit(driver, again, 0, only_wait=True)
+    assert (waits.kind, driver.shard.missing_for(waits)[0].rank) == (WaitKind.ROUND, 1)
+    outsider = commit(driver, c, 0, only_wait=True)
+    driver.leave(b)
+
+    assert waits.future.done()
+    assert outsider.future.done(), "who only waits takes part in the round after, and is not waited for"
+    assert list(driver.shard.exchange.commit_reply(0).decisions) == [decision(0, 0)]
+    assert driver.values() == [-2.0] * 3
+    assert list(commit(driver, again, 0, only_wait=True).decisions) == [decision(0, 0)], "decided already"
 
 
 def test_with_a_quorum_late_committers_are_answered_at_once_and_count_nowhere():
@@ -298,6 +319,10 @@ def test_requests_that_make_no_sense_are_refused_by_name():
     a, _b = driver.start()
     with pytest.raises(InvalidRequest, match="clock: 1 cannot be committed before round 0 is decided"):
         commit(driver, a, 1)
+    skipping = Driver(exact(1, nan_policy="skip"))
+    (seat,) = skipping.start()
+    with pytest.raises(InvalidRequest, match="skip: a worker that sets only_wait has no gradient in the round"):
+        commit(skipping, seat, 0, skip=True, only_wait=True)
     with pytest.raises(InvalidRequest, match=r"decisions\.members: names worker 2, world_size is 2"):
         learn(driver, a, 0, decision(0, 2))
     with pytest.raises(InvalidRequest, match="decisions: 9 are more than the 8"):

@@ -52,6 +52,7 @@ def test_crashes_zombies_and_repeats_break_no_promise(mode):
 
     assert sum(world.rejoins for world in worlds) > SEEDS_PER_CASE / 4, "the faults did not happen"
     assert sum(world.duplicates for world in worlds) > SEEDS_PER_CASE, "the repeats did not happen"
+    assert not mode.startswith("exact") or any(world.waits_for_decisions for world in worlds), "nobody entered late"
 
 
 @pytest.mark.parametrize("mode", MODES)
