@@ -30,7 +30,6 @@ from psd_client.transport import Call, GradientPart, Lane
 
 logger = logging.getLogger("psd_client")
 
-
 CUTS_MAX = 8
 COUNTS = ("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped", "rounds_skipped")
 
@@ -40,7 +39,7 @@ class _Sent:
     """The last push of a job with rounds, until its round is known to have closed.
 
     Attributes:
-        session: that it belongs to; another one neither sends nor commits it again.
+        session: that it belongs to; another one neither sends nor commits it again, but notes whether its round was skipped.
         header, present: to send it again. incarnations: by shard, of those that have it.
         skip: the gradient is not finite, and is not in it. feed: gives the blocks, if they are still being computed.
     """
@@ -157,7 +156,7 @@ class Exchange:
             if self._is_exact:
                 self._commit(sent, without_waiting=True)
         except SessionFenced as error:
-            self._drop(error, sent.header.clock)
+            self._drop(error, sent)
 
     def push_pull(
         self,
@@ -183,7 +182,7 @@ class Exchange:
                 self._lanes,
             )
         except SessionFenced as error:
-            self._drop(error, sent.header.clock)
+            self._drop(error, sent)
             self.pull()
             return
         self._on_pushed(replies)
@@ -305,11 +304,11 @@ class Exchange:
 
         self._shards.run_bulk(pull_at, self._timeout_s, lanes)
         if lanes is self._lanes:
-            self._sent = None
+            last, self._sent = self._sent, None  # of a session that has ended, too
             if self._settlement is not None:
                 self._settlement.on_told()
-            if self._is_exact and sent is not None:
-                self._on_closed(sent.header.clock)
+            if self._is_exact and last is not None:
+                self._on_closed(last.header.clock)
 
     def _on_closed(self, clock: int) -> None:
         """The round of a push has closed: note whether it was skipped."""
@@ -387,13 +386,14 @@ class Exchange:
             self.counts["blocks_duplicate"] += reply.blocks_duplicate
             self.counts["blocks_late"] += reply.blocks_late
 
-    def _drop(self, error: SessionFenced, step: int) -> None:
+    def _drop(self, error: SessionFenced, sent: _Sent) -> None:
         """The session ended during a push: it belonged to that session, and is not sent again by the next one."""
         self._sent = None
         self._session.rejoin(error)
+        self._sent = sent  # for the next pull, which finds out what became of its round
         self.counts["pushes_dropped"] += 1
         logger.warning(
             "psd: worker %d: the gradient of step %d was dropped, because the worker's lease ran out before all shards had it",
             self._rank,
-            step,
+            sent.header.clock,
         )
