@@ -138,7 +138,7 @@ class Exchange:
             if self._is_exact:
                 self._commit(sent, without_waiting=True)
         except SessionFenced as error:
-            self._drop(error, sent.header.clock)
+            self._drop(error, sent)
 
     def push_pull(
         self,
@@ -164,7 +164,7 @@ class Exchange:
                 self._lanes,
             )
         except SessionFenced as error:
-            self._drop(error, sent.header.clock)
+            self._drop(error, sent)
             self.pull()
             return
         self._on_pushed(sent, replies)
@@ -286,11 +286,11 @@ class Exchange:
 
         self._shards.run_bulk(pull_at, self._timeout_s, lanes)
         if lanes is self._lanes:
-            self._sent = None
+            last, self._sent = self._sent, None  # of a session that has ended, too
             if self._settlement is not None:
                 self._settlement.on_told()
-            if self._is_exact and sent is not None:
-                self._on_closed(sent.header.clock)
+            if self._is_exact and last is not None:
+                self._on_closed(last.header.clock)
 
     def _on_closed(self, clock: int) -> None:
         """The round of a push has closed: note whether it was skipped."""
@@ -364,13 +364,14 @@ class Exchange:
             self.counts["blocks_duplicate"] += reply.blocks_duplicate
             self.counts["blocks_late"] += reply.blocks_late
 
-    def _drop(self, error: SessionFenced, step: int) -> None:
+    def _drop(self, error: SessionFenced, sent: _Sent) -> None:
         """The session ended during a push: it belonged to that session, and is not sent again by the next one."""
         self._sent = None
         self._session.rejoin(error)
+        self._sent = sent  # for the next pull, which finds out what became of its round
         self.counts["pushes_dropped"] += 1
         logger.warning(
             "psd: worker %d: the gradient of step %d was dropped, because the worker's lease ran out before all shards had it",
             self._rank,
-            step,
+            sent.header.clock,
         )

@@ -23,7 +23,7 @@ class SentPush:
     """A push. With rounds it is kept until its round is known to have closed.
 
     Attributes:
-        session: that it belongs to; another one neither sends nor commits it again.
+        session: that it belongs to; another one neither sends nor commits it again, but notes whether its round was skipped.
         header: without its caller. client_state: goes to shard 0.
         present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is not in it.
         feed: gives the blocks, if they are still being computed.

@@ -130,6 +130,9 @@ class Session:
         lanes = self._shards.lanes
         timeout_s = JOIN_TIMEOUT_S + config.retry_timeout_s
         replies = join_one_timeline(join_all, self._shards)
+        # Before the session is known to the heartbeats: a clock of the one before could exclude it from rounds.
+        self.clock = max(reply.clock for reply in replies)
+        self.decisions = list(replies[0].decisions)
         self._membership = Membership(
             rank=config.rank,
             run_id=request.run_id,
@@ -139,8 +142,6 @@ class Session:
             timeline=replies[0].timeline,
         )
         self._barrier_seq = 0
-        self.clock = max(reply.clock for reply in replies)
-        self.decisions = list(replies[0].decisions)
 
     @property
     def number(self) -> int:

@@ -237,7 +237,11 @@ class Admission:
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)
-                skipped = self._core.members.on_clock(worker, request.clock)
+                if self._core.job.decisions is None:
+                    skipped = self._core.members.on_clock(worker, request.clock)
+                elif request.clock > worker.clock:
+                    # This shard may have seen no push, and the commit, which takes part in a round, be still on its way.
+                    self._core.members.on_step(worker, request.clock)
             if request.leaving:
                 skipped |= self._core.members.on_leaving(worker)
         if skipped:

@@ -140,11 +140,19 @@ class Job(Process):
         return pid
 
     def watchdog_pid(self) -> int:
-        """Of its watchdog, which is not itself of the run, but has its name as an argument."""
+        """Of its watchdog, which is not itself of the run, but has its name as an argument.
+
+        Linux shows the arguments of a process a moment after psd-run has learnt that it has started: on a busy machine, after
+        psd-run has said so.
+        """
         watching = f"psd.cli.watchdog {self.run_id}".encode()
-        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        (pid,) = (pid for pid in pids if watching in _read(pid, "cmdline").replace(b"\0", b" "))
-        return pid
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+            found = [pid for pid in pids if watching in _read(pid, "cmdline").replace(b"\0", b" ")]
+            if found or time.monotonic() > deadline:
+                (pid,) = found
+                return pid
 
     def orphans(self) -> dict[int, str]:
         """What is left of the run."""

@@ -185,6 +185,25 @@ def test_a_skipped_round_is_told_to_all_and_counted(cluster: Start, caplog: Any)
     assert "worker 1: the gradient of 'w' at step 1 holds NaN or infinity; the round is skipped" in caplog.text
 
 
+@pytest.mark.parametrize("method", ["commit", "pull"])
+def test_a_skipped_round_is_told_to_a_worker_whose_lease_has_run_out_meanwhile(cluster: Start, method: str) -> None:
+    """Before or after it has committed: GradScaler's scale must follow the others' all the same."""
+    shards = cluster(2)
+    ps, faults = connect_faulty(shards.servers, 0, 2, wait_timeout_s=20)
+    peer = connect(shards.servers, 1, 2)
+    values, policy = np.ones(SIZE, np.float32), {"nan_policy": "skip"}
+    in_threads(*(lambda each=each: each.declare({"w": values}, SGD(lr=1.0), **policy) for each in (ps, peer)))
+    peer.push({"w": np.full(SIZE, np.inf, np.float32)})
+
+    with ps, peer:
+        faults.run_before(method, shard=0, action=lambda: [expire(shard, 0) for shard in shards.shards])
+        params = ps.push_pull({"w": values})
+        stats = ps.stats()
+        assert set(params["w"].tolist()) == {1.0}
+        assert (ps.is_skipped, ps.clock, stats["rejoins"], stats["rounds_skipped"]) == (True, 1, 1, 1)
+    faults.assert_all_fired()
+
+
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_declared(cluster: Start) -> None:
     """By name; and a worker that skips in a job that has no such policy."""
     with connect(cluster(1).servers, 0, 1) as ps:

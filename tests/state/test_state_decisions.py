@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -281,6 +282,21 @@ def test_a_round_that_everybody_skips_is_decided_empty(driver_of):
     driver.push(again, 1, 2.0)
     commit(driver, again, 1)
     assert driver.values() == [-2.0] * 3
+
+
+def test_a_heartbeat_between_push_and_commit_does_not_leave_its_worker_out():
+    """Shard 0 has a static block alone, and sees no push: the clock that a heartbeat says is ahead of the commit."""
+    spec = exact(blocks=2)
+    spec = replace(spec, groups=(type(spec.groups[0])("static"), spec.groups[1]))
+    driver = Driver(spec, shards=2)
+    a, b = driver.start()
+
+    waits = commit(driver, a, 0)
+    driver.heartbeat(b, 1)
+
+    assert not waits.future.done()
+    assert driver.worker(1).clock == 1
+    assert list(commit(driver, b, 0).decisions) == [decision(0, 0, 1)]
 
 
 def test_a_gradient_that_was_lost_with_its_worker_is_reported_to_those_that_wait(driver_of):

@@ -18,7 +18,7 @@ def run_workers(cluster: Callable[..., Any]) -> RunWorkers:
     """run_workers(world_size, shards, worker) -> what worker(ps) returned, in the order of the ranks; options go to connect."""
 
     def run(world_size: int, shards: int, worker: Callable[[psd_client.ParameterServer], Any], **options: Any) -> list[Any]:
-        servers = cluster(shards).servers
+        servers = cluster(shards, lease_s=60.0).servers  # a busy machine must not look like a dead worker
 
         def connected(rank: int) -> Any:
             with psd_client.connect(servers, rank, world_size, **{"wait_timeout": 20, **options}) as ps:
