@@ -364,7 +364,7 @@ class Exchange:
             self.counts["blocks_duplicate"] += reply.blocks_duplicate
             self.counts["blocks_late"] += reply.blocks_late
 
-    def _drop(self, error: SessionFenced, sent: _Sent) -> None:
+    def _drop(self, error: SessionFenced, sent: SentPush) -> None:
         """The session ended during a push: it belonged to that session, and is not sent again by the next one."""
         self._sent = None
         self._session.rejoin(error)

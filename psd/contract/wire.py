@@ -21,6 +21,10 @@ PREFIX = struct.Struct("<IIQ")
 READ_AHEAD_BYTES = 16 << 10
 """More would only be copied twice; heads have a few dozen bytes, those of a push some hundred."""
 
+BUFFER_BYTES = 1 << 20
+"""Of each TCP socket and direction; Linux makes twice as much of it: a bound on what is under way to a side that does not read.
+A larger one, and what the kernel would choose, made steps no shorter."""
+
 KEPT_BACK_BYTES_MAX = 16 << 10
 """A system call costs more than copying this much."""
 
@@ -59,7 +63,9 @@ class Stream:
         self._start = self._end = 0
         self._kept_back = b""
         self._timeout_s = 0
-        if sock.family != getattr(socket, "AF_UNIX", None):  # whose buffers stay as they are: TCP's grow by themselves
+        if sock.family != getattr(socket, "AF_UNIX", None):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
