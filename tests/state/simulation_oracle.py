@@ -59,6 +59,7 @@ class Oracle:
         self.verdicts: dict[int, job_pb2.Verdict] = {}
         self._exact: dict[int, list[tuple[float, float, int]]] = {}  # block -> by version: parameter, slot, steps
         self.arrived: dict[str, dict[int, int]] = defaultdict(dict)  # barrier -> rank -> session
+        self.last_barrier: dict[int, str] = {}
         self.opened: set[tuple[int, int, int]] = set()  # (rank, session, number of the call)
         self.opened_early: list[str] = []
         self.reads = 0
@@ -67,19 +68,30 @@ class Oracle:
 
     def on_arrive(self, barrier: str, caller: job_pb2.Caller) -> None:
         self.arrived[barrier][caller.rank] = caller.session
+        self.last_barrier[caller.rank] = barrier
 
     def on_withdraw(self, barrier: str, caller: job_pb2.Caller) -> None:
         del self.arrived[barrier][caller.rank]
 
     def on_barrier_end(self, shard: Shard, ticket: Ticket, seq: int) -> None:
         """At the moment at which a call ends: if it is because the barrier opens, all that are waited for have arrived."""
-        call = ticket.rank, ticket.session, seq
-        if ticket.future.exception() is None and call not in self.opened:
-            self.opened.add(call)
-            arrived = self.arrived[ticket.name]
-            missing = [w.rank for w in shard.core.members.workers if w.is_waited_for and arrived.get(w.rank) != w.session]
-            if missing:
-                self.opened_early.append(f"barrier {ticket.name!r} has opened without workers {missing}")
+        if ticket.future.exception() is None:
+            self.on_opened(shard, ticket.name, (ticket.rank, ticket.session, seq))
+
+    def on_opened(self, shard: Shard, name: str, call: tuple[int, int, int]) -> None:
+        if call in self.opened:
+            return
+        self.opened.add(call)
+        arrived = self.arrived[name]
+        missing = [w.rank for w in shard.core.members.workers if w.is_waited_for and arrived.get(w.rank) != w.session]
+        if missing:
+            self.opened_early.append(f"barrier {name!r} has opened without workers {missing}")
+
+    def learn_opened(self, shard: Shard) -> None:
+        """Of a shard that has come back: it may have been killed between the opening and the answers."""
+        for rank, (session, calls) in shard.core.barriers._opened.items():
+            for seq in calls:
+                self.on_opened(shard, self.last_barrier[rank], (rank, session, seq))
 
     def on_send(self, rank: int, sent: Sent) -> None:
         self.sent[rank, sent.session, sent.clock] = sent
@@ -139,6 +151,7 @@ class Oracle:
             assert not self.world.was_initialized, f"shard {index} came back without its values"
             self.initial.pop(index, None)
             return
+        self.learn_opened(shard)
         if initial is not None:
             self.initial[index] = float(next(iter(shard.core.declared().blocks.values()))._page.parameter[0])
         for block, state in shard.core.declared().blocks.items():

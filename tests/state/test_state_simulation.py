@@ -67,6 +67,11 @@ def test_killed_shards_lose_nothing(mode):
     assert mode.startswith(("ssp", "async")) or sum(world.pushes_again for world in worlds) > SEEDS_PER_CASE / 10
 
 
+def test_a_barrier_that_opened_as_its_shard_died_stays_opened_for_those_who_ask_again():
+    """A lease ran out and the barrier opened without that worker, which is back when the others are answered."""
+    assert simulate(200600, "exact quorum", trouble=True, kills=4).barriers == 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_shards_and_workers_together_break_no_promise(mode):
     """Workers die and are fenced while shards die, too: what was acknowledged counts once (async), what was decided holds
