@@ -74,13 +74,8 @@ class DataPlane:
     def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:
         """See DataService.Push."""
         push = self._begin(header, waiter)
-        received = 0
-        try:
-            for block in blocks:
-                self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
-                received += block.payload.nbytes
-        finally:
-            self._exchange.count_bytes(received=received)
+        for block in blocks:
+            self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
         return self._exchange.end_push(push)
 
     def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[Answer]:
@@ -101,12 +96,10 @@ class DataPlane:
         push = self._begin(header, waiter)
         pull = self._exchange.begin_answer(push)
         pending: deque[BlockState] = deque()
-        received = 0
         try:
             for pushed in blocks:
                 covered = len(push.covered)
                 self._take(push, pushed, waiter)
-                received += pushed.payload.nbytes
                 if len(push.covered) > covered:
                     pending.append(self._exchange.block(pushed.block))
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
@@ -118,7 +111,6 @@ class DataPlane:
                 yield self._read(block, pull, waiter)
             push.lent.clear()  # all rounds have closed
         finally:
-            self._exchange.count_bytes(received=received)
             self._exchange.take_over(push)
         yield reply
 
@@ -136,6 +128,7 @@ class DataPlane:
             ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
         ) is not None:
             waiter.wait(ticket)
+        self._exchange.count_bytes(received=block.payload.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:
