@@ -142,7 +142,7 @@ class BulkConnection:
 
     def _attach(self, attach: bulk_pb2.BulkAttach) -> None:
         self._stream.send(Kind.SEND)
-        _, descriptors, _, _ = socket.recv_fds(self._stream.socket, 1, 1) if _is_local(self._stream) else (b"", [], 0, None)
+        descriptors = self._received_descriptors()
         try:
             if len(descriptors) != 1:
                 raise InvalidRequest("descriptor: the byte after SEND came without one")
@@ -156,6 +156,15 @@ class BulkConnection:
         finally:
             for descriptor in descriptors:
                 socket.close(descriptor)
+
+    def _received_descriptors(self) -> list[int]:
+        if not _is_local(self._stream):
+            return []
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._stream.socket, 1, 1)
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+        return descriptors
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         method = call.method
