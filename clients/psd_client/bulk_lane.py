@@ -14,7 +14,7 @@ from typing import TypeVar
 from psd.contract.config import ConfigError, parse_address
 from psd.contract.errors import ShardUnavailable
 from psd.contract.layout import Block
-from psd.contract.wire import Stream
+from psd.contract.wire import Stream, is_of_this_user
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection
 from psd_client.flat import FlatBuffers
@@ -152,8 +152,7 @@ class BulkLane(GrpcLane):
         except OSError:
             sock.close()
             raise _NotHere("the shard is on another machine") from None
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        if int.from_bytes(credentials[4:8], "little") != os.getuid():
+        if not is_of_this_user(sock):
             sock.close()
             raise _NotHere("the shard is another user's")
         return sock

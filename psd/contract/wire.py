@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import os
 import socket
 import struct
 from typing import Any
@@ -175,3 +176,9 @@ class Stream:
     def close(self) -> None:
         """Give the descriptor back; nobody may be using it."""
         self.socket.close()
+
+
+def is_of_this_user(sock: socket.socket) -> bool:
+    """True if the other end of a connected local socket (Linux) belongs to the user of this process."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # pid, uid, gid
+    return int.from_bytes(credentials[4:8], "little") == os.getuid()

@@ -8,7 +8,6 @@ listeners.
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import threading
 import time
@@ -27,8 +26,6 @@ from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2
-
-logger = logging.getLogger(__name__)
 
 BLOCKS_FOR_TWO_THREADS = 4
 """From so many blocks of the shard on, answers leave from a thread of their own; below, handing them over costs more."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from psd.contract.config import ServerConfig, parse_address
 from psd.contract.errors import InvalidRequest, Overloaded
-from psd.contract.wire import Stream
+from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.bulk_connection import BulkConnection
 from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
@@ -153,7 +153,7 @@ class BulkServer:
             self._connections[descriptor] = connection
         try:
             self._hang_ups.watch(descriptor)
-            if _is_of_this_user(sock):
+            if _is_welcome(sock):
                 connection.serve(self._admit, HELLO_S)
         finally:
             self._hang_ups.forget(descriptor)
@@ -203,12 +203,9 @@ class BulkServer:
         self._hang_ups.stop()
 
 
-def _is_of_this_user(sock: socket.socket) -> bool:
-    """True unless it is a local socket whose other end belongs to somebody else."""
-    if sock.family != getattr(socket, "AF_UNIX", None):
-        return True
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[4:8], "little") == os.getuid()
+def _is_welcome(sock: socket.socket) -> bool:
+    """False for a local socket whose other end belongs to somebody else."""
+    return sock.family != getattr(socket, "AF_UNIX", None) or is_of_this_user(sock)
 
 
 class _HangUps:

@@ -1,6 +1,6 @@
 """The data plane without its carrier: pushes, pulls and both at once, as steps over blocks.
 
-Each carrier (gRPC in data_service.py, sockets in bulk_call.py) turns what it receives into a header and a sequence of
+Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and a sequence of
 `PushedBlock`, and what comes out, `Answer`s, into whatever it sends. Waits happen here, through the carrier's Waiter. Must not
 know frames, messages on the wire, or sockets.
 """
