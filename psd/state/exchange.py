@@ -1,6 +1,6 @@
 """The exchange: gradients in, parameters out. The middle of a push's life, between the frames and the blocks.
 
-push: begin_push -> gate -> push_block for every block -> end_push        pull: begin_pull -> gate -> read -> release
+push: begin_push -> gate -> push_block for every block -> end_push        pull: begin_pull -> gate -> read, unpin
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaFull, Page
 
 Found = tuple[int, Page]
-"""A block's version, and its page, pinned: to be given back by `Exchange.release`."""
+"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`."""
 
 
 @dataclass(slots=True)
@@ -350,7 +350,7 @@ class Exchange:
     def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
         """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
 
-        The caller gives the page back with `release`.
+        The caller gives the page back with `BlockState.unpin`.
         """
         self._check_session(pull)
         version_min = pull.clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
@@ -375,11 +375,6 @@ class Exchange:
     def block(self, index: int) -> BlockState:
         """The block of that index; BlockOutOfRange if it is not this shard's."""
         return self._core.initialized().block(index)
-
-    @staticmethod
-    def release(block: BlockState, page: Page) -> None:
-        """Give back a page that was read. The block's arena has it, which may no longer be the job's."""
-        block.unpin(page)
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

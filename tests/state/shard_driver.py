@@ -273,7 +273,7 @@ class Driver:
                 found[block.plan.index] = answer
             else:
                 found[block.plan.index] = answer[1].parameter.copy()
-                self.shard.exchange.release(block, answer[1])
+                block.unpin(answer[1])
         return found
 
     def values(self, block: int = 0) -> list[float]:

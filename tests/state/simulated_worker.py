@@ -382,7 +382,7 @@ class SimulatedWorker(SettlingWorker):
                 world.check_alive(index, caller)
             version, page = found
             world.oracle.on_read(self.rank, clock, block.plan.index, version, page)
-            exchange.release(block, page)
+            block.unpin(page)
             if block.plan.index % 3 == 2:
                 yield None
                 world.check_alive(index, caller)

@@ -199,7 +199,7 @@ def test_a_page_that_was_being_read_is_given_back_to_its_own_arena(directory):
     rollback(driver, name, 1)
 
     assert page.parameter.tolist() == numbers
-    exchange.release(block, page)
+    block.unpin(page)
     with pytest.raises(ShardRestarted):
         exchange.read(block, pull)
 

@@ -163,7 +163,7 @@ def test_a_pull_that_only_waits_reads_nothing():
     request = data_pb2.PullRequest(caller=a.caller, clock=0, layout_digest=driver.layout.digest, versions_only=True)
     pull, (block,) = driver.shard.exchange.begin_pull(request)
     found = driver.shard.exchange.read(block, pull)
-    driver.shard.exchange.release(block, found[1])
+    block.unpin(found[1])
 
     assert block.readers._pages[0].version == 0
 
