@@ -13,6 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from psd.contract import frames
+from psd.contract.config import RUN_ID_BYTES_MAX
 from psd.contract.errors import (
     InvalidRequest,
     RolledBack,
@@ -26,6 +27,7 @@ from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
 
 TRANSPORT_BYTES_MAX = 256
+HOST_BYTES_MAX = 256
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class Admission:
                 f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
                 "that session at the others, and in a worker that resumes"
             )
-        for name, text, limit in (("host", request.host, 256), ("run_id", request.run_id, 128)):
+        for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
         with self._core.lock:
@@ -158,8 +160,10 @@ class Admission:
 
     def declare(self, request: control_pb2.DeclareRequest) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `choice`."""
+        limits = self._core.config.limits
+        JobSpec.check_counts(request.spec, limits)
         spec = JobSpec.from_message(request.spec)
-        spec.check_limits(self._core.config.limits)
+        spec.check_limits(limits)
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             if spec.world_size != len(self._core.members.workers):

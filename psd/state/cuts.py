@@ -53,7 +53,7 @@ class Snapshot:
     Attributes:
         job, timeline: that it belongs to; the shard may have gone back to a checkpoint meanwhile.
         on_ready, on_missed: told when all pages are there, or that they cannot be had. They return at once.
-        pages: pinned, by block; whoever takes the snapshot unpins them.
+        pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         worker_clocks, client_states: by rank.
     """
 
@@ -63,6 +63,7 @@ class Snapshot:
     on_missed: Callable[[data_pb2.Cut, str], None]
     timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
+    is_complete: bool = False
     worker_clocks: dict[int, int] = field(default_factory=dict)
     client_states: dict[int, bytes] = field(default_factory=dict)
 
@@ -147,8 +148,12 @@ class Cuts:
                 if cut.id in self._known:
                     continue
                 self._known[cut.id] = cut
-                for old in list(self._known)[: -2 * CUTS_MAX]:
+                forgotten = list(self._known)[: -2 * CUTS_MAX]
+                for old in forgotten:
                     del self._known[old]
+                given_up = [self._open[old] for old in forgotten if old in self._open]
+            for snapshot in given_up:
+                self._miss(snapshot, f"{2 * CUTS_MAX} others have been named since")
             self.begin(Snapshot(cut, job, self._on_ready, self._on_missed))
 
     def begin(self, snapshot: Snapshot) -> None:
@@ -165,6 +170,9 @@ class Cuts:
         with self._lock:
             self._open.pop(snapshot.cut.id, None)
             pages, snapshot.pages = snapshot.pages, {}
+        # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
+        for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
+            snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
         for page in pages.values():
             snapshot.job.arena.unpin(page)
 
@@ -178,7 +186,7 @@ class Cuts:
 
             if not block.plan.trained:
                 take(block.pin())
-            elif not block.at_version(snapshot.cut.step, take):
+            elif not block.at_version(snapshot.cut.step, snapshot, take):
                 self._miss(snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
                 return
 
@@ -202,6 +210,7 @@ class Cuts:
     def _finish(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._open.pop(snapshot.cut.id, None)
+            snapshot.is_complete = True
         self._surroundings(snapshot)
         snapshot.on_ready(snapshot)
 
