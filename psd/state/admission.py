@@ -5,7 +5,6 @@ Must not know gradients: psd/state/exchange.py has them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.state.core import UNNAMED_RUN, ShardCore
+from psd.state.cuts import TIME_S_MAX
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
@@ -261,6 +261,6 @@ class Admission:
             self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
-                worker.left_at = left_at if math.isfinite(left_at) else 0.0
+                worker.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
                 self._core.on_session_end(worker)
         self._core.settle()

@@ -25,6 +25,8 @@ AHEAD = 3
 reply to its push of round r + 1 at the latest, and tells the others with its push of round r + 2, before that can close."""
 
 CUTS_MAX = 8
+TIME_S_MAX = 253_402_300_799.0
+"""The last second of the year 9999."""
 CLIENT_STATE_BYTES_MAX = 1 << 20
 CLIENT_STATES_KEPT = 8
 
@@ -32,12 +34,14 @@ _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
-    """Raise InvalidRequest for a name that no cut has, or too many cuts."""
+    """Raise InvalidRequest for a name or a time that no cut has, or too many cuts."""
     if len(cuts) > CUTS_MAX:
         raise InvalidRequest(f"cuts: {len(cuts)} are above the limit of {CUTS_MAX}")
     for cut in cuts:
         if not _ID.fullmatch(cut.id):
             raise InvalidRequest(f"cuts.id: expected 1 to 64 letters and digits, got {cut.id[:80]!r}")
+        if not 0 <= cut.created_at <= TIME_S_MAX:  # also refuses NaN, which a manifest could not be compared by
+            raise InvalidRequest(f"cuts.created_at: expected seconds from 0 to {TIME_S_MAX:g}, got {cut.created_at}")
 
 
 def check_client_state(state: bytes) -> None:

@@ -197,6 +197,9 @@ def test_what_is_no_cut_is_refused_by_name():
             check_cuts([cut(id_)])
     with pytest.raises(InvalidRequest, match="cuts: 9 are above the limit of 8"):
         check_cuts([cut(f"c{i}") for i in range(9)])
+    for time in (-1.0, float("nan"), float("inf"), 1e12):
+        with pytest.raises(InvalidRequest, match=r"cuts\.created_at: expected seconds from 0"):
+            check_cuts([data_pb2.Cut(id="c1", created_at=time)])
     with pytest.raises(InvalidRequest, match="client_state: has 1048577 bytes"):
         check_client_state(bytes(CLIENT_STATE_BYTES_MAX + 1))
 
