@@ -93,11 +93,39 @@ def test_train_when_there_are_tls_and_tokens_then_every_lane_works(
     with psd_client.connect(servers, 0, 1, transport=transport, **place.client()) as ps:
         declare(ps)
         values = train(ps, 3)
-        ps.push({"w": np.ones(SIZE, np.float32)})
         assert ps.transports == [transport] * 2
+        assert set(values.tolist()) == {-3.0}
+
+
+def test_train_when_much_goes_both_ways_at_once_over_tls_then_every_number_arrives(
+    cluster: Callable[..., Any], place: Place
+) -> None:
+    """Each side sends and receives from threads of its own, in 7 blocks; and a wait that ends, ends the call and no more."""
+    shard = serve(cluster, place).shards[0]
+    values = np.arange(1_600_000, dtype=np.float32) % 1000
+    job = {"optimizer": psd_client.SGD(lr=1.0), "reduce": "sum"}
+
+    with psd_client.connect(shard.address, 0, 2, transport="tcp", wait_timeout=0.5, **place.client()) as first:
+        first.declare({"w": values}, **job)
+        with pytest.raises(psd_client.WaitTimeout):
+            first.push_pull({"w": values})
+        with psd_client.connect(shard.address, 1, 2, transport="tcp", **place.client()) as second:
+            second.declare({"w": values}, **job)
+            other = Thread(lambda: second.push_pull({"w": values})["w"])
+            found = [first.push_pull({"w": values})["w"], other.result()]
+
+    for result in found:
+        assert result.tobytes() == (values - 2 * values).tobytes()
+
+
+def test_pull_when_a_reader_has_a_token_then_it_reads_and_nothing_else(cluster: Callable[..., Any], place: Place) -> None:
+    servers = serve(cluster, place, 2).servers
+    with psd_client.connect(servers, 0, 1, **place.client()) as ps:
+        declare(ps)
+        train(ps, 1)
+
         with psd_client.connect(servers, role="reader", **place.client("reader")) as reader:
-            assert set(values.tolist()) == {-3.0}
-            assert set(reader.pull()["w"].tolist()) == {-4.0}
+            assert set(reader.pull()["w"].tolist()) == {-1.0}
 
 
 CASES = {
