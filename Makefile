@@ -17,7 +17,7 @@ help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make test    lint and run all tests"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
-	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each: a quarter of an hour with the default of 2000"
+	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
