@@ -14,6 +14,7 @@ from certificates import Authority
 
 from psd.contract.config import ConfigError, is_loopback
 from psd.contract.credentials import Credentials
+from psd.contract.environment import client_config
 from psd.contract.tls import client_files, server_files, what_is_wrong
 from psd.contract.tls_socket import STEP_BYTES, TlsSocket
 from psd.contract.tokens import Role, digest_of, metadata_of, parse_tokens, presented
@@ -206,3 +207,17 @@ def test_credentials_without_files_show_nothing() -> None:
     assert not none.has_other_token()
     with pytest.raises(ConfigError, match="tls_ca: not given; a client's certificate is shown over TLS only"):
         Credentials(tls_cert="c", tls_key="k")
+
+
+def test_credentials_come_from_arguments_or_the_environment() -> None:
+    """Arguments hold; an empty one switches off what the environment says."""
+    environ = {"PSD_TLS_CA": "a", "PSD_TLS_CERT": "c", "PSD_TLS_KEY": "k", "PSD_TOKEN_FILE": "t"}
+    where = {"servers": "h:1", "rank": 0, "world_size": 1, "environ": environ}
+
+    config = client_config(**where)
+    other = client_config(**where, tls_ca="b", tls_cert="", tls_key="", token_file="")
+
+    assert (config.tls_ca, config.tls_cert, config.tls_key, config.token_file) == ("a", "c", "k", "t")
+    assert (other.tls_ca, other.tls_cert, other.tls_key, other.token_file) == ("b", "", "", "")
+    with pytest.raises(ConfigError, match="tls_key: not given; a certificate and its key belong together"):
+        client_config(**where, tls_key="")
