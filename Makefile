@@ -44,11 +44,12 @@ lint: $(INSTALLED)
 	done; \
 	[ -z "$$failed" ] || { echo "lint failed:$$failed"; exit 1; }
 
+# Two files of tests at a time: many of them wait for processes to start.
 test: $(INSTALLED)
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=$$?; \
 	echo "== pytest"; \
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) || status=$$?; \
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS) || status=$$?; \
 	exit $$status
 
 # What `make test` has in a short form, at length; every seed is printed.
