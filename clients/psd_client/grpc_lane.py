@@ -1,6 +1,6 @@
 """The gRPC lane: the protocol of record, which always works.
 
-Bulk frames are built and taken apart by psd/contract/frames.py on raw bytes, so gRPC's generated stubs are not used here. A
+Bulk frames are built and taken apart on raw bytes (grpc_frames.py), so gRPC's generated stubs are not used here. A
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters.
 
@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
-from numpy.typing import NDArray
+from google.protobuf.message import Message
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
@@ -28,6 +27,7 @@ from psd.v1 import control_pb2, data_pb2
 from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import may_be_tls, psd_error
+from psd_client.grpc_frames import Answer, initial_frames, push_messages
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
 
 SMALL_BYTES = 64 << 10
@@ -238,7 +238,7 @@ class GrpcLane(Lane):
 
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         """Provide the initial values."""
-        frames_out = _initial_frames(first, blocks, values)
+        frames_out = initial_frames(first, blocks, values)
         reply = self._send("Initialize", frames_out, data_pb2.InitializeReply, call, is_wait=False)
         self.sent_bytes += sum(block.nbytes for block in blocks)
         return reply.accepted
@@ -281,12 +281,13 @@ class GrpcLane(Lane):
 
     def _push_pull_small(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         message = data_pb2.SmallPush()
-        for frame, payload in self._push_messages(part):
+        for frame, payload in push_messages(part):
             if payload is not None:
                 frame.payload = payload.tobytes()
             message.frames.append(frame)
+        self.sent_bytes += sum(len(frame.payload) for frame in message.frames)
         reply = self._unary("PushPullSmall", message, data_pb2.SmallAnswer, call, is_wait=True, service=_DATA)
-        answer = _Answer(f"shard {self.shard} at {self.address}", part.blocks, parameters)
+        answer = Answer(f"shard {self.shard} at {self.address}", part.blocks, parameters)
         for answered in reply.frames:
             answer.take(answered, memoryview(answered.payload))
         self.received_bytes += answer.received_bytes
@@ -312,89 +313,20 @@ class GrpcLane(Lane):
         self, rpc: Any, blocks: Sequence[Block], parameters: FlatBuffers | None, call: Call
     ) -> data_pb2.PushReply | None:
         """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
-        answer = _Answer(f"shard {self.shard} at {self.address}", blocks, parameters)
+        answer = Answer(f"shard {self.shard} at {self.address}", blocks, parameters)
         try:
             with call.scope.entered(rpc.cancel):
                 while (frame := self._result(rpc, lambda: next(rpc, None), call, is_wait=True)) is not None:
-                    head, payload = frames.split(frame, "PullFrame")
-                    answer.take(self._parse(head), payload)
+                    answer.take_frame(frame)
         finally:
             self.received_bytes += answer.received_bytes
         return answer.complete()
 
-    def _parse(self, head: bytes) -> data_pb2.PullFrame:
-        try:
-            return data_pb2.PullFrame.FromString(head)
-        except DecodeError as error:
-            raise InternalError(f"shard {self.shard} at {self.address}: an answer is no PullFrame: {error}") from None
-
     def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
         """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
         try:
-            for message, payload in self._push_messages(part):
+            for message, payload in push_messages(part):
+                self.sent_bytes += 0 if payload is None else payload.nbytes
                 yield frames.join(message.SerializeToString(), payload)
         except Aborted:  # the shard refuses what ends without a last frame, and the call fails by that
             return
-
-    def _push_messages(self, part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, NDArray[Any] | None]]:
-        """The frames of one push as messages, and their payloads, if any."""
-        left = len(part.blocks)
-        for block, present in part.outgoing():
-            left -= 1
-            message = data_pb2.PushFrame(block=block.index, last=left == 0)
-            if left == len(part.blocks) - 1:
-                message.push.CopyFrom(part.header)
-            payload: NDArray[Any] | None = part.buffers.block(block.index)
-            if present is not None:
-                message.present = frames.present_bits(present)
-                if not present.any():
-                    payload = None
-            if payload is not None:
-                self.sent_bytes += block.nbytes
-            yield message, payload
-
-
-class _Answer:
-    """The blocks of one answer, as they come.
-
-    Args:
-        whose: for messages. blocks: that were asked for. parameters: where they go; None: nowhere.
-    """
-
-    def __init__(self, whose: str, blocks: Sequence[Block], parameters: FlatBuffers | None) -> None:
-        self.received_bytes = 0
-        self._whose = whose
-        self._awaited = {block.index: block for block in blocks}
-        self._parameters = parameters
-        self._reply: data_pb2.PushReply | None = None
-
-    def take(self, message: data_pb2.PullFrame, payload: memoryview) -> None:
-        """One frame."""
-        if message.HasField("push"):
-            self._reply = message.push
-            return
-        block = self._awaited.pop(message.block, None)
-        if block is None:
-            raise InternalError(f"{self._whose}: block {message.block} was not asked for")
-        if self._parameters is not None:
-            numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
-            self._parameters.block(block.index)[...] = numbers
-            self._parameters.versions[block.index] = message.version
-            self.received_bytes += block.nbytes
-
-    def complete(self) -> data_pb2.PushReply | None:
-        """The push's reply, if there was one; raises if a block is missing."""
-        if self._awaited:
-            raise InternalError(f"{self._whose}: {len(self._awaited)} blocks are missing in its answer")
-        return self._reply
-
-
-def _initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
-    if not blocks:
-        yield first.SerializeToString()
-    for block in blocks:
-        message = data_pb2.InitializeFrame()
-        if block is blocks[0]:
-            message.CopyFrom(first)
-        message.block = block.index
-        yield frames.join(message.SerializeToString(), values.block(block.index))
