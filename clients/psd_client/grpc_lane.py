@@ -57,9 +57,6 @@ CHANNEL_OPTIONS = (
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
 
-Metadata = Any
-"""Of a call, as gRPC takes it; None: nothing."""
-
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
@@ -87,12 +84,12 @@ class GrpcLane(Lane):
         self._channel: grpc.Channel | None = None
         self._closed = False
 
-    def _begin(self, start: Callable[[grpc.Channel, Metadata], ResultT]) -> ResultT:
+    def _begin(self, start: Callable[[grpc.Channel, dict[str, Any]], ResultT], timeout_s: float) -> ResultT:
         """A call that `start` begins on the channel, which is opened if need be; Cancelled if the lane was closed meanwhile."""
         while True:
             channel = self._open()
             try:
-                return start(channel, self._credentials.metadata())
+                return start(channel, {"timeout": timeout_s, "metadata": self._credentials.metadata()})
             except ValueError:  # gRPC's word for a closed channel
                 if self._closed:
                     raise Cancelled from None
@@ -186,9 +183,7 @@ class GrpcLane(Lane):
         """Send a heartbeat; the function returned waits for the reply."""
         serialize, parse = control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(
-                request, timeout=timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(request, **how), timeout_s
         )
 
         def reply() -> control_pb2.HeartbeatReply:
@@ -202,9 +197,7 @@ class GrpcLane(Lane):
         serialize, parse = control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
         try:  # a blocking call: gRPC starts a thread for any other kind
             self._begin(
-                lambda channel, metadata: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(
-                    request, timeout=timeout_s, metadata=metadata
-                )
+                lambda channel, how: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(request, **how), timeout_s
             )
         except grpc.RpcError as error:
             failed: Any = error  # which is a grpc.Call, too
@@ -215,9 +208,7 @@ class GrpcLane(Lane):
     ) -> MessageT:
         serialize, parse = type(request).SerializeToString, reply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_unary(service + name, serialize, parse).future(
-                request, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_unary(service + name, serialize, parse).future(request, **how), call.timeout_s
         )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
@@ -251,9 +242,7 @@ class GrpcLane(Lane):
         """Fetch parameters."""
         serialize = data_pb2.PullRequest.SerializeToString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_stream(f"{_DATA}Pull", serialize, None)(
-                request, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_stream(f"{_DATA}Pull", serialize, None)(request, **how), call.timeout_s
         )
         self._receive(rpc, blocks, None if request.versions_only else parameters, call)
 
@@ -261,9 +250,7 @@ class GrpcLane(Lane):
         """Fetch parameters as of a cut."""
         serialize = data_pb2.ReadRequest.SerializeToString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_stream(f"{_DATA}Read", serialize, None)(
-                request, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_stream(f"{_DATA}Read", serialize, None)(request, **how), call.timeout_s
         )
         self._receive(rpc, blocks, parameters, call)
 
@@ -273,9 +260,7 @@ class GrpcLane(Lane):
             return self._push_pull_small(part, parameters, call)
         messages = self._push_frames(part)
         rpc = self._begin(
-            lambda channel, metadata: channel.stream_stream(f"{_DATA}PushPull", None, None)(
-                messages, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.stream_stream(f"{_DATA}PushPull", None, None)(messages, **how), call.timeout_s
         )
         return self._with_reply(self._receive(rpc, part.blocks, parameters, call))
 
@@ -301,9 +286,7 @@ class GrpcLane(Lane):
     def _send(self, name: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
         parse = reply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.stream_unary(_DATA + name, None, parse).future(
-                messages, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.stream_unary(_DATA + name, None, parse).future(messages, **how), call.timeout_s
         )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
