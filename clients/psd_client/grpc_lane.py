@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -79,6 +80,7 @@ class GrpcLane(Lane):
         self._credentials = credentials if credentials is not None else Credentials()
         self._pem: Pem | None = None  # of the channel
         self._was_reached = False
+        self._shown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # call -> metadata, if there is a token
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
@@ -87,14 +89,18 @@ class GrpcLane(Lane):
     def _begin(self, start: Callable[[grpc.Channel, dict[str, Any]], ResultT], timeout_s: float) -> ResultT:
         """A call that `start` begins on the channel, which is opened if need be; Cancelled if the lane was closed meanwhile."""
         while True:
-            channel = self._open()
+            channel, metadata = self._open(), self._credentials.metadata()
             try:
-                return start(channel, {"timeout": timeout_s, "metadata": self._credentials.metadata()})
+                begun = start(channel, {"timeout": timeout_s, "metadata": metadata})
             except ValueError:  # gRPC's word for a closed channel
                 if self._closed:
                     raise Cancelled from None
                 if channel is self._channel:
                     raise
+                continue
+            if metadata is not None and isinstance(begun, grpc.Call):
+                self._shown[begun] = metadata
+            return begun
 
     def _open(self) -> grpc.Channel:
         if os.getpid() != self._pid:
@@ -114,7 +120,8 @@ class GrpcLane(Lane):
         """Why a call has failed, and, where it lets expect another outcome of the next attempt, what prepares that."""
         error = psd_error(rpc, self.shard, self.address, is_wait=is_wait)
         where = {"shard": self.shard, "address": self.address}
-        if isinstance(error, Unauthenticated) and self._credentials.has_other_token():
+        shown = self._shown.get(rpc)
+        if isinstance(error, Unauthenticated) and shown is not None and self._credentials.has_other_token(shown):
             return ShardUnavailable(f"shard {self.shard} at {self.address}: the token has changed meanwhile", **where)
         if not isinstance(error, ShardUnavailable):
             self._was_reached = True

@@ -47,11 +47,9 @@ class Watched(Generic[ValueT]):
             self._read()
         return self._value
 
-    def refresh(self) -> bool:
-        """Read the files whatever `stat` says; True if the value has changed by it."""
-        before = self._value
+    def refresh(self) -> None:
+        """Read the files whatever `stat` says."""
         self._read()
-        return self._value != before
 
     def _read(self) -> None:
         with self._lock:

@@ -276,9 +276,9 @@ def test_train_when_token_and_certificate_are_changed_then_goes_on(
 
 
 def test_train_when_the_token_changes_unnoticed_then_reads_it_again(cluster: Callable[..., Any], place: Place) -> None:
-    """A file that was changed within one tick of its clock, to the same size: the refusal makes the worker look."""
-    shard = serve(cluster, place).shards[0]
-    with psd_client.connect(shard.address, 0, 1, transport="grpc", **place.client()) as ps:
+    """A file that was changed within one tick of its clock, to the same size: both shards' refusals make the worker look."""
+    servers = serve(cluster, place, 2).servers
+    with psd_client.connect(servers, 0, 1, transport="grpc", **place.client()) as ps:
         declare(ps)
         train(ps, 1)
         path = place.path / "worker.token"

@@ -204,9 +204,25 @@ def test_credentials_without_files_show_nothing() -> None:
     none = Credentials()
 
     assert (none.metadata(), none.pem(), none.context(), none.has_tls, none.has_token) == (None, None, None, False, False)
-    assert not none.has_other_token()
+    assert not none.has_other_token(None)
     with pytest.raises(ConfigError, match="tls_ca: not given; a client's certificate is shown over TLS only"):
         Credentials(tls_cert="c", tls_key="k")
+
+
+def test_a_token_that_was_refused_is_compared_with_the_file(tmp_path: Path) -> None:
+    """Whoever looks first, all whose call carried the old one may try again; and nobody with the one that there is."""
+    path = tmp_path / "token"
+    path.write_text("a" * 16)
+    path.chmod(0o600)
+    stat = path.stat()
+    credentials = Credentials(token_file=str(path))
+    old = credentials.metadata()
+
+    assert not credentials.has_other_token(old)
+    path.write_text("b" * 16)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as if within one tick of the file system's clock
+    assert [credentials.has_other_token(old), credentials.has_other_token(old)] == [True, True]
+    assert not credentials.has_other_token(credentials.metadata())
 
 
 def test_credentials_come_from_arguments_or_the_environment() -> None:
