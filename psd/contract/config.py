@@ -94,6 +94,7 @@ class ServerConfig:
         listen: HOST:PORT to bind; port 0 takes a free one.
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
         bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
+        metrics_port: TCP port on which metrics are served, on the same host; 0: a free one; None: they are not.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
         grace_s: time for requests in progress after SIGTERM.
@@ -111,6 +112,7 @@ class ServerConfig:
     listen: str = "127.0.0.1:7000"
     advertise: str = ""
     bulk_port: int | None = 0
+    metrics_port: int | None = None
     run_id: str = ""
     lease_s: float = 10.0
     grace_s: float = 10.0
@@ -132,6 +134,8 @@ class ServerConfig:
             parse_address(self.advertise, "--advertise")
         if self.bulk_port is not None:
             _check_count("--bulk-port", self.bulk_port, 0, 65535)
+        if self.metrics_port is not None:
+            _check_count("--metrics-port", self.metrics_port, 0, 65535)
         if len(self.run_id.encode()) > 128:
             raise ConfigError("--run-id: expected at most 128 bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
