@@ -55,6 +55,9 @@ class Stream:
     Args:
         sock: blocking; owned from now on.
         head_bytes_max: a longer head is refused before it is read.
+
+    Attributes:
+        is_tcp: else it is a local socket.
     """
 
     def __init__(self, sock: socket.socket, head_bytes_max: int) -> None:
@@ -64,7 +67,8 @@ class Stream:
         self._start = self._end = 0
         self._kept_back = b""
         self._timeout_s = 0
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
+        if self.is_tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

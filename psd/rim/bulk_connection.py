@@ -155,7 +155,7 @@ class BulkConnection:
                 socket.close(descriptor)
 
     def _received_descriptors(self) -> list[int]:
-        if not _is_local(self._stream):
+        if self._stream.is_tcp:
             return []
         try:
             _, descriptors, _, _ = socket.recv_fds(self._stream.socket, 1, 1)
@@ -219,7 +219,7 @@ class BulkConnection:
             answers.close()
             if outbox is not None:
                 outbox.flush()
-            self._plane.count_sent(sent)
+            self._plane.counts.count_bytes(sent=sent)
         return reply
 
     def _outbox(self) -> Outbox[_Outgoing]:
@@ -338,7 +338,3 @@ def _parsed(kind: type[MessageT], head: bytes) -> MessageT:
         return kind.FromString(head)
     except DecodeError as error:
         raise InvalidRequest(f"{kind.__name__}: not a valid message: {error}") from None
-
-
-def _is_local(stream: Stream) -> bool:
-    return stream.socket.family == socket.AF_UNIX

@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -46,15 +47,18 @@ class _Ticket:
 class BulkServer:
     """The bulk lane of one shard. Made, then `start`ed once, then `stop`ped.
 
+    Args:
+        planes: by lane.
+
     Attributes:
         tcp_port: 0 where TCP is switched off. local_name: of the local socket; empty where the system has none.
     """
 
-    def __init__(self, shard: Shard, plane: DataPlane, guard: Guard, config: ServerConfig) -> None:
+    def __init__(self, shard: Shard, planes: Mapping[str, DataPlane], guard: Guard, config: ServerConfig) -> None:
         self.tcp_port = 0
         self.local_name = ""
         self._shard = shard
-        self._plane = plane
+        self._planes = planes
         self._guard = guard
         self._config = config
         self._lock = threading.Lock()
@@ -147,7 +151,8 @@ class BulkServer:
 
     def _serve(self, sock: socket.socket) -> None:
         stream = Stream(sock, self._config.limits.message_bytes_max)
-        connection = BulkConnection(stream, self._shard, self._plane, self._guard, lambda: len(self._by_rank) < self._cores)
+        plane = self._planes["tcp" if stream.is_tcp else "shm"]
+        connection = BulkConnection(stream, self._shard, plane, self._guard, lambda: len(self._by_rank) < self._cores)
         descriptor = sock.fileno()
         with self._lock:
             self._connections[descriptor] = connection

@@ -110,7 +110,7 @@ class DataService:
                 raise InvalidRequest("caller: stands on a frame that is not the first")
             if head.HasField("block"):
                 self._shard.admission.initialize_block(init, head.block, payload)
-                self._shard.exchange.count_bytes(received=payload.nbytes)
+                self._plane.counts.count_bytes(received=payload.nbytes)
             elif payload.nbytes:
                 raise InvalidRequest("block: absent, but the frame has a payload")
         if init is None:
@@ -123,7 +123,7 @@ class DataService:
             return frames.join(head.SerializeToString(), answer.values if with_payload else None)
         finally:
             answer.release()
-            self._plane.count_sent(answer.nbytes if with_payload else 0)
+            self._plane.counts.count_bytes(sent=answer.nbytes if with_payload else 0)
 
 
 def _next(requests: Iterator[Frame]) -> Frame:

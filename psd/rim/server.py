@@ -27,6 +27,7 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
+from psd.state.counts import LANES
 from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,8 @@ class ShardServer:
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        plane = DataPlane(self.shard)
-        self._bulk = BulkServer(self.shard, plane, Guard(self.shard), config)
+        planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
+        self._bulk = BulkServer(self.shard, planes, Guard(self.shard), config)
         control = ControlService(
             self.shard,
             address=lambda: config.advertise or self.address,
@@ -90,7 +91,7 @@ class ShardServer:
             open_bulk=self._bulk.open,
             checkpointer=self._checkpointer,
         )
-        self._server.add_generic_rpc_handlers((DataService(self.shard, plane).handler(), control.handler()))
+        self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"]).handler(), control.handler()))
         reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._is_ending = False
         self._stopping = threading.Event()

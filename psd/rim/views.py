@@ -14,6 +14,18 @@ MISSING_MAX = 64
 """Workers named in one Wait; a round may lack a thousand, and the message should stay small."""
 
 
+COUNTERS = (
+    "pushes_accepted",
+    "pushes_duplicate",
+    "pushes_late",
+    "requests_refused",
+    "pulls",
+    "bytes_received",
+    "bytes_sent",
+)
+"""Those of psd/state/counts.py: Counters that StatusReply has."""
+
+
 def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
     """One worker as this shard knows it."""
     return control_pb2.WorkerStatus(
@@ -55,9 +67,8 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         waits=[wait_status(shard, ticket) for ticket in core.waiting.open()],
     )
     with core.lock:
-        counters = core.counters
-        for name in counters.__slots__:
-            setattr(reply, name, getattr(counters, name))
+        for name in COUNTERS:
+            setattr(reply, name, getattr(core.counters, name))
         if core.membership is not None:
             reply.world_size = len(core.membership.workers)
             reply.min_clock = core.membership.min_clock() or 0

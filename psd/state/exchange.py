@@ -245,7 +245,7 @@ class Exchange:
                 self._core.counters.pushes_late += 1
             else:
                 self._core.counters.pushes_duplicate += 1
-            self._core.open_gates()
+            self._core.open_gates(push.worker)
         self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -358,12 +358,6 @@ class Exchange:
         if found is not None:
             return found
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
-
-    def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
-        """Add payload bytes to the totals."""
-        with self._core.lock:
-            self._core.counters.bytes_received += received
-            self._core.counters.bytes_sent += sent
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
