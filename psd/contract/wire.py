@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
@@ -57,16 +58,17 @@ class Stream:
         head_bytes_max: a longer head is refused before it is read.
 
     Attributes:
-        is_tcp: else it is a local socket.
+        is_tcp: else it is a local socket. head_bytes_max: as given; may be changed.
     """
 
     def __init__(self, sock: socket.socket, head_bytes_max: int) -> None:
         self.socket = sock
-        self._head_bytes_max = head_bytes_max
+        self.head_bytes_max = head_bytes_max
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
         self._kept_back = b""
         self._timeout_s = 0
+        self._deadline = math.inf
         self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
         if self.is_tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -111,8 +113,8 @@ class Stream:
             known = Kind(kind)
         except ValueError:
             raise InvalidRequest(f"kind: {kind} is none of the bulk lane's messages") from None
-        if head_bytes > self._head_bytes_max:
-            raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self._head_bytes_max}")
+        if head_bytes > self.head_bytes_max:
+            raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self.head_bytes_max}")
         return known, bytes(self._take(head_bytes)), payload_bytes
 
     def read_into(self, target: memoryview) -> None:
@@ -135,9 +137,12 @@ class Stream:
     def _take(self, count: int) -> memoryview:
         """The next bytes; valid until the next call."""
         if count > READ_AHEAD_BYTES:
-            whole = memoryview(bytearray(count))
-            self.read_into(whole)
-            return whole
+            whole = bytearray()
+            while len(whole) < count:  # a head that is promised and does not come takes no memory
+                step = memoryview(bytearray(min(count - len(whole), max(READ_AHEAD_BYTES, len(whole)))))
+                self.read_into(step)
+                whole += step
+            return memoryview(whole)
         if self._start + count > READ_AHEAD_BYTES:
             held = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(held)] = held
@@ -151,6 +156,8 @@ class Stream:
         return taken
 
     def _receive_into(self, target: memoryview, flags: int) -> int:
+        if self._deadline < math.inf and time.monotonic() > self._deadline:
+            raise TimeoutError
         try:
             count = self.socket.recv_into(target, 0, flags)
         except (BlockingIOError, TimeoutError):
@@ -171,6 +178,11 @@ class Stream:
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """How long all that is received from now on may take together, however little comes at a time; None: for ever."""
+        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
+        self.set_timeout(seconds or 0)
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes whoever is blocked in them."""

@@ -55,7 +55,7 @@ class BulkConnection:
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
         self._memory: WorkerMemory | None = None
-        self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
+        self._scratch = memoryview(b"")
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._has_hung_up = False
@@ -66,9 +66,11 @@ class BulkConnection:
     def serve(self, admit: Admit, hello_s: float) -> None:
         """Take calls until either side ends the connection."""
         try:
-            self._stream.set_timeout(hello_s)
+            self._stream.set_deadline(hello_s)
             self._welcome(admit)
-            self._stream.set_timeout(0)
+            self._stream.set_deadline(None)
+            self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
+            self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
                 with self._lock:
@@ -82,7 +84,7 @@ class BulkConnection:
         except (Disconnected, TimeoutError):
             pass
         except PsdError as error:  # the two sides no longer agree where a message begins
-            self._send_error(error)
+            self._send_error(self._guard.as_error(error))
 
     def _begin_message(self) -> bool:
         with self._lock:
@@ -95,6 +97,11 @@ class BulkConnection:
             raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
         self.rank = admit(self, _parsed(bulk_pb2.BulkHello, head).ticket)
         self._stream.send(Kind.WELCOME)
+
+    @property
+    def is_tcp(self) -> bool:
+        """False: over a local socket."""
+        return self._stream.is_tcp
 
     # -- the end, from other threads -----------------------------------------------------------------------------------
 

@@ -32,16 +32,28 @@ logger = logging.getLogger(__name__)
 TICKET_S = 30.0
 HELLO_S = 5.0
 """A connection that has not shown its ticket by then is closed."""
+HELLO_BYTES_MAX = 1024
+"""A head that comes before the ticket."""
 PREDECESSOR_S = 30.0
 """How long a new connection waits for its rank's earlier one to end."""
 STRANGERS_MAX = 64
-"""Connections beside one per rank: those that have not shown a ticket yet, and those that are ending."""
+"""Connections that have not shown a ticket yet. Where more come the oldest ones go: a worker shows its ticket at once."""
+CROWDED_PAUSE_S = 0.01
+"""After a connection that has displaced another one: a flood of them costs the shard no more than some."""
 
 
 @dataclass(frozen=True)
 class _Ticket:
     rank: int
     expires: float
+
+
+@dataclass(frozen=True)
+class LaneConnections:
+    """How many connections are open by one lane, and how many were closed before they had shown a ticket."""
+
+    open: int
+    refused: int
 
 
 class BulkServer:
@@ -65,6 +77,8 @@ class BulkServer:
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, BulkConnection] = {}
         self._connections: dict[int, BulkConnection] = {}  # by file descriptor
+        self._strangers: dict[BulkConnection, None] = {}  # those without a ticket, oldest first
+        self._refused = {"shm": 0, "tcp": 0}
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
@@ -133,41 +147,64 @@ class BulkServer:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
+                is_alone = self._begin(sock)
+            except (OSError, RuntimeError):
                 if self._is_stopping:
                     return
-                # Out of descriptors, or a peer that has gone already: neither may end the service.
+                # Out of descriptors or threads, or a peer that has gone already: neither may end the service.
                 logger.warning("the bulk lane could not accept a connection", exc_info=True)
                 select.select([], [], [], 0.1)
                 continue
-            with self._lock:
-                is_full = len(self._threads) >= self._config.limits.workers_max + STRANGERS_MAX
-                if is_full or self._is_stopping:
-                    sock.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(sock,), name="psd-bulk", daemon=True)
-                self._threads.add(thread)
-            thread.start()
+            if not is_alone:
+                select.select([], [], [], CROWDED_PAUSE_S)
 
-    def _serve(self, sock: socket.socket) -> None:
-        stream = Stream(sock, self._config.limits.message_bytes_max)
-        plane = self._planes["tcp" if stream.is_tcp else "shm"]
-        connection = BulkConnection(stream, self._shard, plane, self._guard, lambda: len(self._by_rank) < self._cores)
-        descriptor = sock.fileno()
+    def _begin(self, sock: socket.socket) -> bool:
+        """Serve a connection, unless there are too many; False if they are crowded."""
+        stream = Stream(sock, HELLO_BYTES_MAX)
+        lane = "tcp" if stream.is_tcp else "shm"
+        connection = BulkConnection(
+            stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
+        )
+        thread = threading.Thread(target=self._serve, args=(connection, sock.fileno(), lane), name="psd-bulk", daemon=True)
+        displaced = None
         with self._lock:
-            self._connections[descriptor] = connection
+            threads_max = self._config.limits.workers_max + 2 * STRANGERS_MAX  # some are ending
+            if len(self._threads) >= threads_max or self._is_stopping or not _is_welcome(stream):
+                self._refused[lane] += 1
+                stream.close()
+                return False
+            if len(self._strangers) >= STRANGERS_MAX:
+                displaced = next(iter(self._strangers))
+                del self._strangers[displaced]
+            self._strangers[connection] = None
+            self._connections[sock.fileno()] = connection
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._forget(connection, sock.fileno(), lane, thread)
+            raise
+        if displaced is not None:
+            displaced.hang_up()
+        return displaced is None
+
+    def _serve(self, connection: BulkConnection, descriptor: int, lane: str) -> None:
         try:
             self._hang_ups.watch(descriptor)
-            if _is_welcome(sock):
-                connection.serve(self._admit, HELLO_S)
+            connection.serve(self._admit, HELLO_S)
         finally:
             self._hang_ups.forget(descriptor)
-            with self._lock:
-                del self._connections[descriptor]
-                if self._by_rank.get(connection.rank) is connection:
-                    del self._by_rank[connection.rank]
-                self._threads.discard(threading.current_thread())
-            connection.close()
+            self._forget(connection, descriptor, lane, threading.current_thread())
+
+    def _forget(self, connection: BulkConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
+        with self._lock:
+            del self._connections[descriptor]
+            self._strangers.pop(connection, None)
+            self._refused[lane] += connection.rank < 0
+            if self._by_rank.get(connection.rank) is connection:
+                del self._by_rank[connection.rank]
+            self._threads.discard(thread)
+        connection.close()
 
     def _admit(self, connection: BulkConnection, key: bytes) -> int:
         """The rank that a ticket is for; InvalidRequest if it is for nobody."""
@@ -175,6 +212,7 @@ class BulkServer:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
+            self._strangers.pop(connection, None)
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank] = connection
         if before is not None:
@@ -182,6 +220,13 @@ class BulkServer:
             if not before.ended.wait(PREDECESSOR_S):
                 raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
         return ticket.rank
+
+    def connections(self) -> dict[str, LaneConnections]:
+        """By lane."""
+        with self._lock:
+            tcp = sum(connection.is_tcp for connection in self._connections.values())
+            is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
+            return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
     def stop(self, grace_s: float | None) -> None:
         """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
@@ -208,9 +253,9 @@ class BulkServer:
         self._hang_ups.stop()
 
 
-def _is_welcome(sock: socket.socket) -> bool:
+def _is_welcome(stream: Stream) -> bool:
     """False for a local socket whose other end belongs to somebody else."""
-    return sock.family != getattr(socket, "AF_UNIX", None) or is_of_this_user(sock)
+    return stream.is_tcp or is_of_this_user(stream.socket)
 
 
 class _HangUps:

@@ -27,6 +27,7 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
+from psd.rim.metrics_server import PATH, MetricsServer
 from psd.state.counts import LANES
 from psd.state.shard import Shard, ShardState
 
@@ -47,6 +48,7 @@ class ShardServer:
         shard: its state.
         address: HOST:PORT, once started.
         done: set when all workers have left.
+        metrics_port: once started, if it serves metrics.
     """
 
     def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] = lambda _: None) -> None:
@@ -61,6 +63,7 @@ class ShardServer:
             self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed, self._checkpointer.announce_due)
         self.done = threading.Event()
         self.address = config.listen
+        self.metrics_port = 0
         self._config = config
         calls_max = config.limits.workers_max * CALLS_PER_WORKER + CALLS_BESIDE
         self._pool = ThreadPoolExecutor(calls_max, thread_name_prefix="psd-call")
@@ -93,6 +96,7 @@ class ShardServer:
         )
         self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"]).handler(), control.handler()))
         reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._metrics: MetricsServer | None = None
         self._is_ending = False
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
@@ -126,12 +130,26 @@ class ShardServer:
                 "the shard begins with a checkpoint",
                 extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
             )
+        if self._config.metrics_port is not None:
+            self._metrics = self._metrics_server(host.strip("[]"), self._config.metrics_port)
+            self._metrics.start()
+            self.metrics_port = self._metrics.port
+            logger.info("serving metrics at http://%s:%d%s", host, self.metrics_port, PATH)
         self._bulk.start()
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()
         if self._checkpointer is not None:
             self._checkpointer.start()
+
+    def _metrics_server(self, host: str, port: int) -> MetricsServer:
+        from psd.rim.metrics import CONTENT_TYPE, Metrics  # only where metrics are asked for
+
+        checkpointer = self._checkpointer
+        metrics = Metrics(
+            self.shard, lambda: checkpointer.progress if checkpointer is not None else None, self._bulk.connections
+        )
+        return MetricsServer(host, port, metrics.render, CONTENT_TYPE)
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", DATA, CONTROL):
@@ -187,6 +205,8 @@ class ShardServer:
         stopped = self._server.stop(grace_s)
         self._bulk.stop(grace_s)
         stopped.wait()
+        if self._metrics is not None:
+            self._metrics.stop()
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import psd
-from psd.contract.rules import STATIC
 from psd.rim.checkpointer import Progress
 from psd.state.membership import Worker
 from psd.state.shard import Shard
@@ -75,14 +74,13 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
             reply.workers.extend(worker_status(shard, w) for w in core.membership.workers)
         job = core.job
     if job is not None:
-        trained = [b for b in job.blocks.values() if job.spec.groups[b.plan.group].rule != STATIC.name]
         reply.parameter_bytes = job.parameter_bytes
         reply.slot_bytes = job.slot_bytes
         reply.block_count = len(job.blocks)
         reply.tensor_count = len(job.spec.tensors)
         reply.version_min = job.version_min
         reply.version_max = job.version_max
-        reply.rounds = sum(b.version for b in trained)
+        reply.rounds = job.updates
         reply.consistency = str(job.spec.consistency)
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum

@@ -45,6 +45,10 @@ class Histogram:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
+    def copy(self) -> Histogram:
+        """As it is now."""
+        return total([self])
+
 
 class LaneCounts:
     """What has come and gone by one lane. Thread-safe.
@@ -69,6 +73,14 @@ class LaneCounts:
         """Note that a call has ended as it should."""
         with self._lock:
             self.calls[call].observe(seconds)
+
+    def copy(self) -> LaneCounts:
+        """As it is now."""
+        found = LaneCounts()
+        with self._lock:
+            found.bytes_received, found.bytes_sent = self.bytes_received, self.bytes_sent
+            found.calls = {call: histogram.copy() for call, histogram in self.calls.items()}
+        return found
 
 
 class Counters:

@@ -185,6 +185,11 @@ class Job:
         return total([block.times.closed for block in self._trained])
 
     @property
+    def updates(self) -> int:
+        """Updates applied, summed over the blocks."""
+        return sum(block.version for block in self._trained)
+
+    @property
     def open_rounds(self) -> int:
         """Blocks that have a gradient of a round, and not all."""
         return sum(block.times.is_open for block in self._trained)
