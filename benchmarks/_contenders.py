@@ -30,6 +30,7 @@ class Contender:
 
     Attributes:
         name: in the table. workers: how many push. shards: of psd; 0: another system.
+        servers: addresses of psd's shards.
         model: name of what is trained. moves: whether bytes travel between workers and servers.
         seconds: of the timed steps so far. server_cpu_s, all_steps: CPU time of the servers, over all steps.
     """
@@ -41,6 +42,7 @@ class Contender:
     peers: list[Peer]
     server_pids: list[int]
     moves: bool = True
+    servers: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     server_cpu_s: float = 0.0
     all_steps: int = 0
@@ -92,11 +94,13 @@ def psd(
     consistency: str = "sync",
     call: str = "flat",
     network: Network | None = None,
+    flags: Sequence[str] = (),
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
+        flags: further ones of the shards.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
     """
 
@@ -105,7 +109,7 @@ def psd(
         for index in range(shards):
             host = f"s{index}"
             listen, prefix = _listen(network, host), _on(network, host)
-            servers.append(Shard("--lease", "120", index=index, count=shards, listen=listen, prefix=prefix))
+            servers.append(Shard("--lease", "120", *flags, index=index, count=shards, listen=listen, prefix=prefix))
         for server in servers:
             server.start()
             stack.callback(server.end)
@@ -125,7 +129,9 @@ def psd(
             prefix = _on(network, f"w{rank}")
             peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
-        return Contender(f"psd {transport}", workers, shards, model, peers, [server.pid for server in servers])
+        addresses = [server.address for server in servers]
+        pids = [server.pid for server in servers]
+        return Contender(f"psd {transport}", workers, shards, model, peers, pids, servers=addresses)
 
     return start
 

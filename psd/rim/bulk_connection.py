@@ -284,6 +284,8 @@ class _Pushed:
         while not self._is_last:
             message = self._next()
             count = len(message.blocks)
+            if not count and not self._is_last:
+                raise InvalidRequest("blocks: is empty in a message that is not the last of its push")
             if len(message.present) not in (0, count):
                 raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
             if message.in_memory:

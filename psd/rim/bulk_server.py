@@ -24,6 +24,7 @@ from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.bulk_connection import BulkConnection
 from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
+from psd.rim.strangers import Strangers
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -37,7 +38,7 @@ HELLO_BYTES_MAX = 1024
 PREDECESSOR_S = 30.0
 """How long a new connection waits for its rank's earlier one to end."""
 STRANGERS_MAX = 64
-"""Connections that have not shown a ticket yet. Where more come the oldest ones go: a worker shows its ticket at once."""
+"""Connections that have not shown a ticket yet."""
 CROWDED_PAUSE_S = 0.01
 """After a connection that has displaced another one: a flood of them costs the shard no more than some."""
 
@@ -77,7 +78,7 @@ class BulkServer:
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, BulkConnection] = {}
         self._connections: dict[int, BulkConnection] = {}  # by file descriptor
-        self._strangers: dict[BulkConnection, None] = {}  # those without a ticket, oldest first
+        self._strangers = Strangers(STRANGERS_MAX)
         self._refused = {"shm": 0, "tcp": 0}
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
@@ -166,27 +167,21 @@ class BulkServer:
             stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
         )
         thread = threading.Thread(target=self._serve, args=(connection, sock.fileno(), lane), name="psd-bulk", daemon=True)
-        displaced = None
         with self._lock:
             threads_max = self._config.limits.workers_max + 2 * STRANGERS_MAX  # some are ending
             if len(self._threads) >= threads_max or self._is_stopping or not _is_welcome(stream):
                 self._refused[lane] += 1
                 stream.close()
                 return False
-            if len(self._strangers) >= STRANGERS_MAX:
-                displaced = next(iter(self._strangers))
-                del self._strangers[displaced]
-            self._strangers[connection] = None
             self._connections[sock.fileno()] = connection
             self._threads.add(thread)
+        is_alone = self._strangers.enter(connection, connection.hang_up)
         try:
             thread.start()
         except RuntimeError:
             self._forget(connection, sock.fileno(), lane, thread)
             raise
-        if displaced is not None:
-            displaced.hang_up()
-        return displaced is None
+        return is_alone
 
     def _serve(self, connection: BulkConnection, descriptor: int, lane: str) -> None:
         try:
@@ -199,7 +194,7 @@ class BulkServer:
     def _forget(self, connection: BulkConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
         with self._lock:
             del self._connections[descriptor]
-            self._strangers.pop(connection, None)
+            self._strangers.leave(connection)
             self._refused[lane] += connection.rank < 0
             if self._by_rank.get(connection.rank) is connection:
                 del self._by_rank[connection.rank]
@@ -212,7 +207,7 @@ class BulkServer:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
-            self._strangers.pop(connection, None)
+            self._strangers.leave(connection)
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank] = connection
         if before is not None:

@@ -132,6 +132,7 @@ class DataPlane:
         return push
 
     def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
+        self._exchange.check_arrival(push)
         while (
             ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
         ) is not None:

@@ -6,10 +6,10 @@ longer than it takes to copy it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,11 +17,14 @@ from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts import Snapshot
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
 SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
+
+AnswerT = TypeVar("AnswerT")
 
 
 class DataService:
@@ -30,25 +33,32 @@ class DataService:
     def __init__(self, shard: Shard, plane: DataPlane) -> None:
         self._shard = shard
         self._plane = plane
+        self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods with psd's own (de)serializers, ready to be added to a server."""
-        guard = Guard(self._shard)
+        guard, bounded = Guard(self._shard), self._bounded
         push, pull, init = data_pb2.PushFrame, data_pb2.PullRequest, data_pb2.InitializeFrame
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Push": grpc.stream_unary_rpc_method_handler(
-                    guard.unary(self.push), frame_parser(push), data_pb2.PushReply.SerializeToString
+                    guard.unary(bounded(self.push)), frame_parser(push), data_pb2.PushReply.SerializeToString
                 ),
                 "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
                 "Read": grpc.unary_stream_rpc_method_handler(guard.stream(self.read), message_parser(data_pb2.ReadRequest)),
-                "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(self.push_pull), frame_parser(push)),
+                "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(bounded(self.push_pull)), frame_parser(push)),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
-                    guard.unary(self.initialize), frame_parser(init), data_pb2.InitializeReply.SerializeToString
+                    guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
             },
         )
+
+    def _bounded(
+        self, method: Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]
+    ) -> Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]:
+        """The method, with a bound on calls of which no frame has come."""
+        return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
         """See DataService.Push."""
@@ -113,6 +123,8 @@ class DataService:
                 self._plane.counts.count_bytes(received=payload.nbytes)
             elif payload.nbytes:
                 raise InvalidRequest("block: absent, but the frame has a payload")
+            elif not head.HasField("caller"):
+                raise InvalidRequest("block: absent from a frame that is not the first")
         if init is None:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
         return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
@@ -155,3 +167,5 @@ def _blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
         frame = _next(requests)
         if frame.head.HasField("push"):
             raise InvalidRequest("push: a header stands on a frame that is not the first of its push")
+        if not frame.head.HasField("block") and not frame.head.last:
+            raise InvalidRequest("block: absent from a frame that is neither the first nor the last of its push")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, parse_address
@@ -28,6 +28,7 @@ from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.rim.metrics_server import PATH, MetricsServer
+from psd.rim.strangers import Health, Reflection
 from psd.state.counts import LANES
 from psd.state.shard import Shard, ShardState
 
@@ -39,6 +40,8 @@ answer for the process, which also serves while it waits for a job."""
 
 CALLS_PER_WORKER = 4  # a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them
 CALLS_BESIDE = 64  # status, health, reflection
+CONNECTIONS_BESIDE = 256  # beside two per worker, one of which may be a broken one's: readers, psdctl, probes, strangers
+STREAMS_MAX = 1024  # calls in progress on one connection; a proxy may carry those of many workers
 
 
 class ShardServer:
@@ -81,9 +84,13 @@ class ShardServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),
+                # Who connects and says nothing, or too much at once, must not use up what others need.
+                ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.max_allowed_incoming_connections", config.limits.workers_max * 2 + CONNECTIONS_BESIDE),
+                ("grpc.max_concurrent_streams", STREAMS_MAX),
             ],
         )
-        self._health = health.HealthServicer()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
         self._bulk = BulkServer(self.shard, planes, Guard(self.shard), config)
@@ -95,7 +102,8 @@ class ShardServer:
             checkpointer=self._checkpointer,
         )
         self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"]).handler(), control.handler()))
-        reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        shown = Reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)
         self._metrics: MetricsServer | None = None
         self._is_ending = False
         self._stopping = threading.Event()

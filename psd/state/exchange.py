@@ -41,6 +41,7 @@ class Push:
         is_finite: the worker has looked for NaN and infinity itself.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         lent: the blocks that may read the gradient where the worker has it.
+        arrived: blocks that have come, also those that were covered before.
     """
 
     worker: Worker
@@ -56,6 +57,7 @@ class Push:
     versions: Mapping[int, int] = field(default_factory=dict)
     lent: list[BlockState] = field(default_factory=list)
     covered: set[int] = field(default_factory=set)
+    arrived: int = 0
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
 
 
@@ -156,6 +158,13 @@ class Exchange:
             )
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
+
+    def check_arrival(self, push: Push) -> None:
+        """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
+        push.arrived += 1
+        limit = 2 * len(self._core.initialized().blocks)
+        if push.arrived > limit:
+            raise InvalidRequest(f"block: the push has brought more than {limit} blocks, twice as many as the shard has")
 
     def push_block(
         self, push: Push, index: int, present: bytes, payload: memoryview, *, is_lent: bool = False
