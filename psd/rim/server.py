@@ -27,8 +27,8 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
+from psd.rim.health import Health, Reflection
 from psd.rim.metrics_server import PATH, MetricsServer
-from psd.rim.strangers import Health, Reflection
 from psd.state.counts import LANES
 from psd.state.shard import Shard, ShardState
 

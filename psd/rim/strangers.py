@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
-
-import grpc
-from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection
+from typing import TypeVar
 
 ItemT = TypeVar("ItemT")
-
-UNKNOWN_SERVICE = "unknown"
-"""Stands for every service that there is none of, because gRPC's health service keeps each name that it was asked about."""
 
 CALLS_MAX = 64
 """Calls whose first message has not come, or that look on without end; of each kind."""
@@ -60,41 +53,3 @@ class Strangers:
                 yield item
         finally:
             self.leave(stranger)
-
-
-class Health(health.HealthServicer):
-    """gRPC's health service, with a bound on who watches, and on what: only services that there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watchers = Strangers(CALLS_MAX)
-
-    def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext, *callback: Any) -> Any:  # noqa: N802, gRPC's name
-        """See gRPC's health protocol."""
-        if request.service not in self._server_status:
-            request = health_pb2.HealthCheckRequest(service=UNKNOWN_SERVICE)
-        stranger = object()
-        self._watchers.enter(stranger, context.cancel)
-        if not context.add_callback(lambda: self._watchers.leave(stranger)):
-            self._watchers.leave(stranger)
-        return super().Watch(request, context, *callback)
-
-
-class Reflection(reflection.ReflectionServicer):
-    """gRPC's reflection service, with a bound on its streams."""
-
-    def __init__(self, service_names: tuple[str, ...]) -> None:
-        super().__init__(service_names)
-        self._streams = Strangers(CALLS_MAX)
-
-    def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802, gRPC's name
-        """See gRPC's reflection protocol."""
-        answers: Any = super().ServerReflectionInfo(request_iterator, context)
-        stranger = object()
-        self._streams.enter(stranger, context.cancel)
-        try:
-            yield from answers
-        except grpc.RpcError:
-            return
-        finally:
-            self._streams.leave(stranger)
