@@ -22,16 +22,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
     """Says of each service what it was told last. Thread-safe."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {}
-        self._changed = threading.Condition()
+        self._statuses: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._wakers: dict[object, threading.Event] = {}  # by watcher
         self._watchers = Strangers(CALLS_MAX)
 
     def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         """Tell whoever asks, and whoever watches."""
-        with self._changed:
-            if self._statuses.get(service) != status:
-                self._statuses[service] = status
-                self._changed.notify_all()
+        with self._lock:
+            if self._statuses.get(service) == status:
+                return
+            self._statuses[service] = status
+            wakers = list(self._wakers.values())
+        for waker in wakers:
+            waker.set()
 
     def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Any:  # noqa: N802, gRPC's name
         """The status of a service now; NOT_FOUND if there is none of that name."""
@@ -42,29 +46,25 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
 
     def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         """The status of a service now, and whenever it changes, until the caller hangs up."""
-        watcher = object()
+        watcher, waker, told = object(), threading.Event(), None
+        with self._lock:
+            self._wakers[watcher] = waker
         self._watchers.enter(watcher, context.cancel)
-        status = None
         try:
-            if not context.add_callback(self._wake):
+            if not context.add_callback(waker.set):
                 return
-            while (status := self._other_than(status, request.service, context)) is not None:
-                yield health_pb2.HealthCheckResponse(status=status)
+            while context.is_active():
+                status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != told:
+                    told = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                else:
+                    waker.wait()
+                    waker.clear()
         finally:
             self._watchers.leave(watcher)
-
-    def _other_than(self, told: Any, service: str, context: grpc.ServicerContext) -> Any:
-        """Wait for another status; None when the caller hangs up."""
-        with self._changed:
-            self._changed.wait_for(lambda: not context.is_active() or self._status(service) != told)
-            return self._status(service) if context.is_active() else None
-
-    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
-        return self._statuses.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+            with self._lock:
+                del self._wakers[watcher]
 
 
 class Reflection(reflection.ReflectionServicer):
