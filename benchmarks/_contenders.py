@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,12 +95,13 @@ def psd(
     call: str = "flat",
     network: Network | None = None,
     flags: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
-        flags: further ones of the shards.
+        flags: further ones of the shards. environ: further variables of the workers.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
     """
 
@@ -127,7 +128,7 @@ def psd(
         peers = []
         for rank in range(workers):
             prefix = _on(network, f"w{rank}")
-            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
+            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix, environ=environ))
         _all_ready(stack, peers)
         addresses = [server.address for server in servers]
         pids = [server.pid for server in servers]
