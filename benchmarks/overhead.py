@@ -32,7 +32,6 @@ from _turns import usable
 from peers import work
 
 SCRAPE_S = 1.0
-TURN_S = 1.0
 
 
 class Scraper:
@@ -74,8 +73,8 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         jobs = {kind: contenders.psd(transport, args.workers, 1, args.model, **told)(stack) for kind, told in kinds.items()}
         for job in jobs.values():
-            job.take_turn(2, 3)
-        steps = max(3, int(TURN_S / min(jobs["plain"].seconds)))
+            job.take_turn(1, 2)
+        steps = max(1, int(args.seconds / min(jobs["plain"].seconds)))
         turns: dict[str, list[tuple[float, float]]] = {kind: [] for kind in jobs}
         scrapes: list[float] = []
         for number in range(args.rounds):
@@ -130,6 +129,7 @@ def main() -> int:
         "--model", choices=[m for m in work.MODELS if m != "1kb"], default="convnet", help="shapes (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="turns of each (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1, help="of a turn, about (default: %(default)s)")
     parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="PEM files, to measure TLS as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()

@@ -34,7 +34,6 @@ import psd_client
 WORLD = 4
 STAYS, LEAVES, DIES = (0, 1), 2, 3
 SLICE = 250_000
-EVENT_S = 4.0
 LEASE_S = 1.0
 WARM_SHARE = 0.2
 
@@ -132,18 +131,18 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
     return sum((t - mean_t) * (v - mean_v) for t, v in zip(times, values, strict=True)) / spread if spread else 0.0
 
 
-def run(soak: Soak, seconds: float) -> list[tuple[float, dict[str, tuple[int, int]]]]:
+def run(soak: Soak, seconds: float, every_s: float) -> list[tuple[float, dict[str, tuple[int, int]]]]:
     """Samples with their times, from a fifth of the time on."""
     samples = []
     begun = time.monotonic()
-    next_event = begun + EVENT_S
+    next_event = begun + every_s
     while (now := time.monotonic()) < begun + seconds:
         soak.scrape()
         if now - begun >= WARM_SHARE * seconds:
             samples.append((now - begun, soak.sample()))
         if now >= next_event:
             soak.disturb()
-            next_event = time.monotonic() + EVENT_S
+            next_event = time.monotonic() + every_s
         time.sleep(max(0.0, now + 1 - time.monotonic()))
     return samples
 
@@ -154,6 +153,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5, help="default: %(default)s")
     parser.add_argument("--shards", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--transport", default="auto", help="of psd (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=4, help="so many seconds a worker leaves, and one dies (default: 4)")
     parser.add_argument("--grown-mb", type=float, default=8, help="by which a process may grow (default: %(default)s)")
     parser.add_argument("--grown-descriptors", type=float, default=4, help="likewise (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
@@ -162,7 +162,7 @@ def main() -> int:
     try:
         with cleanly() as stack:
             soak = Soak(stack, args)
-            samples = run(soak, args.minutes * 60)
+            samples = run(soak, args.minutes * 60, args.every)
             wrong = soak.verify()
     except ProcessFailed as error:
         print(f"psd failed: {error}", file=sys.stderr)
