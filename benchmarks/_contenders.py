@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ class Contender:
 
     Attributes:
         name: in the table. workers: how many push. shards: of psd; 0: another system.
+        servers: addresses of psd's shards.
         model: name of what is trained. moves: whether bytes travel between workers and servers.
         seconds: of the timed steps so far. server_cpu_s, all_steps: CPU time of the servers, over all steps.
     """
@@ -41,6 +42,7 @@ class Contender:
     peers: list[Peer]
     server_pids: list[int]
     moves: bool = True
+    servers: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     server_cpu_s: float = 0.0
     all_steps: int = 0
@@ -100,15 +102,18 @@ def psd(
     call: str = "flat",
     network: Network | None = None,
     tls: Tls | None = None,
+    flags: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
+        flags: further ones of the shards. environ: further variables of the workers.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
         tls: between workers and shards; else none.
     """
-    flags = ("--lease", "120", "--insecure") if tls is None else ("--lease", "120", *tls.flags)
+    flags = ("--lease", "120", *(("--insecure",) if tls is None else tls.flags), *flags)
 
     def start(stack: ExitStack) -> Contender:
         servers = []
@@ -134,16 +139,12 @@ def psd(
         peers = []
         for rank in range(workers):
             prefix = _on(network, f"w{rank}")
-            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
+            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix, environ=environ))
         _all_ready(stack, peers)
-        return Contender(
-            f"psd {transport}{' tls' if tls is not None else ''}",
-            workers,
-            shards,
-            model,
-            peers,
-            [server.pid for server in servers],
-        )
+        name = f"psd {transport}{' tls' if tls is not None else ''}"
+        addresses = [server.address for server in servers]
+        pids = [server.pid for server in servers]
+        return Contender(name, workers, shards, model, peers, pids, servers=addresses)
 
     return start
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,11 @@ def attached_bytes(pid: int) -> int:
         elif is_attached and line.startswith("Rss:"):
             total += int(line.split()[1]) << 10
     return total
+
+
+def descriptors(pid: int) -> int:
+    """How many a process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _status_bytes(pid: int, field: str) -> int:
@@ -192,6 +197,7 @@ class Peer(Process):
 
     Args:
         script: its name there. arguments: what it is told. python: its interpreter. prefix: of its command line.
+        environ: further variables.
     """
 
     def __init__(
@@ -202,9 +208,12 @@ class Peer(Process):
         threads: int = 0,
         python: str = sys.executable,
         prefix: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         command = [*prefix, python, str(PEERS / f"{script}.py"), json.dumps(arguments)]
-        super().__init__(script, command, environment(threads), signal.SIGTERM)  # Ray clears up after itself then
+        super().__init__(
+            script, command, {**environment(threads), **(environ or {})}, signal.SIGTERM
+        )  # Ray clears up after itself then
 
     def ready(self) -> dict[str, Any]:
         """What it said when it was ready; Refused if it never will be."""

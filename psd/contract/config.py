@@ -142,6 +142,7 @@ class ServerConfig:
         listen: HOST:PORT to bind; port 0 takes a free one.
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
         bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
+        metrics_port: TCP port on which metrics are served, on the same host; 0: a free one; None: they are not.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
         grace_s: time for requests in progress after SIGTERM.
@@ -163,6 +164,7 @@ class ServerConfig:
     listen: str = "127.0.0.1:7000"
     advertise: str = ""
     bulk_port: int | None = 0
+    metrics_port: int | None = None
     run_id: str = ""
     lease_s: float = 10.0
     grace_s: float = 10.0
@@ -201,6 +203,8 @@ class ServerConfig:
             )
         if len(self.run_id.encode()) > RUN_ID_BYTES_MAX:
             raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
+        if self.metrics_port is not None:
+            _check_count("--metrics-port", self.metrics_port, 0, 65535)
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
             raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)

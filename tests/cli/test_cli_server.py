@@ -1,7 +1,9 @@
 """psd-server as a process: options, the ready line, drains, exit statuses."""
 
+import json
 import platform
 import re
+import resource
 from signal import SIGINT, SIGTERM
 
 import grpc
@@ -9,7 +11,7 @@ import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psd.cli import malloc
+from psd.cli import descriptors, malloc
 from psd.cli.server import READY_PATTERN, main, parse
 from psd.contract.config import ConfigError
 from psd.rim.server import ShardServer
@@ -36,6 +38,7 @@ def ready(start, *options):
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-steps", "-1"], "--checkpoint-steps: expected 0 to"),
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-keep", "0"], "--checkpoint-keep: expected 1 to 1000000"),
         (["--shard", "0/1", "--rule", "my rule"], "--rule: expected the import path of a class, such as my_package.my_module"),
+        (["--shard", "0/1", "--metrics-port", "65536"], "--metrics-port: expected 0 to 65535, got 65536"),
         (["--shard", "0/1", "--max-work", "1"], "unrecognized arguments: --max-work"),
         (["--shard", "0/1", "--max-name-bytes", "0"], "--max-name-bytes: expected 1 to 4096, got 0"),
         (["--shard", "0/1", "--tls-cert", "c"], "--tls-key: not given; a certificate and its key belong together"),
@@ -73,13 +76,13 @@ def test_main_when_asked_for_help_then_it_explains_exit_statuses(capsys):
 def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     options = (
         "--shard 1/4 --listen 0.0.0.0:0 --advertise host:7001 --run-id r --lease 3 --grace 2 --exit-when-done --max-workers 5 "
-        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --state-dir /state "
+        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --log-json --state-dir /state "
         "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 "
         "--rule mine:A --rule mine:B --rule-dir /rules --tls-cert c --tls-key k --tls-client-ca ca --token-file t --insecure "
-        "--max-name-bytes 9 --max-calls 10 --max-connections 11"
+        "--max-name-bytes 9 --max-calls 10 --max-connections 11 --metrics-port 0"
     )
 
-    config, log_level = parse(options.split())
+    config, log = parse(options.split())
 
     assert (config.shard_index, config.shard_count, config.listen, config.advertise) == (1, 4, "0.0.0.0:0", "host:7001")
     assert (config.run_id, config.lease_s, config.grace_s, config.exit_when_done) == ("r", 3, 2, True)
@@ -91,7 +94,8 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     assert (limits.name_bytes_max, limits.calls_max, limits.connections_max) == (9, 10, 11)
     assert (config.tls_cert, config.tls_key, config.tls_client_ca, config.token_file) == ("c", "k", "ca", "t")
     assert config.insecure
-    assert log_level == "error"
+    assert log == ("error", True)
+    assert config.metrics_port == 0
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:7000", "127.8.9.1:0", "localhost:7000", "[::1]:7000"])
@@ -150,6 +154,30 @@ def test_server_when_a_rule_cannot_be_imported_then_it_does_not_start(start, con
 
 def test_keep_freed_memory_when_malloc_is_glibcs_then_it_takes_the_thresholds():
     assert malloc.keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+def test_allow_when_the_limit_is_lower_then_it_is_raised_as_far_as_may_be():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert descriptors.allow(300) == 300
+        assert descriptors.allow(200) == 300
+        assert descriptors.allow(1 << 40) == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.process
+def test_server_when_it_is_to_log_json_then_every_line_of_the_log_is_an_object(start):
+    server, _ = ready(start, "--log-json", "--metrics-port", "0")
+
+    server.signal(SIGTERM)
+
+    assert server.end() == 0
+    log = [json.loads(line) for line in server.lines if not re.fullmatch(READY_PATTERN, line)]
+    assert [line["shard"] for line in log] == [0] * len(log)
+    assert re.fullmatch(r"serving metrics at http://127\.0\.0\.1:\d+/metrics", log[0]["message"])
+    assert "draining" in log[-1]["message"]
 
 
 @pytest.mark.process
