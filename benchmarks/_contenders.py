@@ -10,11 +10,11 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _network import Network
 from _processes import Peer, ProcessFailed, Shard, cpu_s
@@ -85,6 +85,13 @@ def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
     return [peer.ready() for peer in peers]
 
 
+class Tls(NamedTuple):
+    """Flags of a shard, and the file by which workers know it."""
+
+    flags: tuple[str, ...]
+    ca: str
+
+
 def psd(
     transport: str,
     workers: int,
@@ -95,22 +102,24 @@ def psd(
     call: str = "flat",
     network: Network | None = None,
     flags: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+    tls: Tls | None = None,
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
-        flags: further ones of the shards. environ: further variables of the workers.
+        flags: further ones of the shards.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
+        tls: between workers and shards; else none.
     """
+    own = ("--lease", "120", "--insecure") if tls is None else ("--lease", "120", *tls.flags)
 
     def start(stack: ExitStack) -> Contender:
         servers = []
         for index in range(shards):
             host = f"s{index}"
             listen, prefix = _listen(network, host), _on(network, host)
-            servers.append(Shard("--lease", "120", *flags, index=index, count=shards, listen=listen, prefix=prefix))
+            servers.append(Shard(*own, *flags, index=index, count=shards, listen=listen, prefix=prefix))
         for server in servers:
             server.start()
             stack.callback(server.end)
@@ -123,16 +132,23 @@ def psd(
             "consistency": consistency,
             "model": model,
             "call": call,
+            "tls_ca": "" if tls is None else tls.ca,
         }
         threads = max(1, CORES // workers)
         peers = []
         for rank in range(workers):
             prefix = _on(network, f"w{rank}")
-            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix, environ=environ))
+            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
-        addresses = [server.address for server in servers]
-        pids = [server.pid for server in servers]
-        return Contender(f"psd {transport}", workers, shards, model, peers, pids, servers=addresses)
+        return Contender(
+            f"psd {transport}{' tls' if tls is not None else ''}",
+            workers,
+            shards,
+            model,
+            peers,
+            [server.pid for server in servers],
+            servers=[server.address for server in servers],
+        )
 
     return start
 

@@ -33,14 +33,20 @@ OUTSIDE = {
     "keras": ("psd_client.keras", "psd_client.tensorflow"),
     "jax": ("psd_client.jax",),
     "argparse": ("psd.cli",),
-    "socket": ("psd.cli", "psd.rim", "psd_client", "psd.contract.wire"),
+    "socket": ("psd.cli", "psd.rim", "psd_client", "psd.contract.wire", "psd.contract.tls", "psd.contract.tls_socket"),
     "socketserver": ("psd.rim",),
-    "ssl": ("psd.rim", "psd_client"),
+    "ssl": ("psd.rim", "psd_client", "psd.contract.tls", "psd.contract.tls_socket", "psd.contract.credentials"),
     "asyncio": (),
     "multiprocessing": ("psd_client",),
     "subprocess": ("psd.cli",),
     "signal": ("psd.cli", "psd_client", "psd.contract.environment"),
+    # What runs code that is in its input. torch.load: see test_tidy.py.
     "pickle": (),
+    "marshal": (),
+    "shelve": (),
+    "dill": (),
+    "cloudpickle": (),
+    "joblib": (),
     "fsspec": ("psd.checkpoint",),
 }
 

@@ -7,7 +7,6 @@ again. Must not know retries, sessions, or how the connection was opened.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.feed import Aborted, Outgoing
 from psd_client.flat import FlatBuffers
+from psd_client.grpc_errors import detail_of
 from psd_client.transport import Call, Cancelled, GradientPart
 
 HEAD_BYTES_MAX = 32 << 20
@@ -65,7 +65,7 @@ class BulkConnection:
     @property
     def is_local(self) -> bool:
         """True if memory can be attached."""
-        return self._stream.socket.family == getattr(socket, "AF_UNIX", None)
+        return self._stream.local is not None
 
     def attach(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
         """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
@@ -85,8 +85,10 @@ class BulkConnection:
             self._stream.set_timeout(HELLO_S)
             self._stream.send(Kind.ATTACH, message.SerializeToString())
             self._expect(Kind.SEND)
+            local = self._stream.local
+            assert local is not None
             try:
-                socket.send_fds(self._stream.socket, [b"\0"], [segment.fd])
+                socket.send_fds(local, [b"\0"], [segment.fd])
             except OSError as error:
                 raise Disconnected(str(error)) from None
             return self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
@@ -207,6 +209,9 @@ class BulkConnection:
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
                     assert parameters is not None
+                    asked = {block.index for block in blocks}
+                    if len(reply.versions) != len(reply.blocks) or not asked.issuperset(reply.blocks):
+                        raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
                     self.received_bytes += sum(block.nbytes for block in blocks)
@@ -283,7 +288,7 @@ class BulkConnection:
         if kind is not Kind.ERROR:
             raise InternalError(f"shard {self._shard} at {self._address}: {kind.name} was not expected")
         message = self._parsed(bulk_pb2.BulkError, head)
-        raise _Refused(error_from(message.reason, message.message, {"shard": self._shard} | json.loads(message.detail)))
+        raise _Refused(error_from(message.reason, message.message, {"shard": self._shard} | detail_of(message.detail)))
 
     def _parsed(self, kind: type[MessageT], head: bytes) -> MessageT:
         try:

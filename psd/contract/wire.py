@@ -13,10 +13,10 @@ import math
 import os
 import socket
 import struct
-import time
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.tls_socket import TlsSocket
 
 PREFIX = struct.Struct("<IIQ")
 
@@ -54,26 +54,27 @@ class Stream:
     """One connected stream socket. One thread may send while another receives.
 
     Args:
-        sock: blocking; owned from now on.
-        head_bytes_max: a longer head is refused before it is read.
-
-    Attributes:
-        is_tcp: else it is a local socket. head_bytes_max: as given; may be changed.
+        sock: blocking, or with TLS; owned from now on.
+        head_bytes_max: a longer head is refused before it is read; may be changed.
     """
 
-    def __init__(self, sock: socket.socket, head_bytes_max: int) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, head_bytes_max: int) -> None:
         self.socket = sock
         self.head_bytes_max = head_bytes_max
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
         self._kept_back = b""
         self._timeout_s = 0
-        self._deadline = math.inf
-        self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
-        if self.is_tcp:
+        if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def local(self) -> socket.socket | None:
+        """The socket, if it is a local one, over which descriptors can be sent."""
+        is_local = isinstance(self.socket, socket.socket) and self.socket.family == getattr(socket, "AF_UNIX", None)
+        return self.socket if is_local else None  # type: ignore[return-value]  # see the line above
 
     def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
         """Send one message; `payload` is any C-contiguous buffer.
@@ -156,8 +157,6 @@ class Stream:
         return taken
 
     def _receive_into(self, target: memoryview, flags: int) -> int:
-        if self._deadline < math.inf and time.monotonic() > self._deadline:
-            raise TimeoutError
         try:
             count = self.socket.recv_into(target, 0, flags)
         except (BlockingIOError, TimeoutError):
@@ -174,15 +173,13 @@ class Stream:
         if whole == self._timeout_s:
             return
         self._timeout_s = whole
+        if isinstance(self.socket, TlsSocket):
+            self.socket.set_timeout(whole)
+            return
         limit = struct.pack("@ll", whole, 0)  # not socket.settimeout, which would poll before each call
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-    def set_deadline(self, seconds: float | None) -> None:
-        """How long all that is received from now on may take together, however little comes at a time; None: for ever."""
-        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
-        self.set_timeout(seconds or 0)
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes whoever is blocked in them."""

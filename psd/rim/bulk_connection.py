@@ -33,6 +33,9 @@ BLOCKS_FOR_TWO_THREADS = 4
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["BulkConnection", bytes], int]
 
+HELLO_BYTES_MAX = 1024
+"""Of a head, until the ticket has been shown."""
+
 
 class BulkConnection:
     """One worker's connection.
@@ -42,12 +45,17 @@ class BulkConnection:
 
     Attributes:
         rank: of the worker; negative before it has shown its ticket. ended: set when nothing is under way any more.
+        is_welcome: asked before each call, whether the worker still may make it; set by whoever admits it.
+        is_known: the ticket was good. since: when the connection began, by time.monotonic.
     """
 
     def __init__(
         self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard, has_core_to_spare: Callable[[], bool]
     ) -> None:
         self.rank = -1
+        self.is_known = False
+        self.is_welcome: Callable[[], bool] = lambda: False
+        self.since = time.monotonic()
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
@@ -66,13 +74,14 @@ class BulkConnection:
     def serve(self, admit: Admit, hello_s: float) -> None:
         """Take calls until either side ends the connection."""
         try:
-            self._stream.set_deadline(hello_s)
+            self._stream.set_timeout(hello_s)
             self._welcome(admit)
-            self._stream.set_deadline(None)
-            self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
+            self._stream.set_timeout(0)
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
+                if not self.is_welcome():
+                    break  # the worker asks for another ticket, and so shows its present token
                 with self._lock:
                     self._is_busy = True
                 if kind is Kind.CALL and not payload_bytes:
@@ -96,12 +105,13 @@ class BulkConnection:
         if kind is not Kind.HELLO or payload_bytes:
             raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
         self.rank = admit(self, _parsed(bulk_pb2.BulkHello, head).ticket)
+        self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
         self._stream.send(Kind.WELCOME)
 
     @property
     def is_tcp(self) -> bool:
         """False: over a local socket."""
-        return self._stream.is_tcp
+        return self._stream.local is None
 
     # -- the end, from other threads -----------------------------------------------------------------------------------
 
@@ -162,10 +172,11 @@ class BulkConnection:
                 socket.close(descriptor)
 
     def _received_descriptors(self) -> list[int]:
-        if self._stream.is_tcp:
+        local = self._stream.local
+        if local is None:
             return []
         try:
-            _, descriptors, _, _ = socket.recv_fds(self._stream.socket, 1, 1)
+            _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
         except OSError as error:
             raise Disconnected(str(error)) from None
         return descriptors

@@ -1,8 +1,9 @@
 """The shard's end of the bulk lane: its sockets, tickets and connections. bulk_connection.py serves one connection.
 
 A worker asks over gRPC (`OpenBulk`) where to connect and gets a ticket, good for one connection; so nobody is let in here whom
-gRPC has not. Each connection has a thread. A rank has one connection: a new one ends the one before, and begins when nothing of
-that one is under way any more, so that two calls never write to one worker's memory. Must not know blocks or frames.
+gRPC has not. Over TCP it is TLS if gRPC is. Each connection has a thread. A rank has one connection: a new one ends the one
+before, and begins when nothing of that one is under way any more, so that two calls never write to one worker's memory. Must
+not know blocks or frames.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from psd.contract.config import ServerConfig, parse_address
 from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
-from psd.rim.bulk_connection import BulkConnection
+from psd.rim.access import Access, Metadata
+from psd.rim.bulk_connection import HELLO_BYTES_MAX, BulkConnection
 from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
+from psd.rim.tls import ServerTls
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -32,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 TICKET_S = 30.0
 HELLO_S = 5.0
-"""A connection that has not shown its ticket by then is closed."""
-HELLO_BYTES_MAX = 1024
-"""A head that comes before the ticket."""
+"""A connection that has not shown its ticket by then is closed,"""
+REAP_S = 1.0
+"""or so much later."""
 PREDECESSOR_S = 30.0
 """How long a new connection waits for its rank's earlier one to end."""
 STRANGERS_MAX = 64
@@ -47,6 +52,7 @@ CROWDED_PAUSE_S = 0.01
 class _Ticket:
     rank: int
     expires: float
+    is_welcome: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,23 @@ class BulkServer:
     """The bulk lane of one shard. Made, then `start`ed once, then `stop`ped.
 
     Args:
-        planes: by lane.
+        planes: by lane. access: None: everybody may do everything. tls: None: without.
 
     Attributes:
         tcp_port: 0 where TCP is switched off. local_name: of the local socket; empty where the system has none.
     """
 
-    def __init__(self, shard: Shard, planes: Mapping[str, DataPlane], guard: Guard, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        planes: Mapping[str, DataPlane],
+        guard: Guard,
+        config: ServerConfig,
+        access: Access | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        self._access = access
+        self._tls = tls
         self.tcp_port = 0
         self.local_name = ""
         self._shard = shard
@@ -83,7 +99,7 @@ class BulkServer:
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
-        self._hang_ups = _HangUps(self._connections)
+        self._hang_ups = _HangUps(self._connections, self._hang_up_on_strangers)
         self._is_stopping = False
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -132,8 +148,9 @@ class BulkServer:
         self.local_name = name
         self._listeners.append(listener)
 
-    def open(self, request: control_pb2.OpenBulkRequest) -> control_pb2.OpenBulkReply:
-        """See ControlService.OpenBulk."""
+    def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
+        """See ControlService.OpenBulk. `metadata`: of the call; its token must stay good as long as the connection is used."""
+        is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
         with self._shard.core.lock:
             worker = self._shard.core.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
@@ -141,7 +158,7 @@ class BulkServer:
             self._tickets = {key: kept for key, kept in self._tickets.items() if kept.expires > now}
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
                 raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
-            self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S)
+            self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S, is_welcome)
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -161,45 +178,68 @@ class BulkServer:
 
     def _begin(self, sock: socket.socket) -> bool:
         """Serve a connection, unless there are too many; False if they are crowded."""
-        stream = Stream(sock, HELLO_BYTES_MAX)
-        lane = "tcp" if stream.is_tcp else "shm"
-        connection = BulkConnection(
-            stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
-        )
-        thread = threading.Thread(target=self._serve, args=(connection, sock.fileno(), lane), name="psd-bulk", daemon=True)
+        is_local = sock.family == getattr(socket, "AF_UNIX", None)
+        lane = "shm" if is_local else "tcp"
         with self._lock:
             threads_max = self._config.limits.workers_max + 2 * STRANGERS_MAX  # some are ending
-            if len(self._threads) >= threads_max or self._is_stopping or not _is_welcome(stream):
+            if len(self._threads) >= threads_max or self._is_stopping or (is_local and not is_of_this_user(sock)):
                 self._refused[lane] += 1
-                stream.close()
+                sock.close()
                 return False
-            self._connections[sock.fileno()] = connection
+        try:
+            secured = sock if self._tls is None or is_local else TlsSocket(sock, self._tls.context())
+        except OSError:  # it has gone
+            sock.close()
+            return True
+        thread = threading.Thread(target=self._serve, args=(secured, lane), name="psd-bulk", daemon=True)
+        with self._lock:
             self._threads.add(thread)
-        is_alone = self._strangers.enter(connection, connection.hang_up)
+        is_alone = self._strangers.enter(thread, partial(_cut, secured))
         try:
             thread.start()
         except RuntimeError:
-            self._forget(connection, sock.fileno(), lane, thread)
+            self._forget(thread, lane, is_refused=True)
+            secured.close()
             raise
         return is_alone
 
-    def _serve(self, connection: BulkConnection, descriptor: int, lane: str) -> None:
+    def _serve(self, sock: socket.socket | TlsSocket, lane: str) -> None:
+        rank = -1
+        try:
+            if isinstance(sock, TlsSocket):
+                sock.handshake(HELLO_S)
+            rank = self._serve_stream(Stream(sock, HELLO_BYTES_MAX), lane)
+        except OSError as error:  # also a time-out
+            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
+            sock.close()
+        finally:
+            self._forget(threading.current_thread(), lane, is_refused=rank < 0)
+
+    def _serve_stream(self, stream: Stream, lane: str) -> int:
+        """Until its end; the rank that it was for, negative if for none."""
+        connection = BulkConnection(
+            stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
+        )
+        descriptor = stream.socket.fileno()
+        with self._lock:
+            self._connections[descriptor] = connection
         try:
             self._hang_ups.watch(descriptor)
             connection.serve(self._admit, HELLO_S)
         finally:
             self._hang_ups.forget(descriptor)
-            self._forget(connection, descriptor, lane, threading.current_thread())
+            with self._lock:
+                del self._connections[descriptor]
+                if self._by_rank.get(connection.rank) is connection:
+                    del self._by_rank[connection.rank]
+            connection.close()
+        return connection.rank
 
-    def _forget(self, connection: BulkConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
+    def _forget(self, thread: threading.Thread, lane: str, *, is_refused: bool) -> None:
+        self._strangers.leave(thread)
         with self._lock:
-            del self._connections[descriptor]
-            self._strangers.leave(connection)
-            self._refused[lane] += connection.rank < 0
-            if self._by_rank.get(connection.rank) is connection:
-                del self._by_rank[connection.rank]
+            self._refused[lane] += is_refused
             self._threads.discard(thread)
-        connection.close()
 
     def _admit(self, connection: BulkConnection, key: bytes) -> int:
         """The rank that a ticket is for; InvalidRequest if it is for nobody."""
@@ -207,7 +247,8 @@ class BulkServer:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
-            self._strangers.leave(connection)
+            self._strangers.leave(threading.current_thread())
+            connection.is_known, connection.is_welcome = True, ticket.is_welcome
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank] = connection
         if before is not None:
@@ -222,6 +263,14 @@ class BulkServer:
             tcp = sum(connection.is_tcp for connection in self._connections.values())
             is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
             return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
+
+    def _hang_up_on_strangers(self) -> None:
+        """However slowly they say something: a limit on each wait alone would let them stay for as long as they like."""
+        too_old = time.monotonic() - HELLO_S
+        with self._lock:
+            strangers = [c for c in self._connections.values() if not c.is_known and c.since < too_old]
+        for connection in strangers:
+            connection.hang_up()
 
     def stop(self, grace_s: float | None) -> None:
         """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
@@ -248,15 +297,21 @@ class BulkServer:
         self._hang_ups.stop()
 
 
-def _is_welcome(stream: Stream) -> bool:
-    """False for a local socket whose other end belongs to somebody else."""
-    return stream.is_tcp or is_of_this_user(stream.socket)
+def _cut(sock: socket.socket | TlsSocket) -> None:
+    """End a connection, whoever is blocked in it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class _HangUps:
-    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket."""
+    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket.
 
-    def __init__(self, connections: dict[int, BulkConnection]) -> None:
+    Args:
+        now_and_then: called every REAP_S, for what else has to be noticed.
+    """
+
+    def __init__(self, connections: dict[int, BulkConnection], now_and_then: Callable[[], None]) -> None:
+        self._now_and_then = now_and_then
         self._connections = connections
         self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
         self._wake_read, self._wake_write = os.pipe()
@@ -287,7 +342,8 @@ class _HangUps:
     def _run(self) -> None:
         assert self._poll is not None
         while True:
-            for descriptor, _ in self._poll.poll():
+            self._now_and_then()
+            for descriptor, _ in self._poll.poll(REAP_S):
                 if descriptor == self._wake_read:
                     return
                 connection = self._connections.get(descriptor)

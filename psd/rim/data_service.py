@@ -6,6 +6,7 @@ longer than it takes to copy it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from psd.contract import frames
-from psd.contract.errors import CutMissed, InvalidRequest, WaitTimeout
+from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
@@ -34,6 +35,7 @@ class DataService:
         self._shard = shard
         self._plane = plane
         self._strangers = Strangers(CALLS_MAX)
+        self._reads = threading.BoundedSemaphore(shard.core.config.limits.reads_max)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods with psd's own (de)serializers, ready to be added to a server."""
@@ -48,6 +50,11 @@ class DataService:
                 "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
                 "Read": grpc.unary_stream_rpc_method_handler(guard.stream(self.read), message_parser(data_pb2.ReadRequest)),
                 "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(bounded(self.push_pull)), frame_parser(push)),
+                "PushPullSmall": grpc.unary_unary_rpc_method_handler(
+                    guard.unary(self.push_pull_small),
+                    message_parser(data_pb2.SmallPush),
+                    data_pb2.SmallAnswer.SerializeToString,
+                ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
@@ -72,6 +79,15 @@ class DataService:
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Read."""
+        if not self._reads.acquire(blocking=False):
+            limit = self._shard.core.config.limits.reads_max
+            raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
+        try:
+            yield from self._read(request, context)
+        finally:
+            self._reads.release()
+
+    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         ready: Future[Snapshot] = Future()
 
         def miss(cut: data_pb2.Cut, why: str) -> None:
@@ -105,6 +121,29 @@ class DataService:
                     yield self._frame(answer)
                 else:
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
+
+    def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
+        """See DataService.PushPullSmall."""
+        count_max = max(1, len(self._shard.core.initialized().blocks))
+        if len(request.frames) > count_max:
+            raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
+        if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:
+            raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
+        frames_in = (Frame(frame, memoryview(frame.payload)) for frame in request.frames)
+        first = _next(frames_in)
+        answer = data_pb2.SmallAnswer()
+        sent = 0
+        for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context)):
+            if isinstance(item, Answer):
+                try:
+                    answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())
+                finally:
+                    item.release()
+                sent += item.nbytes
+            else:
+                answer.frames.add(push=item)
+        self._plane.counts.count_bytes(sent=sent)
+        return answer
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
         """See DataService.Initialize."""

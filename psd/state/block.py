@@ -10,7 +10,6 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,21 +25,12 @@ from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
 from psd.state.counts import RoundTimes
 from psd.state.measured import MeasuredRound, Unmeasured
-from psd.state.rounds import Contribution, ExactRound, FastRound
+from psd.state.rounds import Contribution, ExactRound, FastRound, Outcome
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
 from psd.state.version_waits import VersionWaits
 from psd_core.arena import Arena, Page
-
-
-class Outcome(enum.Enum):
-    """What became of a contribution."""
-
-    COUNTED = "counted"
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    EARLY = "early"  # its round is not open yet; nothing changed
 
 
 class BlockState:
@@ -317,10 +307,10 @@ class BlockState:
         self.version += 1
         self._waits.reached(self.version, self.pin)
 
-    def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
+    def at_version(self, version: int, whose: object, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
 
-        `take` runs under the block's lock.
+        `take` runs under the block's lock; not any more after `not_at_version` with the same two arguments.
         """
         with self.lock:
             if self.version > version:
@@ -328,8 +318,13 @@ class BlockState:
             if self.version == version:
                 take(self._arena.pin(self._slot))
             else:
-                self._waits.add_take(version, take)
+                self._waits.add_take(version, whose, take)
             return True
+
+    def not_at_version(self, version: int, whose: object) -> None:
+        """Nobody waits for that version's page any more."""
+        with self.lock:
+            self._waits.drop_take(version, whose)
 
     def pin(self) -> Page:
         """The current page, pinned."""

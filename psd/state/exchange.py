@@ -17,13 +17,13 @@ from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, Shard
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.contract.verdicts import Verdict
-from psd.state.block import BlockState, Outcome
+from psd.state.block import BlockState
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job, Scalars
 from psd.state.membership import Worker, WorkerState
-from psd.state.rounds import Contribution
+from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaFull, Page
@@ -94,7 +94,7 @@ class Exchange:
             check_weight(header.weight)
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
-            decisions = check_decisions(header.decisions, job.spec.world_size)
+            decisions = check_decisions(header.decisions, job.spec)
             check_cuts(header.cuts)
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
@@ -275,7 +275,7 @@ class Exchange:
             if len(request.blocks) > len(job.blocks):
                 raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {len(job.blocks)}")
             blocks = [job.block(i) for i in request.blocks] if request.blocks else list(job.blocks.values())
-            decisions = check_decisions(request.decisions, job.spec.world_size)
+            decisions = check_decisions(request.decisions, job.spec)
             verdict = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
             if verdict is not None and not verdict.is_final:
                 raise InvalidRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,18 @@ def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp
     (result,) = json.loads((tmp_path / "figures").read_text())["results"]
     assert len(result["ratios"]) == 1
     assert result["scrape_s"] > 0
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificate is made by the command openssl")
+def test_tls_when_it_runs_then_the_step_is_measured_with_and_without_it(tmp_path):
+    size = ("--transports", "tcp", "--model", "1kb", "--rounds", "1", "--steps", "2")
+
+    done = run("tls.py", *size, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "figures").read_text())["results"]
+    assert [(r["system"], len(r["steps_s"])) for r in results] == [("psd tcp", 2), ("psd tcp tls", 2)]
 
 
 def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():

@@ -144,17 +144,6 @@ def test_parse_when_twice_then_the_runs_have_different_ids(script):
     assert first.run_id != second.run_id
 
 
-def test_shard_command_when_metrics_are_asked_for_then_each_shard_has_a_port_of_its_own(script):
-    plan = parse(["--shards", "2", "--metrics-port", "9100", script], {})
-
-    commands = [plan.shard_command(index, "127.0.0.1:0", Path("/state")) for index in range(2)]
-
-    assert [[word for word in command if "metrics" in word] for command in commands] == [
-        ["--metrics-port=9100"],
-        ["--metrics-port=9101"],
-    ]
-
-
 def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
     options = "--shards 2 --workers 3 --consistency sync --aggregation exact --reduce sum"
     plan = parse([*options.split(), script], {"HOME": "/home"})
@@ -188,6 +177,14 @@ def test_worker_environ_when_the_user_has_set_something_then_only_who_is_who_is_
 
     assert (environ["OMP_NUM_THREADS"], environ["MALLOC_TRIM_THRESHOLD_"], environ["PSD_CONSISTENCY"]) == ("7", "1", "async")
     assert (environ["PSD_RUN_ID"], environ["PSD_RANK"]) == (plan.run_id, "0")
+
+
+def test_environ_when_there_are_credentials_for_shards_elsewhere_then_they_are_not_handed_on(script):
+    given = {"PSD_TLS_CA": "ca", "PSD_TLS_CERT": "c", "PSD_TLS_KEY": "k", "PSD_TOKEN_FILE": "t", "HOME": "/home"}
+    plan = parse([script], given)
+
+    for environ in (plan.shard_environ, plan.worker_environ(0, SERVERS)):
+        assert environ.keys() & given.keys() == {"HOME"}
 
 
 def test_worker_environ_when_threads_are_not_set_then_the_cores_are_shared_out(script):

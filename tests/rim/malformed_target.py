@@ -69,6 +69,9 @@ class Context:
     def cancel(self) -> None:
         raise AssertionError("nobody is turned away here")
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def set_trailing_metadata(self, metadata: Any) -> None:
         self._trailing = dict(metadata)
 

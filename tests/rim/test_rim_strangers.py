@@ -17,8 +17,8 @@ from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
 from psd.contract import wire
 from psd.contract.wire import PREFIX, Kind, Stream
-from psd.rim import bulk_server
-from psd.rim.bulk_server import HELLO_BYTES_MAX, STRANGERS_MAX
+from psd.rim.bulk_connection import HELLO_BYTES_MAX
+from psd.rim.bulk_server import STRANGERS_MAX
 from psd.rim.health import Health
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.v1 import bulk_pb2, control_pb2, data_pb2
@@ -213,25 +213,6 @@ def test_connections_without_a_ticket_are_bounded(
     eventually(lambda: bulk.connections()[lane].refused == 10, "ten have been turned away")
     assert bulk.connections()[lane].open == STRANGERS_MAX
     assert len(bulk._threads) == STRANGERS_MAX
-
-
-def test_a_byte_at_a_time_does_not_prolong_the_welcome(knock: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ticket must have come after a time, not the next byte."""
-    times = iter([0.0, *(100.0 for _ in range(1000))])
-    sock = knock(False)
-    sock.close()
-    mine, theirs = socket.socketpair()
-    stream = Stream(theirs, HELLO_BYTES_MAX)
-    monkeypatch.setattr(wire.time, "monotonic", lambda: next(times))
-    stream.set_deadline(bulk_server.HELLO_S)
-    monkeypatch.undo()
-    mine.sendall(b"x")
-    try:
-        with pytest.raises(TimeoutError):
-            stream.receive()
-    finally:
-        mine.close()
-        stream.close()
 
 
 def test_before_the_ticket_a_head_is_small(knock: Callable[..., Any]) -> None:
