@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,13 +103,12 @@ def psd(
     network: Network | None = None,
     tls: Tls | None = None,
     flags: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
-        flags: further ones of the shards. environ: further variables of the workers.
+        flags: further ones of the shards.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
         tls: between workers and shards; else none.
     """
@@ -139,7 +138,7 @@ def psd(
         peers = []
         for rank in range(workers):
             prefix = _on(network, f"w{rank}")
-            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix, environ=environ))
+            peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
         name = f"psd {transport}{' tls' if tls is not None else ''}"
         addresses = [server.address for server in servers]

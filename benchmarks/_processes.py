@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,6 @@ class Peer(Process):
 
     Args:
         script: its name there. arguments: what it is told. python: its interpreter. prefix: of its command line.
-        environ: further variables.
     """
 
     def __init__(
@@ -208,12 +207,9 @@ class Peer(Process):
         threads: int = 0,
         python: str = sys.executable,
         prefix: Sequence[str] = (),
-        environ: Mapping[str, str] | None = None,
     ) -> None:
         command = [*prefix, python, str(PEERS / f"{script}.py"), json.dumps(arguments)]
-        super().__init__(
-            script, command, {**environment(threads), **(environ or {})}, signal.SIGTERM
-        )  # Ray clears up after itself then
+        super().__init__(script, command, environment(threads), signal.SIGTERM)  # Ray clears up after itself then
 
     def ready(self) -> dict[str, Any]:
         """What it said when it was ready; Refused if it never will be."""

@@ -1,8 +1,8 @@
-"""Measures what watching a shard costs, and TLS: step time with metrics and a scrape every second, against without.
+"""Measures what watching a shard costs: step time with metrics and a scrape every second, against without.
 
-    python benchmarks/overhead.py [--transports grpc,tcp,shm] [--model convnet] [--rounds 20] [--tls CERT KEY CA]
+    python benchmarks/overhead.py [--transports grpc,tcp,shm] [--model convnet] [--rounds 20]
 
-Each transport runs twice, three times with --tls, side by side: the same job with and without --metrics-port, all of which take
+Each transport runs twice, side by side: the same job with and without --metrics-port, all of which take
 turns, to and fro. While the one with metrics has its turn, its shard is scraped every second, as Prometheus would. A round's
 ratio is that of its two turns' median step times, so that what disturbs the machine for longer than a turn cancels; the figure
 is the median of the rounds' ratios, and beside it the middle half of them. "shard CPU" is the ratio of the CPU time per step.
@@ -67,9 +67,6 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
     """One table row for each thing that costs."""
     port = _free_port()
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "metrics": {"flags": [f"--metrics-port={port}"]}}
-    if args.tls:
-        cert, key, authority = args.tls
-        kinds["tls"] = {"flags": ["--tls-cert", cert, "--tls-key", key], "environ": {"PSD_TLS_CA": authority}}
     with ExitStack() as stack:
         jobs = {kind: contenders.psd(transport, args.workers, 1, args.model, **told)(stack) for kind, told in kinds.items()}
         for job in jobs.values():
@@ -130,7 +127,6 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=20, help="turns of each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1, help="of a turn, about (default: %(default)s)")
-    parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="PEM files, to measure TLS as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     about = report.machine()

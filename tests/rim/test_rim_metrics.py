@@ -52,8 +52,8 @@ def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
 
 @pytest.fixture
 def trained(cluster: Callable[..., Any], dial: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
-    """A shard after three rounds of two workers, a duplicate push, a refused one, a checkpoint and a barrier."""
-    shard = cluster(1, metrics_port=0, checkpoint_dir=str(tmp_path), checkpoint_steps=1).shards[0]
+    """A shard after eight rounds of two workers, a duplicate push, a refused one, a checkpoint and a barrier."""
+    shard = cluster(1, metrics_port=0, checkpoint_dir=str(tmp_path), checkpoint_steps=8).shards[0]
     workers = [RawWorker(dial(shard.address), rank) for rank in range(2)]
     job = spec()
     declaring = threading.Thread(target=workers[1].declare, args=(job,))

@@ -18,7 +18,8 @@ from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 from psd.contract import wire
 from psd.contract.wire import PREFIX, Kind, Stream
 from psd.rim import bulk_server
-from psd.rim.bulk_server import HELLO_BYTES_MAX, STRANGERS_MAX
+from psd.rim.bulk_connection import HELLO_BYTES_MAX
+from psd.rim.bulk_server import STRANGERS_MAX
 from psd.rim.health import Health
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.v1 import bulk_pb2, control_pb2, data_pb2
