@@ -106,7 +106,8 @@ def adagrad(
         sum_: of the squared gradients; begins with the initial accumulator value, >= 0.
         lr_decay: the rate is ``lr / (1 + (step - 1) * lr_decay)``. keras: epsilon is under the root.
 
-    Source: Duchi, Hazan and Singer 2011; torch.optim.Adagrad, or keras.optimizers.Adagrad. The rest is as for all rules, see ``psd_core._updates``.
+    Source: Duchi, Hazan and Singer 2011; torch.optim.Adagrad, or keras.optimizers.Adagrad. The rest is as for all rules, see
+        ``psd_core._updates``.
     """
     flags = _flags(maximize=maximize, keras=keras)
     _update("adagrad", param, grad, {"sum": sum_}, (lr, lr_decay, eps, weight_decay), flags, step)
@@ -159,8 +160,9 @@ def rmsprop(
         grad_avg: needed if ``centered``, and else left alone. momentum_buffer: likewise if ``momentum`` is not 0.
         keras: epsilon is under the root, and the learning rate in the momentum buffer.
 
-    Source: Tieleman and Hinton 2012; torch.optim.RMSprop, or keras.optimizers.RMSprop, except that the centered second moment is kept from falling below
-        zero by rounding, where torch stores NaN. The rest is as for all rules, see ``psd_core._updates``.
+    Source: Tieleman and Hinton 2012; torch.optim.RMSprop, or keras.optimizers.RMSprop, except that the centered
+        second moment is kept from falling below zero by rounding, where torch stores NaN. The rest is as for all rules, see
+        ``psd_core._updates``.
     """
     slots = {"square_avg": square_avg, "grad_avg": grad_avg, "momentum_buffer": momentum_buffer}
     flags = _flags(maximize=maximize, centered=centered, momentum=momentum != 0, keras=keras)
@@ -195,7 +197,8 @@ def adam(
         step: the bias corrections are ``1 - beta**step``, with the power by repeated squaring.
 
     Source: Kingma and Ba 2015 (arXiv:1412.6980) alg. 1, Loshchilov and Hutter 2019, Reddi et al. 2018; torch.optim.Adam and
-        AdamW: epsilon is added after the bias correction; or keras.optimizers. The rest is as for all rules, see ``psd_core._updates``.
+        AdamW: epsilon is added after the bias correction; or keras.optimizers. The rest is as for all rules, see
+        ``psd_core._updates``.
     """
     slots = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
     flags = _flags(maximize=maximize, amsgrad=amsgrad, decoupled_weight_decay=decoupled_weight_decay, keras=keras)
@@ -223,8 +226,8 @@ def adamax(
         exp_avg: first moment. exp_inf: infinity norm, which has ``eps`` in it.
         keras: it has not; ``eps`` is added to it where it divides.
 
-    Source: Kingma and Ba 2015 (arXiv:1412.6980) alg. 2; torch.optim.Adamax, or keras.optimizers.Adamax. The rest is as for all rules, see
-        ``psd_core._updates``.
+    Source: Kingma and Ba 2015 (arXiv:1412.6980) alg. 2; torch.optim.Adamax, or keras.optimizers.Adamax. The rest is
+        as for all rules, see ``psd_core._updates``.
     """
     slots: dict[str, RealArray | None] = {"exp_avg": exp_avg, "exp_inf": exp_inf}
     _update("adamax", param, grad, slots, (lr, beta1, beta2, eps, weight_decay), _flags(maximize=maximize, keras=keras), step)
