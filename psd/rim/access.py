@@ -118,10 +118,15 @@ def _short(method: str) -> str:
 
 
 class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # only its stub is generic
-    """Refuses calls that `access` does not allow; once per call, before its first message."""
+    """Refuses calls that `access` does not allow; once per call, before its first message.
 
-    def __init__(self, access: Access) -> None:
+    Args:
+        on_refusal: told of each.
+    """
+
+    def __init__(self, access: Access, on_refusal: Callable[[PsdError], object] = lambda _: None) -> None:
         self._access = access
+        self._on_refusal = on_refusal
         self._open_calls = threading.BoundedSemaphore(OPEN_CALLS_MAX)
         self._refusals = _Refusals()
 
@@ -139,6 +144,7 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
     def _refusal(self, method: str, error: PsdError) -> grpc.RpcMethodHandler[Any, Any]:
         def refuse(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             del requests
+            self._on_refusal(error)
             self._refusals.log(method, context.peer(), error)
             abort(context, error)
 

@@ -175,7 +175,12 @@ class BulkServer:
 
     def _begin(self, sock: socket.socket) -> bool:
         """Serve a connection, unless there are too many; False if they are crowded."""
-        secured = self._secured(sock)
+        try:
+            secured = self._secured(sock)
+        except OSError:  # the client has gone; scanners of ports do no more than connect
+            with self._lock:
+                self._refused["tcp"] += 1
+            return True
         stream, descriptor = Stream(secured, HELLO_BYTES_MAX), secured.fileno()
         lane = "tcp" if stream.is_tcp else "shm"
         connection = BulkConnection(
@@ -205,6 +210,7 @@ class BulkServer:
         if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return sock
         try:
+            sock.getpeername()  # if it has gone, ssl would leave half a socket behind
             return TlsSocket(sock, self._tls.context())
         except BaseException:
             sock.close()

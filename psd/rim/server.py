@@ -80,7 +80,7 @@ class ShardServer:
         self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
         self._server = grpc.server(
             self._pool,
-            interceptors=[] if access is None else [AccessInterceptor(access)],
+            interceptors=[] if access is None else [AccessInterceptor(access, Guard(self.shard).as_error)],
             maximum_concurrent_rpcs=config.limits.calls_max,
             options=[
                 ("grpc.max_receive_message_length", config.limits.message_bytes_max),

@@ -196,6 +196,24 @@ def test_the_workers_beyond_a_number_share_a_series(cluster: Callable[..., Any],
     assert value(metrics, "psd_workers", state="absent") == world - 3
 
 
+def test_calls_that_a_token_does_not_allow_are_counted(
+    cluster: Callable[..., Any], dial: Callable[..., Any], tmp_path: Path
+) -> None:
+    """They are errors like others, with reasons of their own; so an operator sees somebody trying."""
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("reader 0123456789abcdef\n")
+    shard = cluster(1, metrics_port=0, token_file=str(tokens)).shards[0]
+    control = control_pb2_grpc.ControlServiceStub(dial(shard.address))
+
+    for metadata in ((), (("authorization", "Bearer 0123456789abcdef"),)):
+        failure(control.Join, control_pb2.JoinRequest(), timeout=30, metadata=metadata)
+
+    metrics = scrape(shard.metrics_port)
+    assert value(metrics, "psd_request_errors_total", reason="Unauthenticated", code="UNAUTHENTICATED") == 1
+    assert value(metrics, "psd_request_errors_total", reason="PermissionDenied", code="PERMISSION_DENIED") == 1
+
+
 # -- the server ---------------------------------------------------------------------------------------------------------
 
 

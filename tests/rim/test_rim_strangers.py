@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
@@ -285,3 +288,19 @@ def test_a_push_that_does_not_end_is_refused(cluster: Callable[..., Any], dial: 
     assert worker.pull(1) == {0: [-1.0] * 3, 1: [-1.0] * 3}
     status = worker.control.Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
     assert status.requests_refused == 2
+
+
+def test_a_client_that_has_gone_before_tls_begins_is_counted_and_no_more(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """OpenSSL's socket cannot be made then; that was a traceback on the log, and a pause for all who came after."""
+    files = Authority("a").issue("127.0.0.1").write(tmp_path, "shard")
+    bulk = cluster(1, **files).shards[0]._bulk
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # by a reset
+
+        assert bulk._begin(accepted)
+
+    assert accepted.fileno() == -1
+    assert bulk.connections()["tcp"].refused == 1
