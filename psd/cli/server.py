@@ -116,6 +116,14 @@ def _parser() -> Parser:
         "(default: %(default)s)",
     )
     place.add_argument(
+        "--health-port",
+        type=whole_number,
+        default=default.health_port,
+        metavar="PORT",
+        help="answer gRPC health checks, and nothing else, on this port too, on the same host and never encrypted, as "
+        "Kubernetes' probes need it (default: on the port of --listen alone)",
+    )
+    place.add_argument(
         "--state-dir",
         default="",
         metavar="DIR",
@@ -199,6 +207,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             listen=args.listen,
             advertise=args.advertise,
             bulk_port=args.bulk_port,
+            health_port=args.health_port,
             run_id=args.run_id,
             lease_s=args.lease,
             grace_s=args.grace,

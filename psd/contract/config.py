@@ -93,6 +93,7 @@ class ServerConfig:
         shard_index, shard_count: which part of the parameters.
         listen: HOST:PORT to bind; port 0 takes a free one.
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
+        health_port: port of a server of its own, on the same host, that answers gRPC health checks alone; None: there is none.
         bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
@@ -110,6 +111,7 @@ class ServerConfig:
     shard_count: int
     listen: str = "127.0.0.1:7000"
     advertise: str = ""
+    health_port: int | None = None
     bulk_port: int | None = 0
     run_id: str = ""
     lease_s: float = 10.0
@@ -130,6 +132,8 @@ class ServerConfig:
         parse_address(self.listen, "--listen")
         if self.advertise:
             parse_address(self.advertise, "--advertise")
+        if self.health_port is not None:
+            _check_count("--health-port", self.health_port, 0, 65535)
         if self.bulk_port is not None:
             _check_count("--bulk-port", self.bulk_port, 0, 65535)
         if len(self.run_id.encode()) > 128:

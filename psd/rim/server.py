@@ -27,6 +27,7 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
+from psd.rim.probes import ProbeServer
 from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class ShardServer:
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         plane = DataPlane(self.shard)
         self._bulk = BulkServer(self.shard, plane, Guard(self.shard), config)
         control = ControlService(
@@ -127,6 +129,8 @@ class ShardServer:
                 self._config.checkpoint_dir,
             )
         self._bulk.start()
+        if self._probes is not None:
+            self._probes.start()
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()
@@ -184,6 +188,8 @@ class ShardServer:
         stopped = self._server.stop(grace_s)
         self._bulk.stop(grace_s)
         stopped.wait()
+        if self._probes is not None:
+            self._probes.stop()
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():
