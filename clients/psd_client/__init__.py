@@ -25,6 +25,7 @@ from psd.contract.errors import (
     NotDeclared,
     OutOfSpace,
     Overloaded,
+    PermissionDenied,
     PsdError,
     RolledBack,
     RuleFailed,
@@ -34,6 +35,8 @@ from psd.contract.errors import (
     ShardUnavailable,
     SpecMismatch,
     StateLost,
+    TlsFailed,
+    Unauthenticated,
     WaitTimeout,
     WrongShard,
 )
@@ -75,6 +78,7 @@ __all__ = [
     "NotDeclared",
     "OutOfSpace",
     "Overloaded",
+    "PermissionDenied",
     "RolledBack",
     "RuleFailed",
     "ScalarsDisagree",
@@ -83,6 +87,8 @@ __all__ = [
     "ShardUnavailable",
     "SpecMismatch",
     "StateLost",
+    "TlsFailed",
+    "Unauthenticated",
     "WaitTimeout",
     "WrongShard",
 ]

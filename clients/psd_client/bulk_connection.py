@@ -65,7 +65,7 @@ class BulkConnection:
     @property
     def is_local(self) -> bool:
         """True if memory can be attached."""
-        return self._stream.socket.family == getattr(socket, "AF_UNIX", None)
+        return self._stream.local is not None
 
     def attach(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
         """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
@@ -85,8 +85,10 @@ class BulkConnection:
             self._stream.set_timeout(HELLO_S)
             self._stream.send(Kind.ATTACH, message.SerializeToString())
             self._expect(Kind.SEND)
+            local = self._stream.local
+            assert local is not None
             try:
-                socket.send_fds(self._stream.socket, [b"\0"], [segment.fd])
+                socket.send_fds(local, [b"\0"], [segment.fd])
             except OSError as error:
                 raise Disconnected(str(error)) from None
             return self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from psd.contract.config import ConfigError, parse_address
+from psd.contract.credentials import Credentials
 from psd.contract.errors import ShardUnavailable
 from psd.contract.layout import Block
+from psd.contract.tls import what_is_wrong
+from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection
@@ -34,8 +38,8 @@ class BulkLane(GrpcLane):
         transport: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
     """
 
-    def __init__(self, shard: int, address: str, transport: str) -> None:
-        super().__init__(shard, address)
+    def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
+        super().__init__(shard, address, credentials)
         self.transport = ""
         self._wanted = transport
         self._bulk: BulkConnection | None = None
@@ -119,7 +123,9 @@ class BulkLane(GrpcLane):
 
     def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
         refusals: list[str] = []
-        for name, connect in (("shm", self._connect_local), ("tcp", self._connect_tcp)):
+        ways: tuple[tuple[str, Callable[[control_pb2.OpenBulkReply], socket.socket | TlsSocket]], ...]
+        ways = ("shm", self._connect_local), ("tcp", self._connect_tcp)
+        for name, connect in ways:
             if self._wanted not in ("auto", name):
                 continue
             reply = self.open_bulk(control_pb2.OpenBulkRequest(caller=caller), call)
@@ -157,7 +163,7 @@ class BulkLane(GrpcLane):
             raise _NotHere("the shard is another user's")
         return sock
 
-    def _connect_tcp(self, reply: control_pb2.OpenBulkReply) -> socket.socket:
+    def _connect_tcp(self, reply: control_pb2.OpenBulkReply) -> socket.socket | TlsSocket:
         if not reply.tcp_port:
             raise _NotHere("the shard was started with --bulk-port off")
         host, _ = parse_address(self.address, "servers")
@@ -167,7 +173,22 @@ class BulkLane(GrpcLane):
             raise _NotHere(f"port {reply.tcp_port}: {error.strerror or error}") from None
         sock.settimeout(None)
         keep_alive(sock)
-        return sock
+        context = self._credentials.context()
+        return sock if context is None else _secured(sock, context, host.strip("[]"))
+
+
+def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSocket:
+    port = sock.getpeername()[1]
+    secured = TlsSocket(sock, context, host)
+    try:
+        secured.handshake(CONNECT_S)
+    except OSError as error:
+        secured.close()
+        raise _NotHere(f"port {port}: {what_is_wrong(error, host) or error}") from None
+    except BaseException:
+        secured.close()
+        raise
+    return secured
 
 
 class _NotHere(Exception):

@@ -6,13 +6,15 @@ shards, sessions or bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.config import ClientConfig, ConfigError
+from psd.contract.config import ClientConfig, ConfigError, is_loopback
+from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
 from psd_client.bulk_lane import BulkLane
@@ -23,6 +25,8 @@ from psd_client.reader import Reader
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
 from psd_client.worker import Worker
+
+logger = logging.getLogger("psd_client")
 
 
 @overload
@@ -37,6 +41,10 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
 ) -> ParameterServer: ...
 @overload
 def connect(
@@ -50,6 +58,10 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
 ) -> Reader: ...
 def connect(
     servers: str | None = None,
@@ -62,6 +74,10 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
 ) -> ParameterServer | Reader:
     """Join a job as one of its workers, or read from it.
 
@@ -77,9 +93,15 @@ def connect(
         wait_timeout: seconds, the longest wait for other workers (default 600).
         retry_timeout: seconds for which an unreachable shard is tried again (default 30).
         report_after: seconds after which a wait is explained on the log (default 5).
+        tls_ca: PEM file of the authorities that sign the shards' certificates: connect by TLS. The certificates must name the
+            hosts as `servers` does.
+        tls_cert, tls_key: PEM files with this client's own certificate and its key, where the shards ask for one.
+        token_file: file that holds this client's token, where the shards ask for one. Files are read again when they change.
 
     Raises:
-        ConfigError: a value is wrong or missing, or the transport does not work here.
+        ConfigError: a value is wrong or missing, a file cannot be used, or the transport does not work here.
+        TlsFailed: a certificate is not accepted, by this side or the other, or one side does without TLS; says which and why.
+        Unauthenticated, PermissionDenied: the token is unknown, or its role may not take part so.
         ShardUnavailable: a shard could not be reached until the retry timeout.
         WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
     """
@@ -96,13 +118,22 @@ def connect(
         wait_timeout=wait_timeout,
         retry_timeout=retry_timeout,
         report_after=report_after,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        token_file=token_file,
     )
-    lanes = [_lane(shard, address, config.transport) for shard, address in enumerate(config.servers)]
+    credentials = Credentials(config.tls_ca, config.tls_cert, config.tls_key, config.token_file)
+    if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
+        logger.warning("psd: without tls_ca the token goes over the network in clear, for whoever can listen there to take")
+    lanes = [_lane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
 
 
-def _lane(shard: int, address: str, transport: str) -> Lane:
-    return GrpcLane(shard, address) if transport == "grpc" else BulkLane(shard, address, transport)
+def _lane(shard: int, address: str, transport: str, credentials: Credentials) -> Lane:
+    if transport == "grpc":
+        return GrpcLane(shard, address, credentials)
+    return BulkLane(shard, address, transport, credentials)
 
 
 class ParameterServer(Worker):

@@ -36,6 +36,17 @@ _BROKEN_CONNECTION = ("RST_STREAM", "Stream removed", "Connection reset", "Socke
 """gRPC reports some broken connections as INTERNAL or UNKNOWN; then the text says so."""
 
 
+_NO_CONNECTION = "failed to connect"
+_TLS = ("handshake", "Verification", "Socket closed")
+"""Words in what gRPC says where no connection has come about, and TLS, or the lack of it, may be why."""
+
+
+def may_be_tls(error: PsdError) -> bool:
+    """True if it is worth asking why there is no connection."""
+    text = str(error)
+    return isinstance(error, ShardUnavailable) and _NO_CONNECTION in text and any(mark in text for mark in _TLS)
+
+
 def psd_error(call: grpc.Call, shard: int, address: str, *, is_wait: bool) -> PsdError:
     """The error of a call that has failed.
 

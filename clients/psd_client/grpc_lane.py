@@ -4,8 +4,8 @@ Bulk frames are built and taken apart by psd/contract/frames.py on raw bytes, so
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters.
 
-The channel opens at the first call. gRPC does not survive a fork, so a lane refuses to be used in a child process. Must not
-know sessions, clocks, retries or other shards.
+The channel opens at the first call, and anew, after it has failed, if certificates have changed. gRPC does not survive a fork,
+so a lane refuses to be used in a child process. Must not know sessions, clocks, retries or other shards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from psd.contract import frames
-from psd.contract.errors import InternalError
+from psd.contract.credentials import Credentials
+from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated
 from psd.contract.layout import Block
+from psd.contract.tls import Pem
 from psd.v1 import control_pb2, data_pb2
 from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
-from psd_client.grpc_errors import psd_error
+from psd_client.grpc_errors import may_be_tls, psd_error
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
 
 MESSAGE_BYTES_MAX = 32 << 20
@@ -51,31 +53,47 @@ CHANNEL_OPTIONS = (
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
 
+Metadata = Any
+"""Of a call, as gRPC takes it; None: nothing."""
+
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
 
+def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
+    """A channel with TLS, or, if `pem` is None, without."""
+    if pem is None:
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(pem.ca, pem.key or None, pem.cert or None)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
 class GrpcLane(Lane):
-    """One shard over one gRPC channel."""
+    """One shard over one gRPC channel. Without `credentials`: no TLS, no token."""
 
     transport = "grpc"
 
-    def __init__(self, shard: int, address: str) -> None:
+    def __init__(self, shard: int, address: str, credentials: Credentials | None = None) -> None:
         super().__init__(shard, address)
+        self._credentials = credentials if credentials is not None else Credentials()
+        self._pem: Pem | None = None  # of the channel
+        self._was_reached = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._closed = False
 
-    def _begin(self, start: Callable[[grpc.Channel], ResultT]) -> ResultT:
+    def _begin(self, start: Callable[[grpc.Channel, Metadata], ResultT]) -> ResultT:
         """A call that `start` begins on the channel, which is opened if need be; Cancelled if the lane was closed meanwhile."""
-        channel = self._open()
-        try:
-            return start(channel)
-        except ValueError:  # gRPC's word for a closed channel
-            if self._closed:
-                raise Cancelled from None
-            raise
+        while True:
+            channel = self._open()
+            try:
+                return start(channel, self._credentials.metadata())
+            except ValueError:  # gRPC's word for a closed channel
+                if self._closed:
+                    raise Cancelled from None
+                if channel is self._channel:
+                    raise
 
     def _open(self) -> grpc.Channel:
         if os.getpid() != self._pid:
@@ -87,8 +105,34 @@ class GrpcLane(Lane):
             if self._closed:
                 raise Cancelled
             if self._channel is None:
-                self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+                self._pem = self._credentials.pem()
+                self._channel = open_channel(self.address, self._pem, CHANNEL_OPTIONS)
             return self._channel
+
+    def _failed(self, rpc: Any, *, is_wait: bool) -> PsdError:
+        """Why a call has failed, and, where it lets expect another outcome of the next attempt, what prepares that."""
+        error = psd_error(rpc, self.shard, self.address, is_wait=is_wait)
+        where = {"shard": self.shard, "address": self.address}
+        if isinstance(error, Unauthenticated) and self._credentials.has_other_token():
+            return ShardUnavailable(f"shard {self.shard} at {self.address}: the token has changed meanwhile", **where)
+        if not isinstance(error, ShardUnavailable):
+            self._was_reached = True
+            return error
+        self._renew()
+        if may_be_tls(error) and (why := self._credentials.why_not(self.address)) is not None:
+            # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
+            kind = ShardUnavailable if self._was_reached else TlsFailed
+            error = kind(f"shard {self.shard} at {self.address}: {why}", **where)
+        return error
+
+    def _renew(self) -> None:
+        """Have the next call open another channel, if certificates have changed."""
+        pem = self._credentials.pem()
+        with self._lock:
+            if pem == self._pem or self._channel is None:
+                return
+            channel, self._channel = self._channel, None
+        channel.close()
 
     def close(self) -> None:
         """Close the channel; calls in progress end."""
@@ -138,7 +182,9 @@ class GrpcLane(Lane):
         """Send a heartbeat; the function returned waits for the reply."""
         serialize, parse = control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
         rpc = self._begin(
-            lambda channel: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(request, timeout=timeout_s)
+            lambda channel, metadata: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(
+                request, timeout=timeout_s, metadata=metadata
+            )
         )
 
         def reply() -> control_pb2.HeartbeatReply:
@@ -151,15 +197,21 @@ class GrpcLane(Lane):
         """Say that the worker has finished."""
         serialize, parse = control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
         try:  # a blocking call: gRPC starts a thread for any other kind
-            self._begin(lambda channel: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(request, timeout=timeout_s))
+            self._begin(
+                lambda channel, metadata: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(
+                    request, timeout=timeout_s, metadata=metadata
+                )
+            )
         except grpc.RpcError as error:
             failed: Any = error  # which is a grpc.Call, too
-            raise psd_error(failed, self.shard, self.address, is_wait=False) from None
+            raise self._failed(failed, is_wait=False) from None
 
     def _unary(self, name: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
         serialize, parse = type(request).SerializeToString, reply.FromString
         rpc = self._begin(
-            lambda channel: channel.unary_unary(_CONTROL + name, serialize, parse).future(request, timeout=call.timeout_s)
+            lambda channel, metadata: channel.unary_unary(_CONTROL + name, serialize, parse).future(
+                request, timeout=call.timeout_s, metadata=metadata
+            )
         )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
@@ -168,11 +220,13 @@ class GrpcLane(Lane):
     def _result(self, rpc: Any, result: Callable[[], ResultT], call: Call | None = None, *, is_wait: bool) -> ResultT:
         """What `result` returns, which is a step of the call `rpc`; its failure as a typed error."""
         try:
-            return result()
+            found = result()
         except (grpc.RpcError, grpc.FutureCancelledError):
             if self._closed or (call is not None and call.scope.is_cancelled):
                 raise Cancelled from None
-            raise psd_error(rpc, self.shard, self.address, is_wait=is_wait) from None
+            raise self._failed(rpc, is_wait=is_wait) from None
+        self._was_reached = True
+        return found
 
     # Data plane.
 
@@ -191,7 +245,9 @@ class GrpcLane(Lane):
         """Fetch parameters."""
         serialize = data_pb2.PullRequest.SerializeToString
         rpc = self._begin(
-            lambda channel: channel.unary_stream(f"{_DATA}Pull", serialize, None)(request, timeout=call.timeout_s)
+            lambda channel, metadata: channel.unary_stream(f"{_DATA}Pull", serialize, None)(
+                request, timeout=call.timeout_s, metadata=metadata
+            )
         )
         self._receive(rpc, blocks, None if request.versions_only else parameters, call)
 
@@ -199,7 +255,9 @@ class GrpcLane(Lane):
         """Fetch parameters as of a cut."""
         serialize = data_pb2.ReadRequest.SerializeToString
         rpc = self._begin(
-            lambda channel: channel.unary_stream(f"{_DATA}Read", serialize, None)(request, timeout=call.timeout_s)
+            lambda channel, metadata: channel.unary_stream(f"{_DATA}Read", serialize, None)(
+                request, timeout=call.timeout_s, metadata=metadata
+            )
         )
         self._receive(rpc, blocks, parameters, call)
 
@@ -207,7 +265,9 @@ class GrpcLane(Lane):
         """Push and fetch, full duplex."""
         messages = self._push_frames(part)
         rpc = self._begin(
-            lambda channel: channel.stream_stream(f"{_DATA}PushPull", None, None)(messages, timeout=call.timeout_s)
+            lambda channel, metadata: channel.stream_stream(f"{_DATA}PushPull", None, None)(
+                messages, timeout=call.timeout_s, metadata=metadata
+            )
         )
         reply = self._receive(rpc, part.blocks, parameters, call)
         if reply is None:
@@ -217,7 +277,9 @@ class GrpcLane(Lane):
     def _send(self, name: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
         parse = reply.FromString
         rpc = self._begin(
-            lambda channel: channel.stream_unary(_DATA + name, None, parse).future(messages, timeout=call.timeout_s)
+            lambda channel, metadata: channel.stream_unary(_DATA + name, None, parse).future(
+                messages, timeout=call.timeout_s, metadata=metadata
+            )
         )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)

@@ -8,12 +8,13 @@ ConfigError the commands report through `Parser.error`, so that each limit is st
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from typing import Any, NoReturn
 
 import psd
-from psd.contract.config import ServerConfig
+from psd.contract.config import Limits, ServerConfig
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -135,6 +136,92 @@ def add_rule_option(parser: argparse._ArgumentGroup) -> None:
     )
 
 
+SECURITY_OPTIONS = ("tls_cert", "tls_key", "tls_client_ca", "token_file", "insecure")
+"""What add_security_options adds, as ServerConfig names it."""
+
+
+def add_security_options(parser: argparse.ArgumentParser) -> None:
+    """Add psd-server's options that say who is let in."""
+    group = parser.add_argument_group("security (files are read again when they change)")
+    group.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="PEM certificate, and what leads from it to its authority: TLS"
+    )
+    group.add_argument("--tls-key", default="", metavar="FILE", help="its PEM key, without a password")
+    group.add_argument(
+        "--tls-client-ca",
+        default="",
+        metavar="FILE",
+        help="PEM certificates: let in only clients that have a certificate signed by one of these",
+    )
+    group.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="let in only clients that have a token; lines: ROLE TOKEN, roles: worker, reader, admin",
+    )
+    group.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine without TLS, where the network keeps strangers out"
+    )
+
+
+CREDENTIAL_OPTIONS = {
+    "tls_ca": ("PSD_TLS_CA", "PEM certificates of the authorities that sign the shards': connect by TLS"),
+    "tls_cert": ("PSD_TLS_CERT", "PEM certificate of your own, where shards ask for one"),
+    "tls_key": ("PSD_TLS_KEY", "its PEM key"),
+    "token_file": ("PSD_TOKEN_FILE", "holds your token, where shards ask for one"),
+}
+"""What add_credential_options adds, as Credentials names it: the variable that is its default, and the help."""
+
+
+def add_credential_options(parser: argparse.ArgumentParser) -> None:
+    """Add psdctl's options that say who asks."""
+    group = parser.add_argument_group("who asks")
+    for name, (variable, text) in CREDENTIAL_OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, default=os.environ.get(variable, ""), metavar="FILE", help=f"{text} (default: {variable})")
+
+
+LIMIT_OPTIONS = {
+    "workers_max": "workers of the job",
+    "tensors_max": "tensors of the job",
+    "elements_max": "parameters of the job, all shards together",
+    "message_bytes_max": "one gRPC message; large declarations may need more",
+    "name_bytes_max": "the name of a tensor or a barrier",
+    "calls": "gRPC calls at a time; each has a thread (default: 4 for each of --max-workers, and 64)",
+    "connections": "gRPC connections at a time (default: 2 for each of --max-workers, and 64)",
+}
+"""Each field of Limits, and what its flag's help says."""
+
+
+def add_limit_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each of Limits: --max-workers for workers_max."""
+    group = parser.add_argument_group("limits (requests beyond them are refused)")
+    for name, text in LIMIT_OPTIONS.items():
+        group.add_argument(
+            f"--max-{name.removesuffix('_max').replace('_', '-')}",
+            dest=name,
+            type=whole_number,
+            default=getattr(Limits(), name),
+            metavar="N",
+            help=text if "default:" in text else f"{text} (default: %(default)s)",
+        )
+
+
 def checkpoint_options(args: argparse.Namespace) -> dict[str, Any]:
     """Their values, as arguments of ServerConfig."""
     return {name: getattr(args, name) for name in CHECKPOINT_OPTIONS}
+
+
+def security_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Likewise, of add_security_options."""
+    return {name: getattr(args, name) for name in SECURITY_OPTIONS}
+
+
+def credential_options(args: argparse.Namespace) -> dict[str, str]:
+    """Likewise, of add_credential_options, as arguments of Credentials."""
+    return {name: getattr(args, name) for name in CREDENTIAL_OPTIONS}
+
+
+def limit_options(args: argparse.Namespace) -> Limits:
+    """Likewise, of add_limit_options; ConfigError if one is out of range."""
+    return Limits(**{name: getattr(args, name) for name in LIMIT_OPTIONS})

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import grpc
 
 from psd.cli import checkpoints, credentials
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, seconds
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, add_credential_options, credential_options, seconds
 from psd.cli.report import Answer, as_json, as_text, problems
 from psd.contract.config import ConfigError, parse_servers
+from psd.contract.credentials import Credentials
 from psd.v1 import control_pb2, control_pb2_grpc
 
 TIMEOUT_MAX_S = 3_600.0
@@ -91,27 +92,41 @@ examples:
 
 exit status:
   0     the checkpoint is complete; its name is printed
-  1     it was not taken, or not completed in time; the message says why
+  1     it was not taken, or not completed in time; the message says why. With --token-file it is for admins
   2     the options are wrong"""
 
 
-def query(servers: Sequence[str], timeout_s: float) -> list[Answer]:
+def query(servers: Sequence[str], timeout_s: float, credentials: Credentials) -> list[Answer]:
     """Ask all shards at once; in the order of `servers`, an error's name and text where one did not answer."""
-    channels = [grpc.insecure_channel(server) for server in servers]
+    channels = [_dial(server, credentials) for server in servers]
     try:
         stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        calls = [stub.Status.future(control_pb2.StatusRequest(), timeout=timeout_s) for stub in stubs]
-        return [_answer(server, call) for server, call in zip(servers, calls, strict=True)]
+        request, metadata = control_pb2.StatusRequest(), credentials.metadata()
+        calls = [stub.Status.future(request, timeout=timeout_s, metadata=metadata) for stub in stubs]
+        return [_answer(server, call, credentials) for server, call in zip(servers, calls, strict=True)]
     finally:
         for channel in channels:
             channel.close()
 
 
-def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply]) -> Answer:
+def _dial(server: str, credentials: Credentials) -> grpc.Channel:
+    pem = credentials.pem()
+    if pem is None:
+        return grpc.insecure_channel(server)
+    return grpc.secure_channel(server, grpc.ssl_channel_credentials(pem.ca, pem.key or None, pem.cert or None))
+
+
+def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply], credentials: Credentials) -> Answer:
     try:
         return Answer(server, call.result())
     except grpc.RpcError:
-        return Answer(server, None, call.code().name, call.details() or "")
+        return Answer(server, None, call.code().name, _why(server, call, credentials))
+
+
+def _why(server: str, call: grpc.Call, credentials: Credentials) -> str:
+    """What a failed call's error is; better words than gRPC's where TLS is the reason."""
+    is_tls = call.code() is grpc.StatusCode.UNAVAILABLE
+    return (credentials.why_not(server) if is_tls else None) or call.details() or ""
 
 
 def _run_status(args: argparse.Namespace) -> int:
@@ -128,7 +143,7 @@ def _run_status(args: argparse.Namespace) -> int:
 
 
 def _show_status(args: argparse.Namespace) -> int:
-    answers = query(args.servers, args.timeout)
+    answers = query(args.servers, args.timeout, args.credentials)
     if args.json:
         print(json.dumps(as_json(answers)), flush=True)
     else:
@@ -139,13 +154,14 @@ def _show_status(args: argparse.Namespace) -> int:
 
 def _run_checkpoint(args: argparse.Namespace) -> int:
     _check(args)
-    with grpc.insecure_channel(args.servers[0]) as channel:
+    server, credentials = args.servers[0], args.credentials
+    with _dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout)
+            reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
         except grpc.RpcError as error:
             call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
-            print(f"psdctl: error: shard 0 at {args.servers[0]}: {call.details()}", file=sys.stderr)
+            print(f"psdctl: error: shard 0 at {server}: {_why(server, call, credentials)}", file=sys.stderr)
             return EXIT_FAILURE
     print(reply.name)
     return EXIT_OK
@@ -159,6 +175,7 @@ def _add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
         metavar="HOST:PORT,...",
         help="addresses of the shards, in their order (default: PSD_SERVERS)",
     )
+    add_credential_options(parser)
     where.add_argument(
         "--timeout", type=seconds, default=timeout_s, metavar="SECONDS", help=f"{timeout_help} (default: %(default)g)"
     )
@@ -196,8 +213,9 @@ def _check(args: argparse.Namespace) -> None:
         parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them at its start")
     try:
         args.servers = parse_servers(args.servers)
+        args.credentials = Credentials(**credential_options(args))
     except ConfigError as error:
-        parser.error(f"--{error}")
+        parser.error(f"--{str(error).replace('_', '-', 1) if str(error).startswith(('tls_', 'token_')) else error}")
     for name in ("timeout", "watch"):
         value = getattr(args, name)
         if value is not None and not 0 < value <= TIMEOUT_MAX_S:

@@ -23,15 +23,19 @@ from psd.cli.arguments import (
     EXIT_OK,
     Parser,
     add_checkpoint_options,
+    add_limit_options,
     add_rule_option,
+    add_security_options,
     checkpoint_options,
     exit_status,
+    limit_options,
     seconds,
+    security_options,
     signal_name,
     whole_number,
 )
 from psd.cli.wakeups import FIRST_WORD, Wakeups
-from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
+from psd.contract.config import ConfigError, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
 
 if TYPE_CHECKING:
@@ -61,7 +65,8 @@ workers are told all addresses, in the order of the shards (PSD_SERVERS)."""
 _EPILOG = """\
 examples:
   psd-server --shard 0/1                          a job with a single shard, on 127.0.0.1:7000
-  psd-server --shard 0/2 --listen 0.0.0.0:7000    the first of two, reachable from other machines
+  psd-server --shard 0/2 --listen 0.0.0.0:7000 --tls-cert tls.crt --tls-key tls.key --token-file tokens
+                                                  the first of two, reachable from other machines
   psd-server --shard 1/2 --listen 127.0.0.1:0     the second, on any free port (the ready line says which)
   psd-server --shard 0/1 --run-id mine --state-dir /dev/shm/mine-0
                                                   one that may be killed: the same command goes on where it was
@@ -77,8 +82,14 @@ after kill -9, and the same command goes on with them: workers wait for it and s
 unanswered. They are removed when all workers have left (--exit-when-done). What is kept outlives the
 process, and with a DIR on a disk often a reboot, but not reliably: for that there are checkpoints.
 
-There is no authentication yet: whoever reaches the port can train or read the model. Bind to a trusted
-network only.
+Without --token-file whoever reaches the port may train, read the model, or end the job; without TLS whoever
+sees the network reads and changes everything, tokens too. So beyond this machine TLS is wanted, or
+--insecure. A token file has lines such as
+  worker 3f786850e387550fdab836ed7e6dc881      what training needs
+  reader 89e6c98d92887913cadf06b2adb97f26      describe, status, read
+  admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints on demand
+Several lines of a role may stand there, for a change of tokens. Clients have theirs in a file of its own,
+named by PSD_TOKEN_FILE.
 
 exit status:
   0     drained after a signal, or done (--exit-when-done)
@@ -94,7 +105,6 @@ def _bulk_port(text: str) -> int | None:
 
 def _parser() -> Parser:
     default = ServerConfig(0, 1)
-    limits = default.limits
     parser = Parser("psd-server", _USAGE, _DESCRIPTION, _EPILOG)
     place = parser.add_argument_group("which shard, and where")
     place.add_argument("--shard", required=True, metavar="INDEX/COUNT", help="which part of how many, from 0: 0/4 to 3/4")
@@ -158,35 +168,8 @@ def _parser() -> Parser:
         help="time for running requests to finish after SIGTERM (default: %(default)g)",
     )
     end.add_argument("--exit-when-done", action="store_true", help="end, with status 0, when all workers have left")
-    bounds = parser.add_argument_group("limits (requests beyond them are refused)")
-    bounds.add_argument(
-        "--max-workers",
-        type=whole_number,
-        default=limits.workers_max,
-        metavar="N",
-        help="workers of the job (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-tensors",
-        type=whole_number,
-        default=limits.tensors_max,
-        metavar="N",
-        help="tensors of the job (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-elements",
-        type=whole_number,
-        default=limits.elements_max,
-        metavar="N",
-        help="parameters of the job, all shards together (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-message-bytes",
-        type=whole_number,
-        default=limits.message_bytes_max,
-        metavar="N",
-        help="one gRPC message; large declarations may need more (default: %(default)s)",
-    )
+    add_security_options(parser)
+    add_limit_options(parser)
     log = parser.add_argument_group("log (standard error)")
     log.add_argument(
         "--log-level", choices=logs.LEVELS, default="info", help="least important records to show (default: %(default)s)"
@@ -216,12 +199,8 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             rules=tuple(args.rules),
             rule_dir=args.rule_dir,
             **checkpoint_options(args),
-            limits=Limits(
-                workers_max=args.max_workers,
-                tensors_max=args.max_tensors,
-                elements_max=args.max_elements,
-                message_bytes_max=args.max_message_bytes,
-            ),
+            **security_options(args),
+            limits=limit_options(args),
         )
     except ConfigError as error:
         parser.error(str(error))

@@ -6,6 +6,7 @@ value raises ConfigError, whose message says what was expected.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
@@ -23,6 +24,15 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
     if match is None or int(match[2]) > 65535:
         raise ConfigError(f"{what}: expected HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:7000, got {text!r}")
     return match[1], int(match[2])
+
+
+def is_loopback(address: str) -> bool:
+    """True if only this machine reaches HOST:PORT; names other than localhost are not looked up, and count as reachable."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -62,6 +72,19 @@ def _check_count(name: str, value: int, low: int, high: int) -> None:
         raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
 
 
+def _check_pair(name: str, value: str, other_name: str, other: str) -> None:
+    for has, lacks, is_wrong in ((name, other_name, value and not other), (other_name, name, other and not value)):
+        if is_wrong:
+            raise ConfigError(f"{lacks}: not given; a certificate and its key belong together, and {has} is given")
+
+
+def check_client_tls(ca: str, cert: str, key: str) -> None:
+    """ConfigError if a client's TLS files do not belong together."""
+    _check_pair("tls_cert", cert, "tls_key", key)
+    if cert and not ca:
+        raise ConfigError("tls_ca: not given; a client's certificate is shown over TLS only, which needs the shards' CA")
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a shard accepts from peers. Each has a flag of psd-server.
@@ -71,18 +94,38 @@ class Limits:
         tensors_max: tensors of one job.
         elements_max: parameters of one job over all shards.
         message_bytes_max: one gRPC message. Frames need 1 MiB and a header; a declaration about 64 bytes a tensor.
+        name_bytes_max: the name of a tensor or a barrier, in UTF-8.
+        calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
+        connections: gRPC connections at a time; 0: as many as `connections_max` says.
     """
 
     workers_max: int = 1024
     tensors_max: int = 100_000
     elements_max: int = 1 << 40
     message_bytes_max: int = 32 << 20
+    name_bytes_max: int = 256
+    calls: int = 0
+    connections: int = 0
+
+    @property
+    def calls_max(self) -> int:
+        """A worker has up to 4: a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them. The others
+        are for status, health, readers."""
+        return self.calls or 4 * self.workers_max + 64
+
+    @property
+    def connections_max(self) -> int:
+        """A worker has one, and while it comes back two."""
+        return self.connections or 2 * self.workers_max + 64
 
     def __post_init__(self) -> None:
         _check_count("--max-workers", self.workers_max, 1, 100_000)
         _check_count("--max-tensors", self.tensors_max, 1, 10_000_000)
         _check_count("--max-elements", self.elements_max, 1, 1 << 48)
         _check_count("--max-message-bytes", self.message_bytes_max, 2 << 20, 1 << 30)
+        _check_count("--max-name-bytes", self.name_bytes_max, 1, 4096)
+        _check_count("--max-calls", self.calls, 0, 1_000_000)
+        _check_count("--max-connections", self.connections, 0, 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -105,6 +148,10 @@ class ServerConfig:
         checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
         checkpoint_keep: how many valid ones are kept.
         rules: import paths of the users' update rules that jobs may name; rule_dir: where their modules are looked for, too.
+        tls_cert, tls_key: PEM files, for TLS on every port; empty: none. Read again when they change.
+        tls_client_ca: PEM file: clients must show a certificate that one of these has signed; empty: they need none.
+        token_file: who may do what, see psd/contract/credentials.py; empty: everybody may do everything.
+        insecure: listen beyond this machine without TLS.
     """
 
     shard_index: int
@@ -124,6 +171,11 @@ class ServerConfig:
     checkpoint_keep: int = 3
     rules: tuple[str, ...] = ()
     rule_dir: str = "."
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    token_file: str = ""
+    insecure: bool = False
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -136,6 +188,16 @@ class ServerConfig:
             _check_count("--health-port", self.health_port, 0, 65535)
         if self.bulk_port is not None:
             _check_count("--bulk-port", self.bulk_port, 0, 65535)
+        _check_pair("--tls-cert", self.tls_cert, "--tls-key", self.tls_key)
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError(
+                "--tls-client-ca: asks clients for certificates, which needs TLS: give --tls-cert and --tls-key, too"
+            )
+        if not (self.tls_cert or self.insecure or is_loopback(self.listen)):
+            raise ConfigError(
+                f"--listen: {self.listen} is reachable from other machines, and without TLS whoever is on the way reads and "
+                "changes everything. Give --tls-cert and --tls-key, or say --insecure if the network keeps strangers out"
+            )
         if len(self.run_id.encode()) > 128:
             raise ConfigError("--run-id: expected at most 128 bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
@@ -164,6 +226,9 @@ class ClientConfig:
         wait_timeout_s: longest wait for other workers (a round, a barrier, the staleness bound, initial values).
         retry_timeout_s: how long an unreachable shard is tried again.
         report_after_s: a wait longer than this is explained on the log, and again each time it has doubled.
+        tls_ca: PEM file: TLS, with shards whose certificates one of these has signed; empty: no TLS.
+        tls_cert, tls_key: PEM files with this client's own certificate, where shards ask for one.
+        token_file: holds this client's token; empty: none.
     """
 
     servers: tuple[str, ...]
@@ -174,6 +239,10 @@ class ClientConfig:
     wait_timeout_s: float = 600.0
     retry_timeout_s: float = 30.0
     report_after_s: float = 5.0
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    token_file: str = ""
 
     def __post_init__(self) -> None:
         parse_servers(",".join(self.servers))
@@ -186,3 +255,4 @@ class ClientConfig:
         _check_seconds("wait_timeout", self.wait_timeout_s, 0.1, 30 * 86_400)
         _check_seconds("retry_timeout", self.retry_timeout_s, 0, 86_400)
         _check_seconds("report_after", self.report_after_s, 0.05, 86_400)
+        check_client_tls(self.tls_ca, self.tls_cert, self.tls_key)

@@ -29,6 +29,10 @@ VARIABLES = {
     "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
+    "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates: connect by TLS",
+    "PSD_TLS_CERT": "PEM file of this client's own certificate, where shards ask for one",
+    "PSD_TLS_KEY": "PEM file of its key",
+    "PSD_TOKEN_FILE": "file that holds this client's token",
 }
 """Every variable that psd reads, and what it means; psd-run --help prints this table."""
 
@@ -67,6 +71,10 @@ def client_config(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientConfig:
     """A client's settings: arguments first, then the environment, then defaults.
@@ -96,6 +104,10 @@ def client_config(
         world_size=world_size,
         run_id=run_id if run_id is not None else environ.get("PSD_RUN_ID", ""),
         transport=transport or environ.get("PSD_TRANSPORT", "auto"),
+        tls_ca=tls_ca if tls_ca is not None else environ.get("PSD_TLS_CA", ""),
+        tls_cert=tls_cert if tls_cert is not None else environ.get("PSD_TLS_CERT", ""),
+        tls_key=tls_key if tls_key is not None else environ.get("PSD_TLS_KEY", ""),
+        token_file=token_file if token_file is not None else environ.get("PSD_TOKEN_FILE", ""),
         **{name: value for name, value in seconds.items() if value is not None},
     )
 

@@ -24,6 +24,9 @@
     ├── OutOfSpace                a shard has no room for the job's parameters
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
+    ├── Unauthenticated           the call has no token, or one that the shard does not know
+    ├── PermissionDenied          the token's role may not make the call
+    ├── TlsFailed                 raised by clients: a certificate was refused, or one of the two sides does without TLS
     ├── ShardUnavailable          raised by clients: a shard could not be reached until the deadline
     └── InternalError             a defect of the shard; its log has the traceback
 
@@ -203,6 +206,24 @@ class Overloaded(PsdError):
 
 class Draining(PsdError):
     """The shard is shutting down."""
+
+    code = "UNAVAILABLE"
+
+
+class Unauthenticated(PsdError):
+    """The call has no token, or one that the shard does not know."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDenied(PsdError):
+    """The token's role may not make the call. Detail: role."""
+
+    code = "PERMISSION_DENIED"
+
+
+class TlsFailed(PsdError):
+    """No TLS connection with a shard came about: a certificate was refused, or one side has no TLS. Detail: shard, address."""
 
     code = "UNAVAILABLE"
 

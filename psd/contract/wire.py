@@ -16,6 +16,7 @@ import struct
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.tls_socket import TlsSocket
 
 PREFIX = struct.Struct("<IIQ")
 
@@ -53,13 +54,13 @@ class Stream:
     """One connected stream socket. One thread may send while another receives.
 
     Args:
-        sock: blocking; owned from now on.
-        head_bytes_max: a longer head is refused before it is read.
+        sock: blocking, or with TLS; owned from now on.
+        head_bytes_max: a longer head is refused before it is read; may be changed.
     """
 
-    def __init__(self, sock: socket.socket, head_bytes_max: int) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, head_bytes_max: int) -> None:
         self.socket = sock
-        self._head_bytes_max = head_bytes_max
+        self.head_bytes_max = head_bytes_max
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
         self._kept_back = b""
@@ -68,6 +69,12 @@ class Stream:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def local(self) -> socket.socket | None:
+        """The socket, if it is a local one, over which descriptors can be sent."""
+        is_local = isinstance(self.socket, socket.socket) and self.socket.family == getattr(socket, "AF_UNIX", None)
+        return self.socket if is_local else None  # type: ignore[return-value]  # see the line above
 
     def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
         """Send one message; `payload` is any C-contiguous buffer.
@@ -107,8 +114,8 @@ class Stream:
             known = Kind(kind)
         except ValueError:
             raise InvalidRequest(f"kind: {kind} is none of the bulk lane's messages") from None
-        if head_bytes > self._head_bytes_max:
-            raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self._head_bytes_max}")
+        if head_bytes > self.head_bytes_max:
+            raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self.head_bytes_max}")
         return known, bytes(self._take(head_bytes)), payload_bytes
 
     def read_into(self, target: memoryview) -> None:
@@ -163,6 +170,9 @@ class Stream:
         if whole == self._timeout_s:
             return
         self._timeout_s = whole
+        if isinstance(self.socket, TlsSocket):
+            self.socket.set_timeout(whole)
+            return
         limit = struct.pack("@ll", whole, 0)  # not socket.settimeout, which would poll before each call
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

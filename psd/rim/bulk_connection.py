@@ -33,6 +33,9 @@ BLOCKS_FOR_TWO_THREADS = 4
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["BulkConnection", bytes], int]
 
+HELLO_BYTES_MAX = 1024
+"""Of a head, until the ticket has been shown."""
+
 
 class BulkConnection:
     """One worker's connection.
@@ -42,12 +45,17 @@ class BulkConnection:
 
     Attributes:
         rank: of the worker; negative before it has shown its ticket. ended: set when nothing is under way any more.
+        is_welcome: asked before each call, whether the worker still may make it; set by whoever admits it.
+        is_known: the ticket was good. since: when the connection began, by time.monotonic.
     """
 
     def __init__(
         self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard, has_core_to_spare: Callable[[], bool]
     ) -> None:
         self.rank = -1
+        self.is_known = False
+        self.is_welcome: Callable[[], bool] = lambda: False
+        self.since = time.monotonic()
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
@@ -71,6 +79,8 @@ class BulkConnection:
             self._stream.set_timeout(0)
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
+                if not self.is_welcome():
+                    break  # the worker asks for another ticket, and so shows its present token
                 with self._lock:
                     self._is_busy = True
                 if kind is Kind.CALL and not payload_bytes:
@@ -94,6 +104,7 @@ class BulkConnection:
         if kind is not Kind.HELLO or payload_bytes:
             raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
         self.rank = admit(self, _parsed(bulk_pb2.BulkHello, head).ticket)
+        self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
         self._stream.send(Kind.WELCOME)
 
     # -- the end, from other threads -----------------------------------------------------------------------------------
@@ -155,10 +166,11 @@ class BulkConnection:
                 socket.close(descriptor)
 
     def _received_descriptors(self) -> list[int]:
-        if not _is_local(self._stream):
+        local = self._stream.local
+        if local is None:
             return []
         try:
-            _, descriptors, _, _ = socket.recv_fds(self._stream.socket, 1, 1)
+            _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
         except OSError as error:
             raise Disconnected(str(error)) from None
         return descriptors
@@ -338,7 +350,3 @@ def _parsed(kind: type[MessageT], head: bytes) -> MessageT:
         return kind.FromString(head)
     except DecodeError as error:
         raise InvalidRequest(f"{kind.__name__}: not a valid message: {error}") from None
-
-
-def _is_local(stream: Stream) -> bool:
-    return stream.socket.family == socket.AF_UNIX

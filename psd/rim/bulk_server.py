@@ -1,8 +1,9 @@
 """The shard's end of the bulk lane: its sockets, tickets and connections. bulk_connection.py serves one connection.
 
 A worker asks over gRPC (`OpenBulk`) where to connect and gets a ticket, good for one connection; so nobody is let in here whom
-gRPC has not. Each connection has a thread. A rank has one connection: a new one ends the one before, and begins when nothing of
-that one is under way any more, so that two calls never write to one worker's memory. Must not know blocks or frames.
+gRPC has not. Over TCP it is TLS if gRPC is. Each connection has a thread. A rank has one connection: a new one ends the one
+before, and begins when nothing of that one is under way any more, so that two calls never write to one worker's memory. Must
+not know blocks or frames.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from psd.contract.config import ServerConfig, parse_address
 from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
-from psd.rim.bulk_connection import BulkConnection
+from psd.rim.access import Access, Metadata
+from psd.rim.bulk_connection import HELLO_BYTES_MAX, BulkConnection
 from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
+from psd.rim.tls import ServerTls
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -30,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 TICKET_S = 30.0
 HELLO_S = 5.0
-"""A connection that has not shown its ticket by then is closed."""
+"""A connection that has not shown its ticket by then is closed,"""
+REAP_S = 1.0
+"""or so much later."""
 PREDECESSOR_S = 30.0
 """How long a new connection waits for its rank's earlier one to end."""
 STRANGERS_MAX = 64
@@ -41,16 +48,30 @@ STRANGERS_MAX = 64
 class _Ticket:
     rank: int
     expires: float
+    is_welcome: Callable[[], bool]
 
 
 class BulkServer:
     """The bulk lane of one shard. Made, then `start`ed once, then `stop`ped.
 
+    Args:
+        access: None: everybody may do everything. tls: None: without.
+
     Attributes:
         tcp_port: 0 where TCP is switched off. local_name: of the local socket; empty where the system has none.
     """
 
-    def __init__(self, shard: Shard, plane: DataPlane, guard: Guard, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        plane: DataPlane,
+        guard: Guard,
+        config: ServerConfig,
+        access: Access | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        self._access = access
+        self._tls = tls
         self.tcp_port = 0
         self.local_name = ""
         self._shard = shard
@@ -64,7 +85,7 @@ class BulkServer:
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
-        self._hang_ups = _HangUps(self._connections)
+        self._hang_ups = _HangUps(self._connections, self._hang_up_on_strangers)
         self._is_stopping = False
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -113,8 +134,9 @@ class BulkServer:
         self.local_name = name
         self._listeners.append(listener)
 
-    def open(self, request: control_pb2.OpenBulkRequest) -> control_pb2.OpenBulkReply:
-        """See ControlService.OpenBulk."""
+    def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
+        """See ControlService.OpenBulk. `metadata`: of the call; its token must stay good as long as the connection is used."""
+        is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
         with self._shard.core.lock:
             worker = self._shard.core.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
@@ -122,7 +144,7 @@ class BulkServer:
             self._tickets = {key: kept for key, kept in self._tickets.items() if kept.expires > now}
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
                 raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
-            self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S)
+            self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S, is_welcome)
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -146,14 +168,36 @@ class BulkServer:
             thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        stream = Stream(sock, self._config.limits.message_bytes_max)
+        try:
+            secured = self._secured(sock)
+        except OSError as error:  # also a time-out
+            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
+            sock.close()
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+            return
+        self._serve_stream(Stream(secured, HELLO_BYTES_MAX))
+
+    def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
+        """The socket, with TLS where there is to be some; a local one needs none."""
+        if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
+            return sock
+        secured = TlsSocket(sock, self._tls.context())
+        try:
+            secured.handshake(HELLO_S)
+        except BaseException:
+            secured.close()
+            raise
+        return secured
+
+    def _serve_stream(self, stream: Stream) -> None:
         connection = BulkConnection(stream, self._shard, self._plane, self._guard, lambda: len(self._by_rank) < self._cores)
-        descriptor = sock.fileno()
+        descriptor = stream.socket.fileno()
         with self._lock:
             self._connections[descriptor] = connection
         try:
             self._hang_ups.watch(descriptor)
-            if _is_welcome(sock):
+            if stream.local is None or is_of_this_user(stream.local):
                 connection.serve(self._admit, HELLO_S)
         finally:
             self._hang_ups.forget(descriptor)
@@ -170,6 +214,7 @@ class BulkServer:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
+            connection.is_known, connection.is_welcome = True, ticket.is_welcome
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank] = connection
         if before is not None:
@@ -177,6 +222,14 @@ class BulkServer:
             if not before.ended.wait(PREDECESSOR_S):
                 raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
         return ticket.rank
+
+    def _hang_up_on_strangers(self) -> None:
+        """However slowly they say something: a limit on each wait alone would let them stay for as long as they like."""
+        too_old = time.monotonic() - HELLO_S
+        with self._lock:
+            strangers = [c for c in self._connections.values() if not c.is_known and c.since < too_old]
+        for connection in strangers:
+            connection.hang_up()
 
     def stop(self, grace_s: float | None) -> None:
         """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
@@ -203,15 +256,15 @@ class BulkServer:
         self._hang_ups.stop()
 
 
-def _is_welcome(sock: socket.socket) -> bool:
-    """False for a local socket whose other end belongs to somebody else."""
-    return sock.family != getattr(socket, "AF_UNIX", None) or is_of_this_user(sock)
-
-
 class _HangUps:
-    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket."""
+    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket.
 
-    def __init__(self, connections: dict[int, BulkConnection]) -> None:
+    Args:
+        now_and_then: called every REAP_S, for what else has to be noticed.
+    """
+
+    def __init__(self, connections: dict[int, BulkConnection], now_and_then: Callable[[], None]) -> None:
+        self._now_and_then = now_and_then
         self._connections = connections
         self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
         self._wake_read, self._wake_write = os.pipe()
@@ -242,7 +295,8 @@ class _HangUps:
     def _run(self) -> None:
         assert self._poll is not None
         while True:
-            for descriptor, _ in self._poll.poll():
+            self._now_and_then()
+            for descriptor, _ in self._poll.poll(REAP_S):
                 if descriptor == self._wake_read:
                     return
                 connection = self._connections.get(descriptor)

@@ -9,6 +9,7 @@ import grpc
 
 from psd.contract.errors import CheckpointFailed
 from psd.rim import views
+from psd.rim.access import Metadata
 from psd.rim.calls import Guard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
 from psd.state.shard import Shard
@@ -26,7 +27,7 @@ class ControlService:
     Args:
         address: gives what Status shows.
         on_leave: called after a worker has left.
-        open_bulk: answers OpenBulk.
+        open_bulk: answers OpenBulk, given the call's metadata, too.
         checkpointer: None without --checkpoint-dir.
     """
 
@@ -36,7 +37,7 @@ class ControlService:
         *,
         address: Callable[[], str],
         on_leave: Callable[[], None],
-        open_bulk: Callable[[control_pb2.OpenBulkRequest], control_pb2.OpenBulkReply],
+        open_bulk: Callable[[control_pb2.OpenBulkRequest, Metadata], control_pb2.OpenBulkReply],
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self._shard = shard
@@ -137,8 +138,7 @@ class ControlService:
 
     def open_bulk(self, request: control_pb2.OpenBulkRequest, context: grpc.ServicerContext) -> control_pb2.OpenBulkReply:
         """See ControlService.OpenBulk."""
-        del context
-        return self._open_bulk(request)
+        return self._open_bulk(request, context.invocation_metadata())
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """See ControlService.Status."""

@@ -1,8 +1,8 @@
 """The server of one shard: gRPC services, the bulk lane, health, reflection, the lease clock, and an orderly end.
 
 Every call in progress has a thread, also while it waits for other workers; the pool grows with demand up to a number that
-follows from --max-workers, and beyond it calls are refused instead of queued. So waiting workers never keep others from being
-served. Must not know flags, signals or exit statuses: psd/cli/server.py does.
+follows from --max-workers (or is --max-calls), and beyond it calls are refused instead of queued. So waiting workers never keep
+others from being served. Must not know flags, signals or exit statuses: psd/cli/server.py does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from psd.checkpoint import CheckpointDirectory
-from psd.contract.config import ServerConfig, parse_address
+from psd.contract.config import ServerConfig, is_loopback, parse_address
 from psd.contract.frames import WINDOW_OPTIONS
+from psd.rim.access import Access, AccessInterceptor
 from psd.rim.bulk_server import BulkServer
 from psd.rim.calls import Guard
 from psd.rim.checkpointer import Checkpointer
@@ -28,6 +29,7 @@ from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.rim.probes import ProbeServer
+from psd.rim.tls import ServerTls
 from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
@@ -36,12 +38,19 @@ READY = "psd.ready"
 """Health of the shard's part of the job: SERVING once it can be trained, which is a readiness probe's question. The other names
 answer for the process, which also serves while it waits for a job."""
 
-CALLS_PER_WORKER = 4  # a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them
-CALLS_BESIDE = 64  # status, health, reflection
+HANDSHAKE_S = 10
+"""A connection that has not agreed on TLS by then is closed."""
+IDLE_S = 300
+"""A connection without a call for so long is closed; workers send heartbeats."""
+METADATA_BYTES_MAX = 16 << 10
+"""Of a call's metadata: method, deadline, token."""
 
 
 class ShardServer:
     """Serves one shard over gRPC.
+
+    Raises:
+        ConfigError: a file with certificates or tokens cannot be read, or makes no sense.
 
     Attributes:
         shard: its state.
@@ -50,6 +59,8 @@ class ShardServer:
     """
 
     def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] = lambda _: None) -> None:
+        self._tls = ServerTls(config) if config.tls_cert else None
+        access = Access(config.token_file) if config.token_file else None
         directory = (
             CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point)
             if config.checkpoint_dir
@@ -62,11 +73,11 @@ class ShardServer:
         self.done = threading.Event()
         self.address = config.listen
         self._config = config
-        calls_max = config.limits.workers_max * CALLS_PER_WORKER + CALLS_BESIDE
-        self._pool = ThreadPoolExecutor(calls_max, thread_name_prefix="psd-call")
+        self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
         self._server = grpc.server(
             self._pool,
-            maximum_concurrent_rpcs=calls_max,
+            interceptors=[] if access is None else [AccessInterceptor(access)],
+            maximum_concurrent_rpcs=config.limits.calls_max,
             options=[
                 ("grpc.max_receive_message_length", config.limits.message_bytes_max),
                 ("grpc.max_send_message_length", config.limits.message_bytes_max),
@@ -78,13 +89,19 @@ class ShardServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.max_concurrent_streams", config.limits.calls_max),
+                ("grpc.max_allowed_incoming_connections", config.limits.connections_max),
+                ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+                ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+                ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
             ],
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         plane = DataPlane(self.shard)
-        self._bulk = BulkServer(self.shard, plane, Guard(self.shard), config)
+        self._bulk = BulkServer(self.shard, plane, Guard(self.shard), config, access, self._tls)
         control = ControlService(
             self.shard,
             address=lambda: config.advertise or self.address,
@@ -104,9 +121,14 @@ class ShardServer:
         Raises:
             OSError: the address cannot be bound.
         """
+        if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
+            logger.warning("--insecure: tokens go over the network in clear, for whoever can listen there to take")
         host, port = parse_address(self._config.listen, "--listen")
         try:
-            bound = self._server.add_insecure_port(self._config.listen)
+            if self._tls is None:
+                bound = self._server.add_insecure_port(self._config.listen)
+            else:
+                bound = self._server.add_secure_port(self._config.listen, self._tls.credentials())
         except RuntimeError as error:
             raise OSError(
                 f"--listen: cannot bind {host}:{port}; is the port in use, and is the host this machine's?"

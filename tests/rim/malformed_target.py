@@ -65,6 +65,9 @@ class Context:
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return True
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def set_trailing_metadata(self, metadata: Any) -> None:
         self._trailing = dict(metadata)
 

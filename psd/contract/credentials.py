@@ -1,0 +1,67 @@
+"""What a client shows to shards, and by what it knows them: from files that are read again when they change.
+
+For workers, readers and psdctl alike. Must not know gRPC: whoever dials hands it what is here.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from psd.contract.config import check_client_tls, parse_address
+from psd.contract.tls import Pem, client_files, probe
+from psd.contract.tokens import metadata_of, read_token
+from psd.contract.watched import Watched
+
+MetadataOut = tuple[tuple[str, str], ...]
+
+
+class Credentials:
+    """One client's.
+
+    Args:
+        tls_ca: PEM file: TLS, with shards whose certificates one of these has signed; empty: no TLS.
+        tls_cert, tls_key: PEM files with the client's own certificate; empty: none. token_file: holds its token; empty: none.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds something else, or they do not belong together; names it.
+    """
+
+    def __init__(self, tls_ca: str = "", tls_cert: str = "", tls_key: str = "", token_file: str = "") -> None:
+        check_client_tls(tls_ca, tls_cert, tls_key)
+        self._token = Watched((token_file,), lambda: read_token(token_file)) if token_file else None
+        files = client_files(tls_ca, tls_cert, tls_key)
+        self._tls = Watched(files.paths, files.load) if tls_ca else None
+
+    @property
+    def has_token(self) -> bool:
+        """Whether calls carry one."""
+        return self._token is not None
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether connections are TLS."""
+        return self._tls is not None
+
+    def metadata(self) -> MetadataOut | None:
+        """What each call carries."""
+        return None if self._token is None else metadata_of(self._token.current())
+
+    def has_other_token(self) -> bool:
+        """True if the file holds another token than the one that the last calls carried; reads it."""
+        return self._token is not None and self._token.refresh()
+
+    def pem(self) -> Pem | None:
+        """For gRPC; None: no TLS."""
+        return None if self._tls is None else self._tls.current()[0]
+
+    def context(self) -> ssl.SSLContext | None:
+        """For the bulk lane; None: no TLS."""
+        return None if self._tls is None else self._tls.current()[1]
+
+    def why_not(self, address: str) -> str | None:
+        """Why gRPC cannot connect to HOST:PORT, if TLS or its absence is the reason; dials, for a second or two at most."""
+        host, port = parse_address(address, "servers")
+        context = None
+        if self._tls is not None:
+            context = self._tls.current()[1]
+        return probe(host.strip("[]"), port, context)

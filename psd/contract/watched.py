@@ -1,0 +1,104 @@
+"""Files that may be replaced while the process runs: certificates, keys, tokens. Read again when they have changed.
+
+A Kubernetes Secret is swapped by its symbolic link, an operator's file by a rename or in place: all change what `stat` says.
+What cannot be read, or makes no sense, such as a new certificate whose key has not come yet, is logged once, and what was
+there before stays in force. Must not know what the files hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from psd.contract.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES_MAX = 1 << 20
+
+ValueT = TypeVar("ValueT")
+
+
+class Watched(Generic[ValueT]):
+    """What `load` makes of some files.
+
+    Args:
+        paths: of the files. load: reads them; raises ConfigError, which names the file.
+
+    Raises:
+        ConfigError: of the first `load`.
+    """
+
+    def __init__(self, paths: tuple[str, ...], load: Callable[[], ValueT]) -> None:
+        self._paths = paths
+        self._load = load
+        self._lock = threading.Lock()
+        self._seen = self._signature()
+        self._value = load()
+
+    def current(self) -> ValueT:
+        """The newest value; looks whether the files have changed. From any thread."""
+        if self._signature() != self._seen:
+            self._read()
+        return self._value
+
+    def refresh(self) -> bool:
+        """Read the files whatever `stat` says; True if the value has changed by it."""
+        before = self._value
+        self._read()
+        return self._value != before
+
+    def _read(self) -> None:
+        with self._lock:
+            self._seen = self._signature()  # first: what changes from now on is another change
+            try:
+                self._value = self._load()
+            except ConfigError as error:
+                logger.error("%s; going on with what was there before", error)  # noqa: TRY400 - it says it all
+
+    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_file_signature, self._paths))
+
+
+def _file_signature(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - several times per call; a Path costs more than the system call
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read(path: str, what: str) -> bytes:
+    """A small file's contents.
+
+    Raises:
+        ConfigError: it cannot be read, or is larger than FILE_BYTES_MAX; `what` names the setting.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot read {path}: {error.strerror}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{what}: {path} has more than {FILE_BYTES_MAX} bytes; is this the right file?")
+    return data
+
+
+def read_secret(path: str, what: str) -> bytes:
+    """As `read`; warns if everybody on this machine can read the file, too.
+
+    Raises:
+        ConfigError: also if everybody can write it.
+    """
+    data = read(path, what)
+    mode = Path(path).stat().st_mode
+    if mode & stat.S_IWOTH:
+        raise ConfigError(f"{what}: everybody on this machine can write {path}; make it private: chmod 600 {path}")
+    if mode & stat.S_IROTH:
+        logger.warning("%s: everybody on this machine can read %s; make it private: chmod 600 %s", what, path, path)
+    return data

@@ -1,0 +1,184 @@
+"""Who may call what: the one table, and the interceptor that holds every call against it before anything of it is read.
+
+Without --token-file nothing of this is there, and everybody may do everything. With it a call needs a token, and its method
+must be open to the token's role. A method that is not in the table is refused to everybody. Connections of the bulk lane are
+opened by a call (OpenBulk), and so by a worker. Must not know what the methods do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from psd.contract.errors import PermissionDenied, PsdError, Unauthenticated
+from psd.contract.tokens import Role, presented, read_tokens
+from psd.contract.watched import Watched
+from psd.rim.calls import abort
+
+logger = logging.getLogger(__name__)
+
+_CONTROL, _DATA, _HEALTH = "/psd.v1.ControlService/", "/psd.v1.DataService/", "/grpc.health.v1.Health/"
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+_WORKER = frozenset({Role.WORKER, Role.ADMIN})
+_ADMIN = frozenset({Role.ADMIN})
+_ALL = frozenset(Role)
+
+OPEN = frozenset({_HEALTH + "Check"})
+"""What needs no token: one word about whether the shard serves, for probes. `Watch` would hold a stream open."""
+
+ROLES: dict[str, frozenset[Role]] = {
+    _HEALTH + "List": _ALL,
+    _HEALTH + "Watch": _ALL,
+    _REFLECTION: _ALL,
+    # Whoever looks on.
+    _CONTROL + "Describe": _ALL,
+    _CONTROL + "Status": _ALL,
+    _DATA + "Read": _ALL,
+    # Whoever trains. Rollback: workers bring shards back to one checkpoint when one of them has lost its memory.
+    _CONTROL + "Join": _WORKER,
+    _CONTROL + "Declare": _WORKER,
+    _CONTROL + "Heartbeat": _WORKER,
+    _CONTROL + "Leave": _WORKER,
+    _CONTROL + "Commit": _WORKER,
+    _CONTROL + "Measure": _WORKER,
+    _CONTROL + "Barrier": _WORKER,
+    _CONTROL + "Rollback": _WORKER,
+    _CONTROL + "OpenBulk": _WORKER,
+    _DATA + "Push": _WORKER,
+    _DATA + "Pull": _WORKER,
+    _DATA + "PushPull": _WORKER,
+    _DATA + "Initialize": _WORKER,
+    # Whoever operates: what takes room and time on a disk.
+    _CONTROL + "Checkpoint": _ADMIN,
+}
+"""Full name of a method -> the roles that may call it."""
+
+OPEN_CALLS_MAX = 16
+"""Calls without a token at a time,"""
+OPEN_CALL_S = 5.0
+"""and how long one may take: whoever opens calls and says nothing takes no thread from the workers for longer."""
+
+REFUSALS_LOGGED_S = 10.0
+
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+
+class Access:
+    """The tokens of one shard, and the table.
+
+    Args:
+        token_file: see psd/contract/tokens.py; read again when it changes.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is wrong.
+    """
+
+    def __init__(self, token_file: str) -> None:
+        self._tokens = Watched((token_file,), lambda: read_tokens(token_file))
+
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Whether this call may be made.
+
+        Raises:
+            Unauthenticated: it has no token, or one that this shard does not know. PermissionDenied: its role may not call it.
+        """
+        digest = presented(metadata)
+        if digest is None:
+            raise Unauthenticated(
+                f"{_short(method)}: this shard wants a token: give token_file, set PSD_TOKEN_FILE, or say psdctl --token-file"
+            )
+        role = self._tokens.current().role_of(digest)
+        if role is None:
+            raise Unauthenticated(
+                f"{_short(method)}: this shard does not know the token; its --token-file does not list it (any more)"
+            )
+        allowed = ROLES.get(method, frozenset())
+        if role not in allowed:
+            roles = ", ".join(sorted(role.value for role in allowed)) or "nobody"
+            raise PermissionDenied(f"{_short(method)}: is for {roles}; this token is a {role.value}'s", role=role.value)
+
+    def holder(self, metadata: Metadata) -> Callable[[], bool]:
+        """Whether the token of this call still is a worker's, as a question to be asked later."""
+        digest = presented(metadata)
+
+        def is_worker() -> bool:
+            return digest is not None and self._tokens.current().role_of(digest) in _WORKER
+
+        return is_worker
+
+
+def _short(method: str) -> str:
+    return method.rpartition("/")[2]
+
+
+class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # only its stub is generic
+    """Refuses calls that `access` does not allow; once per call, before its first message."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._open_calls = threading.BoundedSemaphore(OPEN_CALLS_MAX)
+        self._refusals = _Refusals()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """See grpc.ServerInterceptor."""
+        if details.method in OPEN:
+            handler = continuation(details)
+            return None if handler is None else self._bounded(handler)
+        try:
+            self._access.check(details.method, details.invocation_metadata)
+        except PsdError as error:
+            return self._refusal(details.method, error)
+        return continuation(details)
+
+    def _refusal(self, method: str, error: PsdError) -> grpc.RpcMethodHandler[Any, Any]:
+        def refuse(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            del requests
+            self._refusals.log(method, context.peer(), error)
+            abort(context, error)
+
+        # Whatever kind the method is of: a handler of this one begins before the first message, and so waits for nothing.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _bounded(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """An open method that takes one message, so that nobody who stays silent keeps its thread."""
+
+        def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            if not self._open_calls.acquire(blocking=False):
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {OPEN_CALLS_MAX} calls without a token")
+            timer = threading.Timer(OPEN_CALL_S, context.cancel)
+            timer.daemon = True
+            try:
+                timer.start()
+                for request in requests:
+                    yield handler.unary_unary(request, context)
+                    return
+            finally:
+                timer.cancel()
+                self._open_calls.release()
+
+        return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+
+
+class _Refusals:
+    """Tells the log of refused calls, but not of each one in a flood."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._untold = 0
+        self._next = time.monotonic()
+
+    def log(self, method: str, peer: str, error: PsdError) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next:
+                self._untold += 1
+                return
+            untold, self._untold, self._next = self._untold, 0, now + REFUSALS_LOGGED_S
+        more = f" (and {untold} calls before it)" if untold else ""
+        logger.warning("refused a call of %s from %s%s: %s: %s", method, peer, more, error.reason, error)
