@@ -152,6 +152,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 _FOR_CLUSTERS = ("image", "name", "namespace", "insecure", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
+    "metrics_port": "metrics are on port 7002",
     "max_shard_restarts": "Kubernetes starts shards again as often as it takes",
 }
 

@@ -161,6 +161,14 @@ def _parser() -> Parser:
     )
     add_checkpoint_options(parser)
     kubernetes.add_options(parser)
+    watching = parser.add_argument_group("watching")
+    watching.add_argument(
+        "--metrics-port",
+        type=whole_number,
+        metavar="BASE",
+        help="serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: "
+        "none are served)",
+    )
     what = parser.add_argument_group("what to run (everything after it belongs to it)")
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a Python module, with its arguments, as a script"
@@ -182,6 +190,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
         shard_restarts = SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts
         _check_count("--max-shard-restarts", shard_restarts, 0, RESTARTS_MAX)
+        if args.metrics_port is not None:
+            _check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
         ServerConfig(
             0, args.shards, lease_s=args.lease, grace_s=args.grace, rules=tuple(args.rules), **checkpoint_options(args)
         )
@@ -231,6 +241,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
         which = ["--shard", f"{index}/{args.shards}", "--listen", listen, "--state-dir", str(state_dir)]
+        if args.metrics_port is not None:
+            which.append(f"--metrics-port={args.metrics_port + index}")
         return [*python_command("psd.cli.server"), *which, *shard_flags]
 
     return Plan(

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from psd.cli import logs, malloc
@@ -174,12 +174,24 @@ def _parser() -> Parser:
     log.add_argument(
         "--log-level", choices=logs.LEVELS, default="info", help="least important records to show (default: %(default)s)"
     )
+    log.add_argument(
+        "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
+    )
+    watching = parser.add_argument_group("watching")
+    watching.add_argument(
+        "--metrics-port",
+        type=whole_number,
+        default=default.metrics_port,
+        metavar="PORT",
+        help="serve Prometheus metrics at http://HOST:PORT/metrics, on the host of --listen; 0 for a free port, which the log "
+        "names. Plain HTTP without authentication, also where gRPC has TLS (default: none are served)",
+    )
     parser.add_information()
     return parser
 
 
-def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
-    """The configuration and the log level; a wrong option ends the process with status 2 and one line that says why."""
+def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
+    """The configuration, and how to log; a wrong option ends the process with status 2 and one line that says why."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -191,6 +203,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
             advertise=args.advertise,
             bulk_port=args.bulk_port,
             health_port=args.health_port,
+            metrics_port=args.metrics_port,
             run_id=args.run_id,
             lease_s=args.lease,
             grace_s=args.grace,
@@ -204,14 +217,14 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, str]:
         )
     except ConfigError as error:
         parser.error(str(error))
-    return config, args.log_level
+    return config, logs.Settings(args.log_level, is_json=args.log_json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
-    config, log_level = parse(argv)
+    config, log_settings = parse(argv)
     with Wakeups([signal.SIGTERM, signal.SIGINT]) as wakeups:
-        logs.configure("psd-server", log_level)
+        say = logs.configure("psd-server", log_settings, shard=config.shard_index)
         malloc.keep_freed_memory()
 
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.
@@ -221,13 +234,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             server = ShardServer(config, crash_point=crash_point())
             server.start()
         except (OSError, ConfigError) as error:
-            print(f"psd-server: error: {error}", file=sys.stderr, flush=True)
+            say(f"psd-server: error: {error}")
             return EXIT_FAILURE
         print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
-        return _serve(server, config, wakeups)
+        return _serve(server, config, wakeups, say)
 
 
-def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> int:
+def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> int:
     """Wait for the first reason to end, drain, and return the exit status."""
     name = f"psd-server: shard {config.shard_index}/{config.shard_count}"
 
@@ -249,9 +262,9 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> int:
     grace_s = config.grace_s
     if first == _DONE:
         grace_s = min(grace_s, DONE_GRACE_S)
-        _say(f"{name} done: all workers have left")
+        say(f"{name} done: all workers have left")
     else:
-        _say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
+        say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
     threading.Thread(target=drain, daemon=True).start()
     give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
@@ -259,19 +272,14 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups) -> int:
     while not more:
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
-            _say(f"{name}: error: the drain does not end; ending at once")
+            say(f"{name}: error: the drain does not end; ending at once")
             os._exit(EXIT_FAILURE)
         more = [word for word in wakeups.wait(left_s) if word != _DONE]  # the last worker may leave during a drain
     second = more[0]
     if second < FIRST_WORD:
-        _say(f"{name} got {signal_name(second)}: ending at once")
+        say(f"{name} got {signal_name(second)}: ending at once")
         os._exit(exit_status(second))  # no clean-up that could wait for anything
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE
-
-
-def _say(text: str) -> None:
-    """What happens to the process itself, whatever the log level."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ class ServerConfig:
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
         health_port: port of a server of its own, on the same host, that answers gRPC health checks alone; None: there is none.
         bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
+        metrics_port: TCP port on which metrics are served, on the same host; 0: a free one; None: they are not.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
         grace_s: time for requests in progress after SIGTERM.
@@ -160,6 +161,7 @@ class ServerConfig:
     advertise: str = ""
     health_port: int | None = None
     bulk_port: int | None = 0
+    metrics_port: int | None = None
     run_id: str = ""
     lease_s: float = 10.0
     grace_s: float = 10.0
@@ -198,6 +200,8 @@ class ServerConfig:
                 f"--listen: {self.listen} is reachable from other machines, and without TLS whoever is on the way reads and "
                 "changes everything. Give --tls-cert and --tls-key, or say --insecure if the network keeps strangers out"
             )
+        if self.metrics_port is not None:
+            _check_count("--metrics-port", self.metrics_port, 0, 65535)
         if len(self.run_id.encode()) > 128:
             raise ConfigError("--run-id: expected at most 128 bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:

@@ -267,7 +267,7 @@ class Checkpointer:
             self.progress = Progress(self._directory.location, self.progress.written + 1, cut.name, self._now(), nbytes, took_s)
         with self._lock:
             announced = self._announced.get(cut.cut_id)
-        logger.info("stored %d bytes of checkpoint %s in %.2f s", nbytes, cut.name, took_s)
+        logger.info("stored a checkpoint", extra={"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)})
         if is_complete:
             self._directory.collect_garbage()
         if announced is not None and not announced.done.done():
@@ -302,7 +302,7 @@ class Checkpointer:
             job.arena.unpin(page)
 
     def _fail(self, cut: data_pb2.Cut, error: PsdError) -> None:
-        logger.error("checkpoint at step %d failed; training goes on: %s", cut.step, error)
+        logger.error("a checkpoint failed; training goes on: %s", error, extra={"step": cut.step, "reason": error.reason})
         self.progress.error = str(error)
         with self._lock:
             announced = self._announced.get(cut.id)

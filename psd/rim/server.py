@@ -137,18 +137,17 @@ class ShardServer:
         if self.shard.is_recovered:
             job = self.shard.core.declared()
             logger.warning(
-                "shard %d goes on where an earlier process of it ended: run %s, at versions %d to %d",
-                self._config.shard_index,
-                self.shard.core.run_id,
-                job.version_min,
-                job.version_max,
+                "the shard goes on where an earlier process of it ended",
+                extra={
+                    "run_id": self.shard.core.run_id,
+                    "version_min": job.version_min,
+                    "version_max": job.version_max,
+                },
             )
         elif self.shard.restored_from is not None:
             logger.warning(
-                "shard %d begins with checkpoint %s from %s",
-                self._config.shard_index,
-                self.shard.restored_from,
-                self._config.checkpoint_dir,
+                "the shard begins with a checkpoint",
+                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
             )
         self._bulk.start()
         if self._probes is not None:
@@ -174,10 +173,13 @@ class ShardServer:
         while not self._stopping.wait(interval_s):
             for worker in self.shard.tick():
                 logger.warning(
-                    "worker %d expired: silent for more than %g s, at step %d; going on without it",
-                    worker.rank,
-                    self._config.lease_s,
-                    worker.clock,
+                    "a worker was silent for longer than its lease; going on without it",
+                    extra={
+                        "rank": worker.rank,
+                        "step": worker.clock,
+                        "lease_s": self._config.lease_s,
+                        "run_id": self.shard.core.run_id,
+                    },
                 )
             self._check_done()
             self._update_readiness()

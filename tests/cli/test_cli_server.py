@@ -33,6 +33,7 @@ def ready(start, *options):
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-steps", "-1"], "--checkpoint-steps: expected 0 to"),
         (["--shard", "0/1", "--checkpoint-dir", "d", "--checkpoint-keep", "0"], "--checkpoint-keep: expected 1 to 1000000"),
         (["--shard", "0/1", "--rule", "my rule"], "--rule: expected the import path of a class, such as my_package.my_module"),
+        (["--shard", "0/1", "--metrics-port", "65536"], "--metrics-port: expected 0 to 65535, got 65536"),
         (["--shard", "0/1", "--max-work", "1"], "unrecognized arguments: --max-work"),
     ],
 )
@@ -60,12 +61,12 @@ def test_main_when_asked_for_help_then_it_explains_exit_statuses(capsys):
 def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     options = (
         "--shard 1/4 --listen 0.0.0.0:0 --advertise host:7001 --run-id r --lease 3 --grace 2 --exit-when-done --max-workers 5 "
-        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --state-dir /state "
+        "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --log-json --state-dir /state "
         "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 "
-        "--rule mine:A --rule mine:B --rule-dir /rules"
+        "--rule mine:A --rule mine:B --rule-dir /rules --metrics-port 0"
     )
 
-    config, log_level = parse(options.split())
+    config, log = parse(options.split())
 
     assert (config.shard_index, config.shard_count, config.listen, config.advertise) == (1, 4, "0.0.0.0:0", "host:7001")
     assert (config.run_id, config.lease_s, config.grace_s, config.exit_when_done) == ("r", 3, 2, True)
@@ -74,7 +75,8 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     assert (config.rules, config.rule_dir) == (("mine:A", "mine:B"), "/rules")
     limits = config.limits
     assert (limits.workers_max, limits.tensors_max, limits.elements_max, limits.message_bytes_max) == (5, 6, 7, 8 << 20)
-    assert log_level == "error"
+    assert log == ("error", True)
+    assert config.metrics_port == 0
 
 
 @pytest.mark.process
