@@ -4,14 +4,16 @@ Bulk frames are built and taken apart by psd/contract/frames.py on raw bytes, so
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters.
 
-The channel opens at the first call, and anew, after it has failed, if certificates have changed. gRPC does not survive a fork,
-so a lane refuses to be used in a child process. Must not know sessions, clocks, retries or other shards.
+The channel opens at the first call, and anew, after it has failed, if certificates have changed or the shard stays away: it may
+come back at another address, and gRPC's resolver asks for a name that it did not find ever more rarely. gRPC does not survive a
+fork, so a lane refuses to be used in a child process. Must not know sessions, clocks, retries or other shards.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -44,11 +46,16 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the time that one attempt to connect may take
+    # On Kubernetes a shard that is back has another address. gRPC's own pause between two questions for it is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_retries", 0),  # retry.py retries
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a connection
 )
+
+UNREACHED_S = 2.0
+"""A channel that is this old when it cannot reach the shard is replaced."""
 
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
@@ -78,6 +85,7 @@ class GrpcLane(Lane):
         self._credentials = credentials if credentials is not None else Credentials()
         self._pem: Pem | None = None  # of the channel
         self._was_reached = False
+        self._opened_at = 0.0
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
@@ -107,6 +115,7 @@ class GrpcLane(Lane):
             if self._channel is None:
                 self._pem = self._credentials.pem()
                 self._channel = open_channel(self.address, self._pem, CHANNEL_OPTIONS)
+                self._opened_at = time.monotonic()
             return self._channel
 
     def _failed(self, rpc: Any, *, is_wait: bool) -> PsdError:
@@ -118,18 +127,19 @@ class GrpcLane(Lane):
         if not isinstance(error, ShardUnavailable):
             self._was_reached = True
             return error
-        self._renew()
+        self._renew(is_unreached=rpc.code() is grpc.StatusCode.UNAVAILABLE)
         if may_be_tls(error) and (why := self._credentials.why_not(self.address)) is not None:
             # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
             kind = ShardUnavailable if self._was_reached else TlsFailed
             error = kind(f"shard {self.shard} at {self.address}: {why}", **where)
         return error
 
-    def _renew(self) -> None:
-        """Have the next call open another channel, if certificates have changed."""
+    def _renew(self, *, is_unreached: bool) -> None:
+        """Have the next call open another channel, if certificates have changed, or this one does not reach the shard."""
         pem = self._credentials.pem()
         with self._lock:
-            if pem == self._pem or self._channel is None:
+            is_given_up = is_unreached and time.monotonic() - self._opened_at > UNREACHED_S
+            if self._channel is None or (pem == self._pem and not is_given_up):
                 return
             channel, self._channel = self._channel, None
         channel.close()
