@@ -66,11 +66,16 @@ class Deployment:
             raise ConfigError("--image: expected the image that has psd and what the script needs; see deploy/Dockerfile")
         if self.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.namespace):
             raise ConfigError(f"--namespace: expected at most 63 small letters, digits and hyphens, got {self.namespace!r}")
+        if self.checkpoint_dir and "://" not in self.checkpoint_dir:
+            raise ConfigError(
+                f"--checkpoint-dir: {self.checkpoint_dir!r} would be another place in each pod; expected a URL that all shards "
+                "reach, such as s3://bucket/run-7"
+            )
         if self.is_rescale and not self.checkpoint_dir:
             raise ConfigError("--rescale: needs --checkpoint-dir; the new shards begin with a checkpoint")
 
-    def run(self) -> int:
-        """Print or apply it; the exit status."""
+    def run(self, cluster: kubectl.Kubectl | None = None) -> int:
+        """Print it, or apply it to a cluster (default: kubectl's own); the exit status."""
         try:
             rendered = self.render()
             if self.is_dry:
@@ -78,7 +83,7 @@ class Deployment:
             else:
                 kubectl.deploy(
                     rendered,
-                    kubectl.Kubectl(self.namespace),
+                    cluster or kubectl.Kubectl(self.namespace),
                     name=self.name,
                     shards=self.shards,
                     checkpoint_dir=self.checkpoint_dir,
