@@ -100,8 +100,10 @@ def _make_room(kubectl: Kubectl, name: str, replicas: int, checkpoint_dir: str) 
     checkpoint = kubectl("exec", f"{name}-0", "--container", "shard", "--", "psdctl", "checkpoint").strip()
     _say(f"stored {checkpoint}; removing workers and shards")
     kubectl("delete", "job", f"{name}-worker", "--ignore-not-found", "--cascade=foreground")
-    kubectl("delete", "statefulset", name, "--cascade=foreground")
-    kubectl("delete", "pvc", "--selector", f"app.kubernetes.io/instance={name},app.kubernetes.io/component=shard")
+    shards = f"--selector=app.kubernetes.io/instance={name},app.kubernetes.io/component=shard"
+    kubectl("delete", "statefulset", name, "--cascade=orphan")
+    kubectl("delete", "pod", shards, "--grace-period=1")  # no time for another checkpoint, which would lack its workers
+    kubectl("delete", "pvc", shards)
 
 
 def _make_credentials(kubectl: Kubectl, name: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,22 +202,21 @@ class Cluster:
             return self.pods[words[0]].execute(list(command[command.index("--") + 1 :]))
         assert verb == "delete", command
         if words[0] == "pvc":
-            for claim in self._made("claims").iterdir():
-                subprocess.run(["rm", "-r", str(claim)], check=True)
+            shutil.rmtree(self._made("claims"))
+        elif words[0] == "pod":
+            selected = dict(pair.split("=") for pair in next(a for a in args if "selector" in a).partition("=")[2].split(","))
+            self._end(pod for pod in self.pods.values() if selected.items() <= pod.labels.items())
         else:
-            self._delete(_KINDS[words[0]], words[1])
+            self.objects.pop((_KINDS[words[0]], words[1]), None)
+            if words[0] == "job" and words[1] in self._jobs:
+                self._jobs.pop(words[1]).join(30)
+                self._end(pod for pod in self.pods.values() if pod.name.rpartition("-")[0] == words[1])
         return _done("")
 
-    def _delete(self, kind: str, name: str) -> None:
-        self.objects.pop((kind, name), None)
-        if name in self._jobs:
-            self._jobs.pop(name).join(30)
-        pods = [pod for pod in self.pods if pod.rpartition("-")[0] == name]
-        ending = [threading.Thread(target=self.pods.pop(pod).delete) for pod in pods]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+    def _end(self, pods: Iterable[Pod]) -> None:
+        for pod in list(pods):
+            del self.pods[pod.name]
+            pod.close()
 
 
 _KINDS = {"statefulset": "StatefulSet", "job": "Job", "configmap": "ConfigMap", "secret": "Secret"}

@@ -102,7 +102,7 @@ class Pod:
 
     def command(self, words: list[str]) -> list[str]:
         """A command as this machine can execute it."""
-        first, *others = [self._here(_expanded(word, self._environ)) for word in words]
+        first, *others = [_expanded(self._here(word), self._environ) for word in words]
         return [*COMMANDS[first], *others]
 
     def _start(self) -> subprocess.Popen[bytes]:
