@@ -115,6 +115,11 @@ class ShardServer:
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
 
+    @property
+    def probe_port(self) -> int | None:
+        """Where --health-port is, once started; None without."""
+        return None if self._probes is None else self._probes.port
+
     def start(self) -> None:
         """Bind and serve.
 
