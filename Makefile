@@ -51,7 +51,7 @@ test: $(INSTALLED)
 
 # What `make test` has in a short form, at length; every seed is printed.
 chaos: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/recovery -m chaos $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest tests/recovery tests/deploy -m chaos $(PYTEST_FLAGS)
 
 # Each of them has --help; benchmarks/ has more that take longer. All run, whichever failed before.
 bench: $(INSTALLED)

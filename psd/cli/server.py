@@ -80,7 +80,8 @@ running ones may finish within --grace. A second signal ends it at once.
 Without --state-dir the parameters end with the process, however that ends. With it they stay, also
 after kill -9, and the same command goes on with them: workers wait for it and send again what was
 unanswered. They are removed when all workers have left (--exit-when-done). What is kept outlives the
-process, and with a DIR on a disk often a reboot, but not reliably: for that there are checkpoints.
+process, and with a DIR on a disk the machine, if the shard has ended in order; if it has not, it is not
+believed: then the shard begins with a checkpoint, or, without --checkpoint-dir, does not start.
 
 Without --token-file whoever reaches the port may train, read the model, or end the job; without TLS whoever
 sees the network reads and changes everything, tokens too. So beyond this machine TLS is wanted, or
