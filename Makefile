@@ -5,17 +5,19 @@ PIP_FLAGS ?=
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+FUZZ_EXAMPLES ?= 2000
 BIN := .venv/bin
 INSTALLED := .venv/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
 
-.PHONY: help setup demo test chaos bench lint clean
+.PHONY: help setup demo test chaos fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make test    lint and run all tests"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
+	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each: a quarter of an hour with the default of 2000"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
@@ -52,6 +54,11 @@ test: $(INSTALLED)
 # What `make test` has in a short form, at length; every seed is printed.
 chaos: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/recovery tests/deploy -m chaos $(PYTEST_FLAGS)
+
+# What `make test` has with a few fixed inputs, with many random ones; how to repeat one that fails is printed.
+fuzz: $(INSTALLED)
+	@PSD_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) PSD_TEST_REQUESTS=100000 \
+		$(BIN)/python -m pytest tests/fuzz tests/rim/test_rim_malformed.py --timeout 0 $(PYTEST_FLAGS)
 
 # Each of them has --help; benchmarks/ has more that take longer. All run, whichever failed before.
 bench: $(INSTALLED)

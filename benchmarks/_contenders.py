@@ -105,7 +105,7 @@ def psd(
         for index in range(shards):
             host = f"s{index}"
             listen, prefix = _listen(network, host), _on(network, host)
-            servers.append(Shard("--lease", "120", index=index, count=shards, listen=listen, prefix=prefix))
+            servers.append(Shard("--lease", "120", "--insecure", index=index, count=shards, listen=listen, prefix=prefix))
         for server in servers:
             server.start()
             stack.callback(server.end)

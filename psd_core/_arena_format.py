@@ -240,9 +240,13 @@ def unpack(fixed: bytes) -> Front:
     if _arena.checksum(unsigned) != check:
         raise ArenaCorrupt(f"superblock, shapes and meta: bytes 0 to {len(fixed)} do not have the checksum {check:#x}")
     shapes = []
-    for i in range(block_count):
-        name, *numbers = SHAPE.unpack_from(fixed, SUPERBLOCK.size + SHAPE.size * i)
-        shapes.append(BlockShape(name.rstrip(b"\0").decode(), *numbers))
+    try:
+        for i in range(block_count):
+            name, *numbers = SHAPE.unpack_from(fixed, SUPERBLOCK.size + SHAPE.size * i)
+            shapes.append(BlockShape(name.rstrip(b"\0").decode("ascii"), *numbers))
+        check_shapes(shapes, workers)
+    except (ValueError, TypeError) as error:  # what is no dtype is a TypeError to NumPy
+        raise ArenaCorrupt(f"superblock: {error}") from None
     start = SUPERBLOCK.size + SHAPE.size * block_count
     return Front(workers, tuple(shapes), fixed[start : start + meta_bytes])
 

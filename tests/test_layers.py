@@ -38,7 +38,13 @@ OUTSIDE = {
     "multiprocessing": ("psd_client",),
     "subprocess": ("psd.cli",),
     "signal": ("psd.cli", "psd_client", "psd.contract.environment"),
+    # What runs code that is in its input. torch.load: see test_tidy.py.
     "pickle": (),
+    "marshal": (),
+    "shelve": (),
+    "dill": (),
+    "cloudpickle": (),
+    "joblib": (),
     "fsspec": ("psd.checkpoint",),
 }
 

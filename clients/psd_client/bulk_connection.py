@@ -7,7 +7,6 @@ again. Must not know retries, sessions, or how the connection was opened.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.feed import Aborted, Outgoing
 from psd_client.flat import FlatBuffers
+from psd_client.grpc_errors import detail_of
 from psd_client.transport import Call, Cancelled, GradientPart
 
 HEAD_BYTES_MAX = 32 << 20
@@ -209,6 +209,9 @@ class BulkConnection:
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
                     assert parameters is not None
+                    asked = {block.index for block in blocks}
+                    if len(reply.versions) != len(reply.blocks) or not asked.issuperset(reply.blocks):
+                        raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
                     self.received_bytes += sum(block.nbytes for block in blocks)
@@ -285,7 +288,7 @@ class BulkConnection:
         if kind is not Kind.ERROR:
             raise InternalError(f"shard {self._shard} at {self._address}: {kind.name} was not expected")
         message = self._parsed(bulk_pb2.BulkError, head)
-        raise _Refused(error_from(message.reason, message.message, {"shard": self._shard} | json.loads(message.detail)))
+        raise _Refused(error_from(message.reason, message.message, {"shard": self._shard} | detail_of(message.detail)))
 
     def _parsed(self, kind: type[MessageT], head: bytes) -> MessageT:
         try:

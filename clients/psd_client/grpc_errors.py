@@ -58,7 +58,7 @@ def psd_error(call: grpc.Call, shard: int, address: str, *, is_wait: bool) -> Ps
     metadata = dict(call.trailing_metadata() or ())
     reason = metadata.get(REASON_KEY)
     if reason is not None:
-        return error_from(_text(reason), text, {"shard": shard} | _detail(metadata.get(DETAIL_KEY)))
+        return error_from(_text(reason), text, {"shard": shard} | detail_of(metadata.get(DETAIL_KEY)))
     code = call.code()
     error = WITHOUT_REASON.get(code, PsdError)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and is_wait:
@@ -74,11 +74,12 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _detail(value: str | bytes | None) -> dict[str, Any]:
+def detail_of(value: str | bytes | None) -> dict[str, Any]:
+    """The facts that travel with an error; empty where they make no sense."""
     if value is None:
         return {}
     try:
         detail = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return detail if isinstance(detail, dict) else {}

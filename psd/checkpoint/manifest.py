@@ -188,7 +188,7 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
             client_states=_states(document),
             psd_version=document["psd_version"],
         )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected content: {error!r}") from error
 
 
@@ -225,7 +225,7 @@ class ManifestDocument:
             self.parts = [PartEntry(**entry) for entry in self._document["parts"]]
             if len(self.parts) != self._document["shard_count"]:
                 raise CheckpointCorrupt(f"{self.file}: has {len(self.parts)} parts of {self._document['shard_count']}")
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
 
     def with_parts(self, parts: Sequence[Part]) -> Manifest:
@@ -240,7 +240,7 @@ class ManifestDocument:
             records = _tiled(self.file, spaces, parts) if is_known else ()
         except CheckpointCorrupt:
             raise
-        except (LookupError, TypeError, ValueError, DecodeError, PsdError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, DecodeError, PsdError) as error:
             raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
         if not is_known:
             raise CheckpointCorrupt(f"{self.file}: psd {psd.__version__} lays such a job out differently")

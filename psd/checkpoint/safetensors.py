@@ -90,16 +90,19 @@ def parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
     Raises:
         ValueError: it is not such a header, or its tensors overlap, leave gaps or do not fit their shapes.
     """
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the header is nested too deeply") from error
     if not isinstance(document, dict):
         raise ValueError("the header is not a JSON object")  # noqa: TRY004 - wrong input, not a wrong argument
     metadata = document.pop("__metadata__", {})
     try:
         entries = [
-            Entry(name, value["dtype"], tuple(value["shape"]), *map(int, value["data_offsets"]))
+            Entry(name, str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
             for name, value in document.items()
         ]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"the header has an entry that is not a tensor: {error!r}") from None
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     end = 0

@@ -48,9 +48,11 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
     body, given = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if given != _seal_of(body):
         raise CheckpointCorrupt(f"{file}: is cut off or was changed: its checksum does not match")
-    document = json.loads(data)
-    assert isinstance(document, dict)
-    del document["checksum"]
+    try:
+        document: dict[str, Any] = json.loads(data)
+        del document["checksum"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{file}: is not such a document: {error!r}") from None
     if document.get("format") != FORMAT or document.get("format_version") != FORMAT_VERSION:
         raise CheckpointCorrupt(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "

@@ -187,6 +187,7 @@ LIMIT_OPTIONS = {
     "elements_max": "parameters of the job, all shards together",
     "message_bytes_max": "one gRPC message; large declarations may need more",
     "name_bytes_max": "the name of a tensor or a barrier",
+    "reads_max": "readers that are fetching parameters at a time; each may keep another version of them in memory",
     "calls": "gRPC calls at a time; each has a thread (default: 4 for each of --max-workers, and 64)",
     "connections": "gRPC connections at a time (default: 2 for each of --max-workers, and 64)",
 }

@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what goes wrong is said once, by psdctl
+
 import grpc
 
 from psd.cli import checkpoints, credentials

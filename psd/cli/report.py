@@ -44,13 +44,18 @@ class MergedWait:
     shards: tuple[int, ...]
 
 
+def _short(message: str) -> str:
+    """Of gRPC's long story of attempts to connect, the end."""
+    return message.rpartition(": ")[2] if message.startswith("failed to connect") else message
+
+
 # -- merging --
 
 
 def problems(answers: Sequence[Answer]) -> list[str]:
     """What is wrong with the picture itself; empty if all shards answered and belong together."""
     found = [
-        f"{answer.server} did not answer: {answer.error_code}, {answer.error_message.rpartition(': ')[2]}"
+        f"{answer.server} did not answer: {answer.error_code}, {_short(answer.error_message)}"
         for answer in answers
         if answer.reply is None
     ]

@@ -39,6 +39,9 @@ RESTARTS_MAX = 1_000_000
 SHARD_RESTARTS = 100
 """By default: a bound at all, for a shard that dies of each request, at about a second each."""
 
+CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
+"""For shards elsewhere: those of psd-run are without TLS and tokens, on this machine alone."""
+
 _USAGE = """\
 psd-run [options] script.py [args ...]
        psd-run [options] -m module [args ...]
@@ -64,6 +67,10 @@ psd-run sets the first four, and those for which an option is given. Unless they
 OMP_NUM_THREADS, so that all workers together have as many threads as there are cores;
 PYTHONUNBUFFERED=1; and malloc thresholds that spare fresh memory for each message. All output goes to
 standard output, psd-run's own messages to standard error. NO_COLOR=1 turns colours off.
+
+The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines do not reach them, everybody
+who is logged in to this one does. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not handed
+on to the workers.
 
 when something dies or is told to end:
   a worker fails       it is started again with its rank, while --max-restarts lasts; then the others
@@ -219,7 +226,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
     except ConfigError as error:
         parser.error(str(error))
 
-    shared = {**environ, "PSD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}
+    handed_on = {name: value for name, value in environ.items() if name not in CREDENTIALS}
+    shared = {**handed_on, "PSD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}
     for_workers = {
         "OMP_NUM_THREADS": str(max(1, _cores() // args.workers)),
         **malloc.environment(),

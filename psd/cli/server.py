@@ -95,7 +95,7 @@ named by PSD_TOKEN_FILE.
 exit status:
   0     drained after a signal, or done (--exit-when-done)
   1     failed: the address cannot be bound, --state-dir holds something else or is damaged, a --rule
-        cannot be imported, or a defect, with a traceback
+        cannot be imported, a file of certificates or tokens cannot be used, or a defect, with a traceback
   2     the options are wrong
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
 
@@ -228,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
         malloc.keep_freed_memory()
 
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or each stranger's handshake that fails writes to the log
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.
         from psd.rim.server import ShardServer
 

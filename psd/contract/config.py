@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
+RUN_ID_BYTES_MAX = 128
+
 
 class ConfigError(ValueError):
     """A setting is wrong; the message names it and says what was expected."""
@@ -95,6 +97,7 @@ class Limits:
         elements_max: parameters of one job over all shards.
         message_bytes_max: one gRPC message. Frames need 1 MiB and a header; a declaration about 64 bytes a tensor.
         name_bytes_max: the name of a tensor or a barrier, in UTF-8.
+        reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
     """
@@ -104,6 +107,7 @@ class Limits:
     elements_max: int = 1 << 40
     message_bytes_max: int = 32 << 20
     name_bytes_max: int = 256
+    reads_max: int = 16
     calls: int = 0
     connections: int = 0
 
@@ -124,6 +128,7 @@ class Limits:
         _check_count("--max-elements", self.elements_max, 1, 1 << 48)
         _check_count("--max-message-bytes", self.message_bytes_max, 2 << 20, 1 << 30)
         _check_count("--max-name-bytes", self.name_bytes_max, 1, 4096)
+        _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)
         _check_count("--max-connections", self.connections, 0, 1_000_000)
 
@@ -202,8 +207,8 @@ class ServerConfig:
             )
         if self.metrics_port is not None:
             _check_count("--metrics-port", self.metrics_port, 0, 65535)
-        if len(self.run_id.encode()) > 128:
-            raise ConfigError("--run-id: expected at most 128 bytes")
+        if len(self.run_id.encode()) > RUN_ID_BYTES_MAX:
+            raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
             raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)

@@ -54,7 +54,7 @@ class PsdError(Exception):
 
     code: ClassVar[str] = "UNKNOWN"
 
-    def __init__(self, message: str, **detail: Any) -> None:
+    def __init__(self, message: str, /, **detail: Any) -> None:
         super().__init__(message)
         self.detail = detail
 

@@ -19,8 +19,9 @@ from psd.contract.rules import FLOAT32_MAX, LAYERWISE, STATIC, RuleInfo, rule_in
 from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
 
-NAME_BYTES_MAX = 256
+NAME_BYTES_MAX = 4096  # what --max-name-bytes may be set to; by default shards accept 256
 GROUPS_MAX = 1024
+GROUP_ENTRIES_MAX = 64  # flags, constants, slots or scalars of one group
 DIMENSIONS_MAX = 64  # NumPy's own limit
 
 DTYPES = {
@@ -203,11 +204,26 @@ class JobSpec:
         """Raise InvalidRequest or InvalidTensor where the job is larger than a shard accepts."""
         if self.world_size > limits.workers_max:
             raise InvalidRequest(f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}")
-        if len(self.tensors) > limits.tensors_max:
-            raise InvalidTensor(f"tensors: {len(self.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
+        longest = max((len(t.name.encode()) for t in self.tensors), default=0)
+        if longest > limits.name_bytes_max:
+            raise InvalidTensor(f"tensors.name: has {longest} bytes, the shard's --max-name-bytes is {limits.name_bytes_max}")
         elements = sum(t.size for t in self.tensors)
         if elements > limits.elements_max:
             raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")
+
+    @staticmethod
+    def check_counts(message: job_pb2.JobSpec, limits: Limits) -> None:
+        """What of `check_limits` is to be known before a Python object is made for each thing in the message."""
+        if len(message.tensors) > limits.tensors_max:
+            raise InvalidTensor(f"tensors: {len(message.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
+        if len(message.groups) > GROUPS_MAX:
+            raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(message.groups)}")
+        for group in message.groups:
+            for field in ("flags", "constants", "slots", "scalars"):
+                if len(getattr(group, field)) > GROUP_ENTRIES_MAX:
+                    raise InvalidRequest(
+                        f"groups.{field}: {len(getattr(group, field))} are above the limit of {GROUP_ENTRIES_MAX}"
+                    )
 
     def to_message(self) -> job_pb2.JobSpec:
         """The protobuf form."""
@@ -233,6 +249,8 @@ class JobSpec:
         for t in message.tensors:
             if t.dtype not in _DTYPE_NAMES:
                 raise InvalidTensor(f"tensor {t.name!r}: unknown dtype number {t.dtype}")
+            if len(t.shape) > DIMENSIONS_MAX:
+                raise InvalidTensor(f"tensor {t.name!r}: shape has {len(t.shape)} dimensions, the limit is {DIMENSIONS_MAX}")
             tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group))
         if message.reduction not in _REDUCTION_NAMES:
             raise InvalidRequest(f"reduction: must be mean or sum, got {message.reduction}")

@@ -33,7 +33,6 @@ OPEN = frozenset({_HEALTH + "Check"})
 """What needs no token: one word about whether the shard serves, for probes. `Watch` would hold a stream open."""
 
 ROLES: dict[str, frozenset[Role]] = {
-    _HEALTH + "List": _ALL,
     _HEALTH + "Watch": _ALL,
     _REFLECTION: _ALL,
     # Whoever looks on.

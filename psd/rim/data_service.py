@@ -6,6 +6,7 @@ longer than it takes to copy it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 
 from psd.contract import frames
-from psd.contract.errors import CutMissed, InvalidRequest, WaitTimeout
+from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.state.cuts import Snapshot
@@ -30,6 +31,7 @@ class DataService:
     def __init__(self, shard: Shard, plane: DataPlane) -> None:
         self._shard = shard
         self._plane = plane
+        self._reads = threading.BoundedSemaphore(shard.core.config.limits.reads_max)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods with psd's own (de)serializers, ready to be added to a server."""
@@ -62,6 +64,15 @@ class DataService:
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Read."""
+        if not self._reads.acquire(blocking=False):
+            limit = self._shard.core.config.limits.reads_max
+            raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
+        try:
+            yield from self._read(request, context)
+        finally:
+            self._reads.release()
+
+    def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         ready: Future[Snapshot] = Future()
 
         def miss(cut: data_pb2.Cut, why: str) -> None:

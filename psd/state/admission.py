@@ -5,7 +5,6 @@ Must not know gradients: psd/state/exchange.py has them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from psd.contract import frames
+from psd.contract.config import RUN_ID_BYTES_MAX
 from psd.contract.errors import (
     InvalidRequest,
     RolledBack,
@@ -21,11 +21,13 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.state.core import UNNAMED_RUN, ShardCore
+from psd.state.cuts import TIME_S_MAX
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
 
 TRANSPORT_BYTES_MAX = 256
+HOST_BYTES_MAX = 256
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class Admission:
                 f"session: {request.session} at shard {config.shard_index}; shard 0 issues sessions, so it is 0 there, and "
                 "that session at the others, and in a worker that resumes"
             )
-        for name, text, limit in (("host", request.host, 256), ("run_id", request.run_id, 128)):
+        for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
         with self._core.lock:
@@ -158,8 +160,10 @@ class Admission:
 
     def declare(self, request: control_pb2.DeclareRequest) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         """Agree on the job. With a ticket, the reply holds once it resolves; its result becomes `choice`."""
+        limits = self._core.config.limits
+        JobSpec.check_counts(request.spec, limits)
         spec = JobSpec.from_message(request.spec)
-        spec.check_limits(self._core.config.limits)
+        spec.check_limits(limits)
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             if spec.world_size != len(self._core.members.workers):
@@ -257,6 +261,6 @@ class Admission:
             self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
             if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
-                worker.left_at = left_at if math.isfinite(left_at) else 0.0
+                worker.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
                 self._core.on_session_end(worker)
         self._core.settle()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest
-from psd.contract.jobspec import NAME_BYTES_MAX
 from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
 
@@ -45,10 +44,13 @@ class Barriers:
         self._opened: dict[int, tuple[int, dict[int, int]]] = {}  # rank -> session, its latest calls: seq -> generation
 
     @staticmethod
-    def check(name: str, seq: int) -> None:
+    def check(name: str, seq: int, name_bytes_max: int) -> None:
         """Raise InvalidRequest if the name is empty or too long, or the number of the call is 0."""
-        if not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
-            raise InvalidRequest(f"name: a barrier's name must have 1 to {NAME_BYTES_MAX} bytes, got {len(name.encode())}")
+        if not 1 <= len(name.encode()) <= name_bytes_max:
+            raise InvalidRequest(
+                f"name: a barrier's name must have 1 to {name_bytes_max} bytes (the shard's --max-name-bytes), got "
+                f"{len(name.encode())}"
+            )
         if seq < 1:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
 

@@ -312,10 +312,10 @@ class BlockState:
         self.version += 1
         self._waits.reached(self.version, self.pin)
 
-    def at_version(self, version: int, take: Callable[[Page], None]) -> bool:
+    def at_version(self, version: int, whose: object, take: Callable[[Page], None]) -> bool:
         """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
 
-        `take` runs under the block's lock.
+        `take` runs under the block's lock; not any more after `not_at_version` with the same two arguments.
         """
         with self.lock:
             if self.version > version:
@@ -323,8 +323,13 @@ class BlockState:
             if self.version == version:
                 take(self._arena.pin(self._slot))
             else:
-                self._waits.add_take(version, take)
+                self._waits.add_take(version, whose, take)
             return True
+
+    def not_at_version(self, version: int, whose: object) -> None:
+        """Nobody waits for that version's page any more."""
+        with self.lock:
+            self._waits.drop_take(version, whose)
 
     def pin(self) -> Page:
         """The current page, pinned."""

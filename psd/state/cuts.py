@@ -25,6 +25,8 @@ AHEAD = 3
 reply to its push of round r + 1 at the latest, and tells the others with its push of round r + 2, before that can close."""
 
 CUTS_MAX = 8
+TIME_S_MAX = 253_402_300_799.0
+"""The last second of the year 9999."""
 CLIENT_STATE_BYTES_MAX = 1 << 20
 CLIENT_STATES_KEPT = 8
 
@@ -32,12 +34,14 @@ _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
-    """Raise InvalidRequest for a name that no cut has, or too many cuts."""
+    """Raise InvalidRequest for a name or a time that no cut has, or too many cuts."""
     if len(cuts) > CUTS_MAX:
         raise InvalidRequest(f"cuts: {len(cuts)} are above the limit of {CUTS_MAX}")
     for cut in cuts:
         if not _ID.fullmatch(cut.id):
             raise InvalidRequest(f"cuts.id: expected 1 to 64 letters and digits, got {cut.id[:80]!r}")
+        if not 0 <= cut.created_at <= TIME_S_MAX:  # also refuses NaN, which a manifest could not be compared by
+            raise InvalidRequest(f"cuts.created_at: expected seconds from 0 to {TIME_S_MAX:g}, got {cut.created_at}")
 
 
 def check_client_state(state: bytes) -> None:
@@ -53,7 +57,7 @@ class Snapshot:
     Attributes:
         job, timeline: that it belongs to; the shard may have gone back to a checkpoint meanwhile.
         on_ready, on_missed: told when all pages are there, or that they cannot be had. They return at once.
-        pages: pinned, by block; whoever takes the snapshot unpins them.
+        pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         worker_clocks, client_states: by rank.
     """
 
@@ -63,6 +67,7 @@ class Snapshot:
     on_missed: Callable[[data_pb2.Cut, str], None]
     timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
+    is_complete: bool = False
     worker_clocks: dict[int, int] = field(default_factory=dict)
     client_states: dict[int, bytes] = field(default_factory=dict)
 
@@ -147,8 +152,12 @@ class Cuts:
                 if cut.id in self._known:
                     continue
                 self._known[cut.id] = cut
-                for old in list(self._known)[: -2 * CUTS_MAX]:
+                forgotten = list(self._known)[: -2 * CUTS_MAX]
+                for old in forgotten:
                     del self._known[old]
+                given_up = [self._open[old] for old in forgotten if old in self._open]
+            for snapshot in given_up:
+                self._miss(snapshot, f"{2 * CUTS_MAX} others have been named since")
             self.begin(Snapshot(cut, job, self._on_ready, self._on_missed))
 
     def begin(self, snapshot: Snapshot) -> None:
@@ -165,6 +174,9 @@ class Cuts:
         with self._lock:
             self._open.pop(snapshot.cut.id, None)
             pages, snapshot.pages = snapshot.pages, {}
+        # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
+        for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
+            snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
         for page in pages.values():
             snapshot.job.arena.unpin(page)
 
@@ -178,7 +190,7 @@ class Cuts:
 
             if not block.plan.trained:
                 take(block.pin())
-            elif not block.at_version(snapshot.cut.step, take):
+            elif not block.at_version(snapshot.cut.step, snapshot, take):
                 self._miss(snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
                 return
 
@@ -202,6 +214,7 @@ class Cuts:
     def _finish(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._open.pop(snapshot.cut.id, None)
+            snapshot.is_complete = True
         self._surroundings(snapshot)
         snapshot.on_ready(snapshot)
 

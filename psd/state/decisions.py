@@ -9,9 +9,10 @@ Rounds are decided one after the other. Guarded by the shard's lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.jobspec import JobSpec
 from psd.state.consistency import Policy
 from psd.state.membership import Membership, Worker
 from psd.state.tickets import Ticket
@@ -116,14 +117,23 @@ class Decisions:
             ticket.resolve()
 
 
-def check_decisions(decisions: Iterable[job_pb2.Decision], world_size: int) -> list[tuple[int, int]]:
-    """Decisions as (round, mask); InvalidRequest if one names a worker that there is not."""
+def check_decisions(decisions: Sequence[job_pb2.Decision], spec: JobSpec) -> list[tuple[int, int]]:
+    """Decisions as (round, mask); InvalidRequest if there are too many, one names a worker that there is not, or the job has
+    none."""
+    if len(decisions) > KEPT:
+        raise InvalidRequest(f"decisions: {len(decisions)} are more than the {KEPT} that shards keep")
     found = []
+    world_size = spec.world_size
+    bytes_max = (world_size + 7) // 8
     for decision in decisions:
+        if len(decision.members) > bytes_max:
+            raise InvalidRequest(
+                f"decisions.members: has {len(decision.members)} bytes, {bytes_max} are enough for world_size {world_size}"
+            )
         mask = members_mask(decision.members)
         if mask >> world_size:
             raise InvalidRequest(f"decisions.members: names worker {mask.bit_length() - 1}, world_size is {world_size}")
         found.append((decision.round, mask))
-    if len(found) > KEPT:
-        raise InvalidRequest(f"decisions: {len(found)} are more than the {KEPT} that shards keep")
+    if found and spec.aggregation != "exact":
+        raise InvalidRequest(f"decisions: only rounds of exact aggregation are decided, and the job's is {spec.aggregation}")
     return found

@@ -92,7 +92,7 @@ class Exchange:
             check_weight(header.weight)
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
-            decisions = check_decisions(header.decisions, job.spec.world_size)
+            decisions = check_decisions(header.decisions, job.spec)
             check_cuts(header.cuts)
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
@@ -266,7 +266,7 @@ class Exchange:
             if len(request.blocks) > len(job.blocks):
                 raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {len(job.blocks)}")
             blocks = [job.block(i) for i in request.blocks] if request.blocks else list(job.blocks.values())
-            decisions = check_decisions(request.decisions, job.spec.world_size)
+            decisions = check_decisions(request.decisions, job.spec)
             verdict = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
             if verdict is not None and not verdict.is_final:
                 raise InvalidRequest(

@@ -19,7 +19,7 @@ from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
-from psd.state.decisions import Decisions
+from psd.state.decisions import KEPT, Decisions
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.state.staleness import bound_rule
@@ -187,8 +187,14 @@ class Job:
                 block.settle()
 
     def decide(self, decisions: Iterable[tuple[int, int]]) -> None:
-        """EXACT: tell the blocks what rounds are made of, by (round, mask of workers). Repeating it changes nothing."""
+        """EXACT: tell the blocks what rounds are made of, by (round, mask of workers). Repeating it changes nothing.
+
+        Raises:
+            InvalidRequest: a round that nobody can have decided yet; those that come would be taken for old ones.
+        """
         for round_, members in decisions:
+            if round_ > self._decided_round + 1:
+                self._check_round("decisions.round", round_)
             # A block that had not closed the round when it was first told has kept the decision, unless the process has died
             # since; therefore the last one is told again.
             if round_ >= self._decided_round:
@@ -197,11 +203,16 @@ class Job:
                     block.decide(round_, members)
 
     def judge(self, verdict: Verdict | None) -> None:
-        """EXACT: tell the blocks how a round is applied. Repeating it changes nothing."""
+        """EXACT: tell the blocks how a round is applied. Repeating it changes nothing. InvalidRequest: as in `decide`."""
         if verdict is not None and verdict.round >= self._judged_round:
+            self._check_round("verdict.round", verdict.round)
             self._judged_round = verdict.round
             for block in self._trained:
                 block.judge(verdict)
+
+    def _check_round(self, field: str, round_: int) -> None:
+        if self._trained and round_ > self.version_max + KEPT:
+            raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {self.version_max}")
 
     def pin_all(self) -> dict[int, Page]:
         """The pages of all blocks at one instant, pinned, by block."""

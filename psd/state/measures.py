@@ -27,7 +27,7 @@ class Measures:
             job = self._core.initialized()
             if not job.spec.has_verdicts:
                 raise InvalidRequest("round: only a job with rounds that has clip_norm or a layer-wise rule is measured")
-            decisions = check_decisions(request.decisions, job.spec.world_size)
+            decisions = check_decisions(request.decisions, job.spec)
             under = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
             self._core.check_clock(worker, request.clock)
             skipped = self._core.members.on_clock(worker, request.clock)

@@ -86,7 +86,7 @@ class Shard:
             raise WrongShard(f"barriers are held by shard 0, this is shard {self.core.config.shard_index}")
         with self.core.lock:
             worker = self.core.check_caller(request.caller)
-            self.core.barriers.check(request.name, request.seq)
+            self.core.barriers.check(request.name, request.seq, self.core.config.limits.name_bytes_max)
             ticket = self.core.ticket(
                 worker,
                 worker.session,

@@ -198,6 +198,8 @@ class Storage:
     def _clear_abandoned() -> None:
         for path in memory_directory().glob(f"{_PRIVATE_PREFIX}*"):
             try:
+                if path.lstat().st_uid != os.getuid():  # anybody may make such a name there, or a link to what is ours
+                    continue
                 # Without an arena it may be another shard's that is just about to lock it, and must find it free.
                 if not Arena.is_in(path) and time.time() - path.stat().st_mtime < _MAKING_S_MAX:
                     continue

@@ -19,7 +19,7 @@ class VersionWaits:
 
     def __init__(self) -> None:
         self._tickets: dict[int, list[Ticket]] = {}
-        self._takes: dict[int, list[Take]] = {}
+        self._takes: dict[int, dict[object, Take]] = {}
 
     def add(self, version: int, ticket: Ticket) -> None:
         """Resolve a ticket when the block reaches the version."""
@@ -27,13 +27,20 @@ class VersionWaits:
         # Those that gave up are cleared as others come, so that timed-out waits do not pile up.
         waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
 
-    def add_take(self, version: int, take: Take) -> None:
+    def add_take(self, version: int, whose: object, take: Take) -> None:
         """Hand the version's page to `take`, pinned, when the block reaches it."""
-        self._takes.setdefault(version, []).append(take)
+        self._takes.setdefault(version, {})[whose] = take
+
+    def drop_take(self, version: int, whose: object) -> None:
+        """Nobody waits for that any more; or, what is no matter, nobody has."""
+        takes = self._takes.get(version, {})
+        takes.pop(whose, None)
+        if not takes:
+            self._takes.pop(version, None)
 
     def reached(self, version: int, pinned: Callable[[], Page]) -> None:
         """The block has reached a version; `pinned` pins its page once more."""
-        for take in self._takes.pop(version, ()):
+        for take in self._takes.pop(version, {}).values():
             take(pinned())
         for ticket in self._tickets.pop(version, ()):
             ticket.resolve()

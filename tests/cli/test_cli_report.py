@@ -47,7 +47,10 @@ def shard(index, count=2, **fields):
 
 
 def answers(*replies):
-    return [Answer(f"127.0.0.1:{7000 + index}", reply, "UNAVAILABLE", "no: refused") for index, reply in enumerate(replies)]
+    return [
+        Answer(f"127.0.0.1:{7000 + index}", reply, "UNAVAILABLE", "failed to connect: refused")
+        for index, reply in enumerate(replies)
+    ]
 
 
 def test_merged_workers_when_shards_disagree_then_the_worst_holds():
@@ -160,7 +163,7 @@ def test_as_json_when_written_and_read_then_numbers_are_exact_and_zeros_present(
     assert status["pushes_late"] == 0
     assert picture["shards"][1] == {
         "server": "127.0.0.1:7001",
-        "error": {"code": "UNAVAILABLE", "message": "no: refused"},
+        "error": {"code": "UNAVAILABLE", "message": "failed to connect: refused"},
         "status": None,
     }
     assert picture["workers"][1]["rank"] == 1

@@ -190,6 +190,14 @@ def test_worker_environ_when_the_user_has_set_something_then_only_who_is_who_is_
     assert (environ["PSD_RUN_ID"], environ["PSD_RANK"]) == (plan.run_id, "0")
 
 
+def test_environ_when_there_are_credentials_for_shards_elsewhere_then_they_are_not_handed_on(script):
+    given = {"PSD_TLS_CA": "ca", "PSD_TLS_CERT": "c", "PSD_TLS_KEY": "k", "PSD_TOKEN_FILE": "t", "HOME": "/home"}
+    plan = parse([script], given)
+
+    for environ in (plan.shard_environ, plan.worker_environ(0, SERVERS)):
+        assert environ.keys() & given.keys() == {"HOME"}
+
+
 def test_worker_environ_when_threads_are_not_set_then_the_cores_are_shared_out(script):
     plan = parse(["--workers", "2", script], {})
 

@@ -6,10 +6,13 @@ from signal import SIGINT, SIGTERM
 
 import grpc
 import pytest
+from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psd.cli import malloc
 from psd.cli.server import READY_PATTERN, main, parse
+from psd.contract.config import ConfigError
+from psd.rim.server import ShardServer
 from psd.v1 import control_pb2, control_pb2_grpc
 
 
@@ -35,6 +38,16 @@ def ready(start, *options):
         (["--shard", "0/1", "--rule", "my rule"], "--rule: expected the import path of a class, such as my_package.my_module"),
         (["--shard", "0/1", "--metrics-port", "65536"], "--metrics-port: expected 0 to 65535, got 65536"),
         (["--shard", "0/1", "--max-work", "1"], "unrecognized arguments: --max-work"),
+        (["--shard", "0/1", "--max-name-bytes", "0"], "--max-name-bytes: expected 1 to 4096, got 0"),
+        (["--shard", "0/1", "--tls-cert", "c"], "--tls-key: not given; a certificate and its key belong together"),
+        (["--shard", "0/1", "--tls-key", "k"], "--tls-cert: not given; a certificate and its key belong together"),
+        (["--shard", "0/1", "--tls-client-ca", "ca"], "--tls-client-ca: asks clients for certificates, which needs TLS"),
+        (
+            ["--shard", "0/1", "--listen", "0.0.0.0:7000"],
+            "--listen: 0.0.0.0:7000 is reachable from other machines, and without TLS",
+        ),
+        (["--shard", "0/1", "--listen", "[::]:7000"], "--listen: [::]:7000 is reachable from other machines"),
+        (["--shard", "0/1", "--listen", "host-a:7000", "--token-file", "t"], "or say --insecure"),
     ],
 )
 def test_main_when_an_option_is_wrong_then_one_line_says_what_was_expected(options, message, capsys):
@@ -63,7 +76,8 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
         "--shard 1/4 --listen 0.0.0.0:0 --advertise host:7001 --run-id r --lease 3 --grace 2 --exit-when-done --max-workers 5 "
         "--max-tensors 6 --max-elements 7 --max-message-bytes 8388608 --log-level error --log-json --state-dir /state "
         "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 "
-        "--rule mine:A --rule mine:B --rule-dir /rules --metrics-port 0"
+        "--rule mine:A --rule mine:B --rule-dir /rules --tls-cert c --tls-key k --tls-client-ca ca --token-file t --insecure "
+        "--max-name-bytes 9 --max-calls 10 --max-connections 11 --metrics-port 0"
     )
 
     config, log = parse(options.split())
@@ -75,8 +89,50 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     assert (config.rules, config.rule_dir) == (("mine:A", "mine:B"), "/rules")
     limits = config.limits
     assert (limits.workers_max, limits.tensors_max, limits.elements_max, limits.message_bytes_max) == (5, 6, 7, 8 << 20)
+    assert (limits.name_bytes_max, limits.calls_max, limits.connections_max) == (9, 10, 11)
+    assert (config.tls_cert, config.tls_key, config.tls_client_ca, config.token_file) == ("c", "k", "ca", "t")
+    assert config.insecure
     assert log == ("error", True)
     assert config.metrics_port == 0
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:7000", "127.8.9.1:0", "localhost:7000", "[::1]:7000"])
+def test_parse_when_only_this_machine_is_listened_to_then_no_tls_is_needed(listen):
+    assert not parse(["--shard", "0/1", "--listen", listen])[0].insecure
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "mode", "words"),
+    [
+        ("--token-file", b"worker short", 0o600, ", line 1: a token has 16 to 256 characters"),
+        ("--token-file", b"# none", 0o600, ": has no token, so that nobody could do anything"),
+        ("--token-file", b"\xff", 0o600, " is not ASCII text"),
+        ("--token-file", b"worker 0123456789abcdef", 0o606, "everybody on this machine can write "),
+        ("--tls-cert", b"-----BEGIN CERTIFICATE-----", 0o600, " cannot be used: "),
+        ("--tls-cert", b"none", 0o600, " holds no PEM certificate"),
+        ("--tls-key", b"none", 0o600, " holds no PEM private key"),
+        ("--tls-key", None, 0o600, " cannot read "),
+        ("--tls-key", 1, 0o600, " do not belong together"),
+        ("--tls-client-ca", b"none", 0o600, " holds no PEM certificates"),
+    ],
+)
+def test_server_when_a_file_is_wrong_then_it_does_not_start_and_names_it(tmp_path, name, data, mode, words):
+    pairs = [Authority("a").issue("127.0.0.1") for _ in range(2)]
+    paths = {f"--{k.replace('_', '-')}": path for k, path in pairs[0].write(tmp_path, "good").items()}
+    wrong = tmp_path / "wrong"
+    if data is not None:
+        wrong.write_bytes(pairs[1].key if data == 1 else data)
+        wrong.chmod(mode)
+    flags = [f"{flag}={path}" for flag, path in {**paths, name: wrong}.items()]
+
+    with pytest.raises(ConfigError) as caught:
+        ShardServer(parse(["--shard", "0/1", "--listen", "127.0.0.1:0", *flags])[0])
+
+    error = str(caught.value)
+    assert name in error
+    assert words in error
+    assert str(wrong) in error
+    assert "0123456789abcdef" not in error
 
 
 @pytest.mark.process

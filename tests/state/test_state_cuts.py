@@ -6,7 +6,7 @@ import pytest
 from shard_driver import Driver, job_spec
 
 from psd.contract.errors import InvalidRequest
-from psd.state.cuts import CLIENT_STATE_BYTES_MAX, CLIENT_STATES_KEPT, ClientStates, check_client_state, check_cuts
+from psd.state.cuts import CLIENT_STATE_BYTES_MAX, CLIENT_STATES_KEPT, CUTS_MAX, ClientStates, check_client_state, check_cuts
 from psd.v1 import data_pb2
 
 
@@ -197,6 +197,9 @@ def test_what_is_no_cut_is_refused_by_name():
             check_cuts([cut(id_)])
     with pytest.raises(InvalidRequest, match="cuts: 9 are above the limit of 8"):
         check_cuts([cut(f"c{i}") for i in range(9)])
+    for time in (-1.0, float("nan"), float("inf"), 1e12):
+        with pytest.raises(InvalidRequest, match=r"cuts\.created_at: expected seconds from 0"):
+            check_cuts([data_pb2.Cut(id="c1", created_at=time)])
     with pytest.raises(InvalidRequest, match="client_state: has 1048577 bytes"):
         check_client_state(bytes(CLIENT_STATE_BYTES_MAX + 1))
 
@@ -217,3 +220,18 @@ def test_client_states_are_those_that_apply_at_the_step_of_the_cut():
     assert len(states._states[0]) == CLIENT_STATES_KEPT
     states.restore({0: b"restored"}, 5)
     assert (states.at(4), states.at(5), states.at(None)) == ({}, {0: b"restored"}, {0: b"restored"})
+
+
+def test_cuts_that_workers_name_are_few():
+    """Distant cuts, again and again: the oldest are given up, and their waits at the blocks with them."""
+    driver = Driver(job_spec(1, blocks=2))
+    taker = Taker(driver)
+    driver.start()
+
+    for number in range(100):
+        driver.shard.learn_cuts([cut(f"c{number}", step=1000 + number)])
+
+    waits = [len(block._waits._takes) for block in driver.core.job.blocks.values()]
+    assert len(driver.shard.cuts.open) == 2 * CUTS_MAX
+    assert waits == [2 * CUTS_MAX] * 2
+    assert [id_ for id_, _ in taker.missed] == [f"c{number}" for number in range(100 - 2 * CUTS_MAX)]

@@ -384,3 +384,16 @@ def test_memory_of_staged_gradients_is_given_back():
     assert driver.version() == 20
     assert len(lent) <= 6, "three workers, two blocks"
     assert np.isfinite(driver.values()).all()
+
+
+def test_a_decision_of_a_distant_round_is_refused_and_does_not_hide_those_that_come():
+    """Otherwise one request would end the job: what is decided then would be taken for old."""
+    driver = Driver(exact(1))
+    (a,) = driver.start()
+
+    with pytest.raises(InvalidRequest, match=r"decisions\.round: 1000000 is far beyond this shard's 0"):
+        learn(driver, a, 0, decision(1_000_000, 0))
+    driver.push(a, 0, 2.0)
+    commit(driver, a, 0)
+
+    assert driver.version() == 1

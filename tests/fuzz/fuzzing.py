@@ -1,0 +1,90 @@
+"""What the fuzz targets share: how many examples, and protobuf messages of any kind made from their descriptors.
+
+In the suite each target runs a few fixed examples; `make fuzz` runs many random ones, and prints how to repeat one that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("PSD_FUZZ_EXAMPLES", "0"))
+
+fuzzed = settings(
+    max_examples=EXAMPLES or 30,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+"""For each target."""
+
+SLACK_BYTES = 256 << 10
+"""Beside a target's bound: Python's own, such as an error with its traceback."""
+
+
+@contextmanager
+def allocates_at_most(nbytes: int) -> Iterator[None]:
+    """Fails if more memory than that, and SLACK_BYTES, is allocated at a time."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= nbytes + SLACK_BYTES, f"{peak} bytes"
+
+
+def ends_in(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> Any:
+    """The result of a call, or None if it has raised one of these; any other exception passes, and fails the test."""
+    try:
+        return call()
+    except kinds:
+        return None
+
+
+_NUMBERS = {
+    FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_ENUM: st.integers(-(2**31), 2**31 - 1),
+}
+_SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    **{kind: st.integers(0, 5) | st.sampled_from([2**31, 2**32 - 1]) | whole for kind, whole in _NUMBERS.items()},
+    FieldDescriptor.TYPE_ENUM: st.integers(0, 5) | st.sampled_from([-1, 2**31 - 1]),
+    FieldDescriptor.TYPE_DOUBLE: st.sampled_from([0.0, 1.0, 0.5, -1.0, 1e300]) | st.floats(),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=64),
+    FieldDescriptor.TYPE_STRING: st.sampled_from(["", "sgd", "adam", "lamb", "my.module:Rule", "momentum", "lr", "../x"])
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+}
+
+
+def messages(kind: type[Message], known: dict[str, Any] | None = None) -> st.SearchStrategy[Any]:
+    """Messages with any fields, of any values; those named in `known` often have that one."""
+    return _of(kind.DESCRIPTOR, known or {}, 4).map(lambda fields: kind(**fields))
+
+
+def _of(descriptor: Any, known: dict[str, Any], depth: int) -> st.SearchStrategy[dict[str, Any]]:
+    fields: dict[str, st.SearchStrategy[Any]] = {}
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            if depth == 0:
+                continue
+            value = _of(field.message_type, known, depth - 1)
+        else:
+            value = _SCALARS[field.type]
+        if field.is_repeated:
+            value = st.lists(value, max_size=5)
+        if field.name in known:
+            value = st.just(known[field.name]) | st.just(known[field.name]) | value
+        fields[field.name] = value
+    return st.fixed_dictionaries({}, optional=fields)

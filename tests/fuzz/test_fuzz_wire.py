@@ -1,0 +1,178 @@
+"""Bytes that arrive: frames, and messages of the bulk lane at either end. Whatever they are, an error of psd's, or numbers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from fuzzing import allocates_at_most, ends_in, fuzzed, messages
+from hypothesis import given
+from hypothesis import strategies as st
+from malformed_target import LAYOUT, ME, Target
+
+from psd.contract import frames
+from psd.contract.errors import PsdError
+from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
+from psd.rim.bulk_connection import BulkConnection
+from psd.rim.calls import Frame, Guard, frame_parser
+from psd.rim.data_plane import DataPlane
+from psd.v1 import bulk_pb2, data_pb2, job_pb2
+from psd_client.bulk_connection import BulkConnection as ClientConnection
+from psd_client.flat import FlatBuffers
+from psd_client.transport import Call, Scope
+
+HEAD_BYTES_MAX = 1 << 16
+
+frame_bytes = st.binary(max_size=300) | st.builds(
+    lambda head, payload, cut: frames.join(head.SerializeToString(), payload)[: cut or None],
+    messages(data_pb2.PushFrame),
+    st.binary(max_size=64),
+    st.integers(-5, 0),
+)
+
+
+@fuzzed
+@given(frame_bytes)
+def test_frames(data: bytes) -> None:
+    """A frame is taken apart as protobuf does it, or refused; the payload is a view, and nothing is larger than what came."""
+    with allocates_at_most(len(data)):
+        parsed = frame_parser(data_pb2.PushFrame)(data)
+
+    if isinstance(parsed, Frame):
+        whole = data_pb2.PushFrame.FromString(data)
+        assert bytes(parsed.payload) == whole.payload
+        whole.ClearField("payload")
+        assert parsed.head == whole
+        ends_in(PsdError, lambda: frames.numbers(parsed.payload, np.dtype("<f4"), len(parsed.payload) // 4, "x"))
+    else:
+        assert isinstance(parsed, PsdError)
+
+
+@fuzzed
+@given(st.binary(max_size=40), st.integers(0, 2000))
+def test_bitmaps(bits: bytes, segments: int) -> None:
+    """Which tensors are present: as many as there are segments, or refused."""
+    mask = ends_in(PsdError, lambda: frames.present_mask(bits, segments))
+
+    assert mask is None or mask.shape == (segments,)
+
+
+@contextmanager
+def fed(data: bytes) -> Iterator[Stream]:
+    """A stream from which these bytes can be received and then the end."""
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        yield Stream(here, HEAD_BYTES_MAX)
+
+
+prefixes = st.builds(PREFIX.pack, st.integers(0, 12), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
+
+
+@fuzzed
+@given(prefixes, st.binary(max_size=200))
+def test_messages_on_the_wire(prefix: bytes, rest: bytes) -> None:
+    """Whatever lengths a prefix says, no more is made room for than a head may have."""
+    with fed(prefix + rest) as stream, allocates_at_most(HEAD_BYTES_MAX + READ_AHEAD_BYTES):
+        received = ends_in((PsdError, Disconnected), stream.receive)
+        if received is not None:
+            ends_in(Disconnected, lambda: stream.skip(received[2]))
+
+
+def packed(kind: int, head: bytes, payload: bytes = b"") -> bytes:
+    return PREFIX.pack(kind, len(head), len(payload)) + head + payload
+
+
+def any_of(*kinds: tuple[Kind, Any]) -> st.SearchStrategy[bytes]:
+    """One message: of a kind with a head that may be its, or with any bytes."""
+    return st.one_of(
+        *(
+            st.builds(lambda head, payload, kind=kind: packed(kind, head.SerializeToString(), payload), made, payloads)
+            for kind, made in kinds
+        ),
+        st.builds(packed, st.sampled_from(Kind), st.binary(max_size=20), payloads),
+    )
+
+
+payloads = st.just(b"") | st.binary(max_size=16) | st.just(bytes(44))
+
+
+def sent_by_a_worker(caller: job_pb2.Caller) -> st.SearchStrategy[list[bytes]]:
+    known = {
+        "caller": {field.name: value for field, value in caller.ListFields()},
+        "layout_digest": LAYOUT.digest,
+        "clock": 2,
+        "method": 3,
+        "blocks": [0],
+        "timeout_s": 0.0,
+    }
+    return st.lists(
+        any_of(
+            (Kind.HELLO, messages(bulk_pb2.BulkHello)),
+            (Kind.ATTACH, messages(bulk_pb2.BulkAttach, known)),
+            (Kind.CALL, messages(bulk_pb2.BulkCall, known)),
+            (Kind.BLOCKS, messages(bulk_pb2.BulkBlocks, known)),
+        ),
+        max_size=5,
+    )
+
+
+@fuzzed
+@given(data=st.data())
+def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) -> None:
+    """A connection of the bulk lane ends when its bytes do; nothing escapes it, and the shard's log has no defect."""
+    shard = target()
+    sent = data.draw(sent_by_a_worker(shard.callers[ME]))
+    guard = StrictGuard(shard.shard)
+
+    def admit(connection: BulkConnection, key: bytes) -> int:
+        connection.is_welcome = lambda: True
+        return ME
+
+    with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:
+        connection = BulkConnection(stream, shard.shard, DataPlane(shard.shard), guard, lambda: False)
+        connection.serve(admit, 5.0)
+        connection.close()
+
+    assert guard.defects == []
+
+
+class StrictGuard(Guard):
+    """Notes what it would log as a defect of the shard."""
+
+    def __init__(self, shard: Any) -> None:
+        super().__init__(shard)
+        self.defects: list[Exception] = []
+
+    def as_error(self, error: Exception) -> PsdError:
+        if not isinstance(error, PsdError):
+            self.defects.append(error)
+        return super().as_error(error)
+
+
+sent_by_a_shard = st.lists(
+    any_of(
+        (Kind.ANSWER, messages(data_pb2.PullFrame, {"block": 0})),
+        (Kind.REPLY, messages(bulk_pb2.BulkReply, {"blocks": [0], "versions": [1]})),
+        (Kind.ERROR, messages(bulk_pb2.BulkError, {"reason": "WaitTimeout", "detail": '{"missing": [1]}'})),
+    ),
+    max_size=4,
+)
+
+
+@fuzzed
+@given(sent_by_a_shard, st.booleans())
+def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
+    """A worker's end: parameters, or an error of psd's that the caller can handle."""
+    parameters, request = FlatBuffers(LAYOUT), data_pb2.PullRequest(blocks=[0])
+    with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
+        connection = ClientConnection(stream, 0, "127.0.0.1:1", b"ticket")
+        if into_memory:
+            connection._attached = (parameters, parameters)
+
+        ends_in(PsdError, lambda: connection.pull(request, [LAYOUT.blocks[0]], parameters, Call(5.0, Scope())))
+        connection.close()
