@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
-from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated
+from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated, WrongShard
 from psd.contract.layout import Block
 from psd.contract.tls import Pem
 from psd.v1 import control_pb2, data_pb2
@@ -124,22 +124,26 @@ class GrpcLane(Lane):
         where = {"shard": self.shard, "address": self.address}
         if isinstance(error, Unauthenticated) and self._credentials.has_other_token():
             return ShardUnavailable(f"shard {self.shard} at {self.address}: the token has changed meanwhile", **where)
+        if isinstance(error, WrongShard) and self._was_reached:
+            # Addresses are given out again: the shard has moved, and another one is now where it was.
+            self._renew(is_lost=True)
+            return ShardUnavailable(f"shard {self.shard} at {self.address}: {error}", **where)
         if not isinstance(error, ShardUnavailable):
             self._was_reached = True
             return error
-        self._renew(is_unreached=rpc.code() is grpc.StatusCode.UNAVAILABLE)
+        is_unreached = rpc.code() is grpc.StatusCode.UNAVAILABLE
+        self._renew(is_lost=is_unreached and time.monotonic() - self._opened_at > UNREACHED_S)
         if may_be_tls(error) and (why := self._credentials.why_not(self.address)) is not None:
             # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
             kind = ShardUnavailable if self._was_reached else TlsFailed
             error = kind(f"shard {self.shard} at {self.address}: {why}", **where)
         return error
 
-    def _renew(self, *, is_unreached: bool) -> None:
-        """Have the next call open another channel, if certificates have changed, or this one does not reach the shard."""
+    def _renew(self, *, is_lost: bool = False) -> None:
+        """Have the next call open another channel, if certificates have changed, or this one has lost the shard."""
         pem = self._credentials.pem()
         with self._lock:
-            is_given_up = is_unreached and time.monotonic() - self._opened_at > UNREACHED_S
-            if self._channel is None or (pem == self._pem and not is_given_up):
+            if self._channel is None or (pem == self._pem and not is_lost):
                 return
             channel, self._channel = self._channel, None
         channel.close()

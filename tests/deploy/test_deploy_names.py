@@ -24,9 +24,14 @@ STEPS_EACH = 3
 
 
 class AskedServer(NameServer):
-    """Also counts the channels that are opened; on_open(how many by now) is called before each of them asks for its name."""
+    """Also counts the channels that are opened; on_open(how many by now) is called before each of them asks for its name.
+
+    Attributes:
+        stale: addresses that Python's resolver gives before those in `names`, each once.
+    """
 
     opened = 0
+    stale: list[str] = []
     on_open: Callable[[int], object] = staticmethod(lambda count: None)
 
 
@@ -42,7 +47,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[AskedServer]:
         return open_channel(f"dns://{HOST}:{server.port}/{address}", *args)
 
     def lookup(host: str, *args: Any, **kwargs: Any) -> Any:
-        return getaddrinfo(server.names.get(host, host), *args, **kwargs)
+        is_stale = server.stale and host in server.names
+        return getaddrinfo(server.stale.pop() if is_stale else server.names.get(host, host), *args, **kwargs)
 
     monkeypatch.setattr(grpc_lane, "open_channel", opened)
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
@@ -51,19 +57,21 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[AskedServer]:
 
 
 @pytest.fixture
-def life(tmp_path: Path) -> Iterator[Callable[[str], ShardServer]]:
-    """Starts the same shard at another address, at the same port, once it has been stopped."""
+def life(tmp_path: Path) -> Iterator[Callable[..., ShardServer]]:
+    """Starts a shard, or starts it again at another address, at the same port, once it has been stopped."""
     lives: list[ShardServer] = []
     with socket.create_server((ADDRESSES[0], 0)) as free:
         port = free.getsockname()[1]
 
-    def start(host: str) -> ShardServer:
-        lives.append(ShardServer(ServerConfig(0, 1, listen=f"{host}:{port}", state_dir=str(tmp_path / "arena"))))
+    def start(host: str, index: int = 0, count: int = 1) -> ShardServer:
+        state_dir = str(tmp_path / f"arena-{index}")
+        lives.append(ShardServer(ServerConfig(index, count, listen=f"{host}:{port}", state_dir=state_dir)))
         lives[-1].start()
         return lives[-1]
 
     yield start
-    lives[-1].stop()
+    for server in lives:
+        server.stop()
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
@@ -105,3 +113,45 @@ def test_a_channel_that_does_not_reach_its_shard_is_replaced(names, life, monkey
 
     with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, retry_timeout=10):
         assert names.opened == 2
+
+
+def test_an_address_that_only_python_still_has_from_before_does_not_end_the_tcp_lane(names, life):
+    """Each resolver has its own memory: gRPC may know already where the shard is now. TCP is tried again until it is right."""
+    shard = life(ADDRESSES[0])
+    names.names[NAME] = ADDRESSES[0]
+    with psd_client.connect(f"{NAME}:{shard.address.rpartition(':')[2]}", 0, 1, transport="tcp", retry_timeout=20) as ps:
+        ps.declare({"w": np.zeros(8, np.float32)}, psd_client.SGD(lr=1.0))
+        ps.push_pull({"w": np.ones(8, np.float32)})
+        shard.stop()
+        life(ADDRESSES[1])
+        names.names[NAME] = ADDRESSES[1]
+        names.stale = [ADDRESSES[0]] * 3
+
+        params = ps.push_pull({"w": np.ones(8, np.float32)})
+
+        assert params["w"].tolist() == [-2.0] * 8
+        assert names.stale == []
+        assert ps.transports == ["tcp"]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_shards_that_have_exchanged_their_addresses_are_told_apart(names, life, transport):
+    """Addresses are given out again. A shard that says that it is another one is not where the name will soon lead."""
+    lives = [life(ADDRESSES[index], index, 2) for index in range(2)]
+    port = lives[0].address.rpartition(":")[2]
+    servers = [f"psd-{index}.psd" for index in range(2)]
+    names.names.update(zip(servers, ADDRESSES, strict=False))
+    with psd_client.connect(",".join(f"{s}:{port}" for s in servers), 0, 1, transport=transport, retry_timeout=20) as ps:
+        ps.declare({"w": np.zeros(1000, np.float32)}, psd_client.SGD(lr=1.0))
+        ps.push_pull({"w": np.ones(1000, np.float32)})
+        for shard in lives:
+            shard.stop()
+        for index in range(2):
+            life(ADDRESSES[1 - index], index, 2)
+        learning = threading.Timer(0.5, lambda: names.names.update(zip(servers, ADDRESSES[1::-1], strict=True)))
+        learning.start()
+
+        params = ps.push_pull({"w": np.ones(1000, np.float32)})
+
+        assert np.unique(params["w"]).tolist() == [-2.0]
+    learning.join()
