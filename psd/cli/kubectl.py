@@ -80,6 +80,10 @@ def deploy(
         if job is not None:
             _say(f"removing job {name}-worker, which has ended")
             kubectl("delete", "job", f"{name}-worker", "--cascade=foreground")
+        if stateful_set is not None:
+            # Shards without a job are not ready, and a rolling update would wait until they are: for the job, and amid it.
+            _say("removing the shards, to start them anew; what they hold is on their volumes")
+            kubectl("delete", "statefulset", name, "--cascade=foreground")
     if needs_credentials:
         _make_credentials(kubectl, name)
     for line in kubectl("apply", "--filename", "-", stdin=manifests.as_yaml(rendered)).splitlines():

@@ -190,12 +190,16 @@ def test_what_is_running_is_not_touched_by_mistake(objects, words, says, capsys)
 
 
 def test_a_job_that_has_ended_makes_room_for_the_next():
-    """Its template cannot be changed, so it is removed first."""
+    """Its template cannot be changed, so it is removed first. Its shards, which are not ready, would not be updated."""
     ended = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
     kubectl = FakeKubectl(psd_worker=ended, psd={"spec": {"replicas": 1}})
 
     assert deployment("--insecure", "train.py").run(Kubectl("", run=kubectl)) == 0
-    assert kubectl.done == ["delete job psd-worker --cascade=foreground", "apply --filename -"]
+    assert kubectl.done == [
+        "delete job psd-worker --cascade=foreground",
+        "delete statefulset psd --cascade=foreground",
+        "apply --filename -",
+    ]
 
 
 def test_a_rank_comes_from_the_indexed_job_unless_given():
