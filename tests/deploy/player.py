@@ -205,18 +205,20 @@ class Cluster:
             shutil.rmtree(self._made("claims"))
         elif words[0] == "pod":
             selected = dict(pair.split("=") for pair in next(a for a in args if "selector" in a).partition("=")[2].split(","))
-            self._end(pod for pod in self.pods.values() if selected.items() <= pod.labels.items())
+            (grace_s,) = (float(arg.partition("=")[2]) for arg in args if arg.startswith("--grace-period"))
+            self._end([pod for pod in self.pods.values() if selected.items() <= pod.labels.items()], grace_s)
         else:
             self.objects.pop((_KINDS[words[0]], words[1]), None)
             if words[0] == "job" and words[1] in self._jobs:
                 self._jobs.pop(words[1]).join(30)
+            if "--cascade=foreground" in args:
                 self._end(pod for pod in self.pods.values() if pod.name.rpartition("-")[0] == words[1])
         return _done("")
 
-    def _end(self, pods: Iterable[Pod]) -> None:
+    def _end(self, pods: Iterable[Pod], grace_s: float | None = None) -> None:
         for pod in list(pods):
             del self.pods[pod.name]
-            pod.close()
+            pod.delete(grace_s)
 
 
 _KINDS = {"statefulset": "StatefulSet", "job": "Job", "configmap": "ConfigMap", "secret": "Secret"}

@@ -127,13 +127,13 @@ class Pod:
         """To the container's first process, as `kill` in the pod or the kernel's lack of memory."""
         self._process.send_signal(number)
 
-    def delete(self) -> float:
+    def delete(self, grace_s: float | None = None) -> float:
         """As the kubelet: SIGTERM, and after the grace period SIGKILL. Returns when it has ended; the seconds that took."""
         began = time.monotonic()
         with self._lock:
             self._is_deleted = True
         self._process.send_signal(signal.SIGTERM)
-        if not self.ended.wait(self._spec["terminationGracePeriodSeconds"]):
+        if not self.ended.wait(self._spec["terminationGracePeriodSeconds"] if grace_s is None else grace_s):
             self._process.kill()
             assert self.ended.wait(30)
         return time.monotonic() - began

@@ -19,10 +19,7 @@ from psd.cli import run
 from psd.cli.kubectl import Kubectl
 
 SCRIPT = str(Path(__file__).with_name("summing_worker.py"))
-WORKERS = 2
 STEPS_BETWEEN = 5
-STEPS_AHEAD = 60
-"""By which the workers know that they are to stop. They are at most one step apart, and tell of one when they have made it."""
 
 
 @pytest.fixture
@@ -37,8 +34,8 @@ def deploy(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """psd-run --on kubernetes, with the played cluster in kubectl's place."""
     monkeypatch.chdir(Path(SCRIPT).parent)
 
-    def psd_run(*options: str, script: str = Path(SCRIPT).name) -> None:
-        plan = run.parse(["--on", "kubernetes", "--image", "psd", "--workers", str(WORKERS), *options, script], {})
+    def psd_run(*options: str) -> None:
+        plan = run.parse(["--on", "kubernetes", "--image", "psd", *options, Path(SCRIPT).name], {})
         assert isinstance(plan, run.Deployment)
         assert plan.run(Kubectl("", run=cluster.kubectl)) == 0
 
@@ -48,17 +45,20 @@ def deploy(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 class Job:
     """What the played workers have written."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, workers: int) -> None:
         self._cluster = cluster
+        self._workers = workers
 
     def log(self, rank: int) -> str:
+        """Of all that have had this name."""
         return self._cluster.pods[f"psd-worker-{rank}"].log.read_text()
 
     def times(self, rank: int = 0) -> list[float]:
         return [float(text) for text in re.findall(r"^step \d+ at (\S+)", self.log(rank), re.MULTILINE)]
 
     def clock(self) -> int:
-        return max([0, *(int(text) for text in re.findall(r"^step (\d+) at", self.log(0), re.MULTILINE))])
+        last = self.log(0).rpartition("begins at")[2]
+        return max([0, *(int(text) for text in re.findall(r"^step (\d+) at", last, re.MULTILINE))])
 
     def wait_steps(self, count: int) -> None:
         until, waited = self.clock() + count, 0
@@ -67,21 +67,14 @@ class Job:
             assert is_alive, f"the job does not go on\n{self.log(0)[-2000:]}"
             threading.Event().wait(0.02)
 
-    def stop(self) -> int:
-        """Let all workers end after the same step; which one."""
-        last = self.clock() + STEPS_AHEAD
-        for rank in range(WORKERS):
-            pod = self._cluster.pods[f"psd-worker-{rank}"]
-            (pod.home / "stop-at").write_text(str(last))
-        return last
-
-    def end(self) -> None:
-        """Stop, and check that each push of each worker has counted once."""
-        last = self.stop()
+    def end(self, shards: int) -> None:
+        """Let all workers end after the same step, and check that each push of each of them has counted once."""
+        (self._cluster.pods["psd-worker-0"].home / "stop").touch()
         assert self._cluster.wait_job("psd-worker") == "Complete"
-        for rank in range(WORKERS):
-            assert f"steps {last} sums [{float(last * sum(range(1, WORKERS + 1)))}]" in self.log(rank), self.log(rank)[-2000:]
-            assert re.search(rf"lanes .*{'.*'.join(['tcp'] * 2)}", self.log(rank))
+        last = self.clock()
+        total = float(last * sum(range(1, self._workers + 1)))
+        for rank in range(self._workers):
+            assert f"steps {last} sums [{total}] lanes {['tcp'] * shards}" in self.log(rank), self.log(rank)[-2000:]
 
 
 def stall_s(times: list[float]) -> float:
@@ -116,12 +109,12 @@ def roll(cluster: Cluster, job: Job, rounds: int) -> None:
 def test_all_shards_restarted_one_after_another_under_load(cluster, deploy):
     """With certificates and tokens: no push is lost or counted twice, a worker that fails is started again, and when the job is
     done each shard is a blank one, ready for the next job."""
-    deploy("--shards", "2")
+    deploy("--shards", "2", "--workers", "2")
     cluster.pods["psd-worker-1"].signal(signal.SIGKILL)  # before it has come far: the Job starts it again
-    job = Job(cluster)
+    job = Job(cluster, workers=2)
 
     roll(cluster, job, rounds=1)
-    job.end()
+    job.end(shards=2)
 
     assert cluster.failures == {"psd-worker-1": 1}
     for index in range(2):
@@ -140,12 +133,12 @@ def test_another_number_of_shards_by_way_of_a_checkpoint(cluster, deploy):
     """psd-run --rescale: the sums go on from the checkpoint, on other shards."""
     checkpoints = ["--checkpoint-dir", f"file://{SHARED}/checkpoints", "--insecure"]
     deploy("--shards", "1", *checkpoints)
-    job = Job(cluster)
+    job = Job(cluster, workers=1)
     job.wait_steps(STEPS_BETWEEN)
 
     deploy("--shards", "2", "--rescale", *checkpoints)
     job.wait_steps(STEPS_BETWEEN)
-    job.end()
+    job.end(shards=2)
 
     begun = [int(text) for text in re.findall(r"^begins at (\d+)", job.log(0), re.MULTILINE)]
     assert begun[0] == 0
@@ -155,9 +148,14 @@ def test_another_number_of_shards_by_way_of_a_checkpoint(cluster, deploy):
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_all_shards_restarted_again_and_again(cluster, deploy):
-    """Three shards, ten rounds of restarts."""
-    deploy("--shards", "3")
-    job = Job(cluster)
+    """Three shards, ten rounds of restarts; then the next job on the same shards, started anew, which begins with nothing."""
+    deploy("--shards", "3", "--workers", "2")
+    job = Job(cluster, workers=2)
 
     roll(cluster, job, rounds=10)
-    job.end()
+    job.end(shards=3)
+    deploy("--shards", "3", "--workers", "2")
+    job.wait_steps(STEPS_BETWEEN)
+    job.end(shards=3)
+
+    assert re.findall(r"^begins at (\d+)", job.log(0), re.MULTILINE) == ["0", "0"]
