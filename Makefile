@@ -17,7 +17,7 @@ help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make test    lint and run all tests"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
-	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each: a quarter of an hour with the default of 2000"
+	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
@@ -44,11 +44,12 @@ lint: $(INSTALLED)
 	done; \
 	[ -z "$$failed" ] || { echo "lint failed:$$failed"; exit 1; }
 
+# Two files of tests at a time: many of them wait for processes to start.
 test: $(INSTALLED)
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=$$?; \
 	echo "== pytest"; \
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) || status=$$?; \
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS) || status=$$?; \
 	exit $$status
 
 # What `make test` has in a short form, at length; every seed is printed.

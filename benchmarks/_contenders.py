@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _network import Network
 from _processes import Peer, ProcessFailed, Shard, cpu_s
@@ -83,6 +83,13 @@ def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
     return [peer.ready() for peer in peers]
 
 
+class Tls(NamedTuple):
+    """Flags of a shard, and the file by which workers know it."""
+
+    flags: tuple[str, ...]
+    ca: str
+
+
 def psd(
     transport: str,
     workers: int,
@@ -92,20 +99,23 @@ def psd(
     consistency: str = "sync",
     call: str = "flat",
     network: Network | None = None,
+    tls: Tls | None = None,
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
+        tls: between workers and shards; else none.
     """
+    flags = ("--lease", "120", "--insecure") if tls is None else ("--lease", "120", *tls.flags)
 
     def start(stack: ExitStack) -> Contender:
         servers = []
         for index in range(shards):
             host = f"s{index}"
             listen, prefix = _listen(network, host), _on(network, host)
-            servers.append(Shard("--lease", "120", "--insecure", index=index, count=shards, listen=listen, prefix=prefix))
+            servers.append(Shard(*flags, index=index, count=shards, listen=listen, prefix=prefix))
         for server in servers:
             server.start()
             stack.callback(server.end)
@@ -118,6 +128,7 @@ def psd(
             "consistency": consistency,
             "model": model,
             "call": call,
+            "tls_ca": "" if tls is None else tls.ca,
         }
         threads = max(1, CORES // workers)
         peers = []
@@ -125,7 +136,14 @@ def psd(
             prefix = _on(network, f"w{rank}")
             peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
-        return Contender(f"psd {transport}", workers, shards, model, peers, [server.pid for server in servers])
+        return Contender(
+            f"psd {transport}{' tls' if tls is not None else ''}",
+            workers,
+            shards,
+            model,
+            peers,
+            [server.pid for server in servers],
+        )
 
     return start
 

@@ -2,17 +2,18 @@
 
     python benchmarks/overlap.py [--transport tcp] [--steps 40] [--json FILE]
 
-A small convnet is trained by one worker with one thread, against one shard. The batch is chosen so that forward and
-back-propagation take about as long as moving gradients and parameters. Four things take turns, a step each:
+A small convnet is trained by one worker with one thread, against one shard. The batch is chosen so that back-propagation takes
+about as long as moving gradients and parameters. These take turns, a step each:
 
-    compute       forward and backward, nothing is sent
-    communicate   push and pull of the same gradients, nothing is computed
-    in turn       a training step without overlap
-    overlapped    a training step with it
+    forward, backward   the two parts of computing a gradient; nothing is sent
+    communicate         push and pull of the same gradients; nothing is computed
+    in turn             a training step without overlap
+    overlapped          a training step with it
 
-The ideal is the longer of the first two, plus the tail that nothing can hide: the last gradients' way there and back, taken as
-one block's share of `communicate`. Exit status: 1 if the two ways to train do not end in the same bits; the criterion does not
-decide.
+Synchronously, the forward pass needs all parameters of the step before, and nothing can be sent before the first gradient is
+there. So the ideal is the forward pass, then the longer of `backward` and `communicate`, then the tail that nothing can hide:
+the last gradients' way there and back, taken as one block's share of `communicate`. Exit status: 1 if the two ways to train do
+not end in the same bits; the criterion does not decide.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class Contender:
         sgd = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.optimizer: DistributedOptimizer = distribute(self.model, sgd, ps=ps, overlap=overlap)
 
-    def compute(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """Forward and backward."""
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss."""
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(images), labels).backward()
+        return nn.functional.cross_entropy(self.model(images), labels)
 
     def train(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """A step."""
-        self.compute(images, labels)
+        self.forward(images, labels).backward()
         self.optimizer.step()
 
 
@@ -101,12 +102,14 @@ def main() -> int:
         stack.callback(lambda: [c.optimizer.close() for c in (idle, in_turn, overlapped)])
 
         def communicate() -> None:
-            idle.optimizer.step()  # the gradients are those of the last `compute`
+            idle.optimizer.step()  # the gradients are those of the last `backward`
 
         size = batch_size(idle, communicate)
         batch = batch_of(size)
+        losses: list[torch.Tensor] = []
         works: dict[str, Callable[[], Any]] = {
-            "compute": lambda: idle.compute(*batch),
+            "forward": lambda: losses.append(idle.forward(*batch)),
+            "backward": lambda: losses.pop().backward(),  # type: ignore[no-untyped-call]
             "communicate": communicate,
             "in turn": lambda: in_turn.train(*batch),
             "overlapped": lambda: overlapped.train(*batch),
@@ -120,7 +123,7 @@ def main() -> int:
         is_right = all(map(torch.equal, in_turn.model.parameters(), overlapped.model.parameters()))
         blocks = len(in_turn.optimizer.ps.parameters.layout.blocks)
     median = {name: statistics.median(found) for name, found in times.items()}
-    ideal = max(median["compute"], median["communicate"]) + median["communicate"] / blocks
+    ideal = median["forward"] + max(median["backward"], median["communicate"]) + median["communicate"] / blocks
     criteria = [Criterion(6, "overlapped / ideal", ratio(median["overlapped"], ideal), 1.15)]
     print(f"convnet, batch of {size}, {blocks} blocks, over {args.transport}; medians of {args.steps} steps")
     print(report.machine_line(about))
@@ -135,12 +138,17 @@ def main() -> int:
 
 
 def batch_size(contender: Contender, communicate: Callable[[], None]) -> int:
-    """For which computing takes as long as communicating."""
-    small = batch_of(4)
-    contender.compute(*small)
+    """For which back-propagation takes as long as communicating."""
+
+    def backward(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return seconds(contender.forward(*batch).backward)
+
+    few, many = batch_of(8), batch_of(40)
+    backward(few)
     communicated = statistics.median(seconds(communicate) for _ in range(5))
-    one = statistics.median(seconds(lambda: contender.compute(*small)) for _ in range(5)) / 4
-    return max(1, round(communicated / one))
+    small, large = (statistics.median(backward(batch) for _ in range(5)) for batch in (few, many))
+    per_image = max((large - small) / 32, 1e-6)
+    return max(1, round(8 + (communicated - small) / per_image))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def main() -> None:
     names = [f"t{index:03}" for index in range(len(shapes))]
     where = told["servers"], told["rank"], told["world_size"]
     try:
-        connected = psd_client.connect(*where, transport=told["transport"], wait_timeout=120)
+        connected = psd_client.connect(*where, transport=told["transport"], wait_timeout=120, tls_ca=told["tls_ca"])
     except psd_client.ConfigError as error:
         turns.say(refused=f"psd_client.connect refuses it: {error}")
         return

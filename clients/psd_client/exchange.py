@@ -151,7 +151,7 @@ class Exchange:
     ) -> None:
         """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`.
 
-        feed: gives the blocks, and which tensors have a gradient; the caller has looked for NaN.
+        feed: gives the blocks, and which tensors have a gradient; the shards look for NaN.
         """
         sent = self._begin(scalars, weight, present, skip=skip, feed=feed)
         try:
@@ -202,7 +202,7 @@ class Exchange:
         if skip or tensor_name is not None:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
-        header = self._header(scalars, weight)
+        header = self._header(scalars, weight, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         return SentPush(self._session.number, header, self.client_state, present, skip, feed)
@@ -318,8 +318,8 @@ class Exchange:
             )
         return tensor_name
 
-    def _header(self, scalars: Sequence[Sequence[float]], weight: float) -> data_pb2.PushHeader:
-        """The header of the next push, without its caller."""
+    def _header(self, scalars: Sequence[Sequence[float]], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
+        """The header of the next push, without its caller. is_finite: see `_check`."""
         header = data_pb2.PushHeader(
             clock=self._session.clock,
             weight=weight,
@@ -327,7 +327,7 @@ class Exchange:
             scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
             decisions=self._session.decisions,
             cuts=self._session.cuts,
-            is_finite=self._layout.spec.nan_policy != "allow",  # see _check
+            is_finite=is_finite,
         )
         clip_norm = self._layout.spec.clip_norm
         if clip_norm and not self._has_rounds and weight:

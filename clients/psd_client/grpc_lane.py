@@ -1,6 +1,6 @@
 """The gRPC lane: the protocol of record, which always works.
 
-Bulk frames are built and taken apart by psd/contract/frames.py on raw bytes, so gRPC's generated stubs are not used here. A
+Bulk frames are built and taken apart on raw bytes (grpc_frames.py), so gRPC's generated stubs are not used here. A
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
@@ -29,7 +29,11 @@ from psd.v1 import control_pb2, data_pb2
 from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import may_be_tls, psd_error
+from psd_client.grpc_frames import Answer, initial_frames, push_messages
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
+
+SMALL_BYTES = 64 << 10
+"""Up to so much, a push_pull is one message each way: two copies more, but without what it costs to keep up a stream."""
 
 MESSAGE_BYTES_MAX = 32 << 20
 """As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 1 MiB."""
@@ -220,10 +224,12 @@ class GrpcLane(Lane):
             failed: Any = error  # which is a grpc.Call, too
             raise self._failed(failed, is_wait=False) from None
 
-    def _unary(self, name: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
+    def _unary(
+        self, name: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool, service: str = _CONTROL
+    ) -> MessageT:
         serialize, parse = type(request).SerializeToString, reply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_unary(_CONTROL + name, serialize, parse).future(
+            lambda channel, metadata: channel.unary_unary(service + name, serialize, parse).future(
                 request, timeout=call.timeout_s, metadata=metadata
             )
         )
@@ -246,7 +252,7 @@ class GrpcLane(Lane):
 
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         """Provide the initial values."""
-        frames_out = _initial_frames(first, blocks, values)
+        frames_out = initial_frames(first, blocks, values)
         reply = self._send("Initialize", frames_out, data_pb2.InitializeReply, call, is_wait=False)
         self.sent_bytes += sum(block.nbytes for block in blocks)
         return reply.accepted
@@ -276,14 +282,32 @@ class GrpcLane(Lane):
         self._receive(rpc, blocks, parameters, call)
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
-        """Push and fetch, full duplex."""
+        """Push and fetch, full duplex; small ones in one message each way."""
+        if part.feed is None and sum(block.nbytes for block in part.blocks) <= SMALL_BYTES:
+            return self._push_pull_small(part, parameters, call)
         messages = self._push_frames(part)
         rpc = self._begin(
             lambda channel, metadata: channel.stream_stream(f"{_DATA}PushPull", None, None)(
                 messages, timeout=call.timeout_s, metadata=metadata
             )
         )
-        reply = self._receive(rpc, part.blocks, parameters, call)
+        return self._with_reply(self._receive(rpc, part.blocks, parameters, call))
+
+    def _push_pull_small(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        message = data_pb2.SmallPush()
+        for frame, payload in push_messages(part):
+            if payload is not None:
+                frame.payload = payload.tobytes()
+            message.frames.append(frame)
+        self.sent_bytes += sum(len(frame.payload) for frame in message.frames)
+        reply = self._unary("PushPullSmall", message, data_pb2.SmallAnswer, call, is_wait=True, service=_DATA)
+        answer = Answer(f"shard {self.shard} at {self.address}", part.blocks, parameters)
+        for answered in reply.frames:
+            answer.take(answered, memoryview(answered.payload))
+        self.received_bytes += answer.received_bytes
+        return self._with_reply(answer.complete())
+
+    def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
         if reply is None:
             raise InternalError(f"shard {self.shard} at {self.address}: the answer to a push_pull has no push reply")
         return reply
@@ -303,60 +327,20 @@ class GrpcLane(Lane):
         self, rpc: Any, blocks: Sequence[Block], parameters: FlatBuffers | None, call: Call
     ) -> data_pb2.PushReply | None:
         """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
-        awaited = {block.index: block for block in blocks}
-        push_reply = None
-        with call.scope.entered(rpc.cancel):
-            while (frame := self._result(rpc, lambda: next(rpc, None), call, is_wait=True)) is not None:
-                head, payload = frames.split(frame, "PullFrame")
-                message = self._parse(head)
-                if message.HasField("push"):
-                    push_reply = message.push
-                    continue
-                block = awaited.pop(message.block, None)
-                if block is None:
-                    raise InternalError(f"shard {self.shard} at {self.address}: block {message.block} was not asked for")
-                if parameters is not None:
-                    numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
-                    parameters.block(block.index)[...] = numbers
-                    parameters.versions[block.index] = message.version
-                    self.received_bytes += block.nbytes
-        if awaited:
-            raise InternalError(f"shard {self.shard} at {self.address}: {len(awaited)} blocks are missing in its answer")
-        return push_reply
-
-    def _parse(self, head: bytes) -> data_pb2.PullFrame:
+        answer = Answer(f"shard {self.shard} at {self.address}", blocks, parameters)
         try:
-            return data_pb2.PullFrame.FromString(head)
-        except DecodeError as error:
-            raise InternalError(f"shard {self.shard} at {self.address}: an answer is no PullFrame: {error}") from None
+            with call.scope.entered(rpc.cancel):
+                while (frame := self._result(rpc, lambda: next(rpc, None), call, is_wait=True)) is not None:
+                    answer.take_frame(frame)
+        finally:
+            self.received_bytes += answer.received_bytes
+        return answer.complete()
 
     def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
         """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
-        left = len(part.blocks)
         try:
-            for block, present in part.outgoing():
-                left -= 1
-                message = data_pb2.PushFrame(block=block.index, last=left == 0)
-                if left == len(part.blocks) - 1:
-                    message.push.CopyFrom(part.header)
-                payload: Any = part.buffers.block(block.index)
-                if present is not None:
-                    message.present = frames.present_bits(present)
-                    if not present.any():
-                        payload = None
-                if payload is not None:
-                    self.sent_bytes += block.nbytes
+            for message, payload in push_messages(part):
+                self.sent_bytes += 0 if payload is None else payload.nbytes
                 yield frames.join(message.SerializeToString(), payload)
         except Aborted:  # the shard refuses what ends without a last frame, and the call fails by that
             return
-
-
-def _initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
-    if not blocks:
-        yield first.SerializeToString()
-    for block in blocks:
-        message = data_pb2.InitializeFrame()
-        if block is blocks[0]:
-            message.CopyFrom(first)
-        message.block = block.index
-        yield frames.join(message.SerializeToString(), values.block(block.index))

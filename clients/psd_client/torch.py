@@ -186,7 +186,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
-            NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent.
+            NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
+                overlap, where the worker cannot go on.
             PsdError: what the shards or the connection refuse.
         """
         loss = None

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import psd_core
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
@@ -46,7 +45,6 @@ class Gradients:
         self._parameters = [declaration.parameters[i] for i in declaration.trained]
         self._views = [torch.from_numpy(buffers.views[i]) for i in declaration.trained]
         self._may_view = [_is_alike(p, view) for p, view in zip(self._parameters, self._views, strict=True)]
-        self._refuses = buffers.layout.spec.nan_policy != "allow"
         self._is_syncing = True
         self._push: _Push | None = None
         self._lock = threading.RLock()  # back-propagation has a thread for each device
@@ -96,6 +94,7 @@ class Gradients:
 
         Raises:
             InvalidRequest: a gradient was changed after it had been sent.
+            NonFiniteGradient: a shard has found NaN or infinity.
             the error with which the push has failed.
         """
         push = self._pushing()
@@ -116,7 +115,15 @@ class Gradients:
                 present[missing] = False
             push.feed.finish(present)
         self._push = None
-        push.wait()
+        try:
+            push.wait()
+        except NonFiniteGradient as error:
+            self._is_broken = True
+            raise NonFiniteGradient(
+                f"{error}; gradients of other parameters have been counted already (overlap=True), so this worker cannot take "
+                "part in the job any more",
+                **error.detail,
+            ) from None
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
@@ -180,12 +187,6 @@ class Gradients:
             self._check_layout(index, gradient)
             with torch.no_grad():
                 view.copy_(gradient)
-        if self._refuses and psd_core.first_nonfinite(self._buffers.views[index].reshape(-1)) >= 0:
-            raise NonFiniteGradient(
-                f"the gradient of {self._name(number)!r} holds NaN or infinity; gradients of other parameters have been sent "
-                "already (overlap=True), so this worker cannot take part in the job any more",
-                tensor=self._name(number),
-            )
         push.sent[number] = gradient, gradient._version  # noqa: SLF001 - torch's count of changes in place
         push.feed.ready(index)
 

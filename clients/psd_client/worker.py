@@ -309,7 +309,7 @@ class Worker:
         """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
 
         Args:
-            feed: says which blocks of `gradients` are ready; what is must be finite, unless nan_policy is "allow".
+            feed: says which blocks of `gradients` are ready. The shards look for NaN.
         """
         spec = self.gradients.layout.spec
         if spec.clip_norm and spec.consistency.mode != "sync":

@@ -52,6 +52,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _DATA + "Push": _WORKER,
     _DATA + "Pull": _WORKER,
     _DATA + "PushPull": _WORKER,
+    _DATA + "PushPullSmall": _WORKER,
     _DATA + "Initialize": _WORKER,
     # Whoever operates: what takes room and time on a disk.
     _CONTROL + "Checkpoint": _ADMIN,

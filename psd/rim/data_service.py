@@ -46,6 +46,11 @@ class DataService:
                 "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
                 "Read": grpc.unary_stream_rpc_method_handler(guard.stream(self.read), message_parser(data_pb2.ReadRequest)),
                 "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(self.push_pull), frame_parser(push)),
+                "PushPullSmall": grpc.unary_unary_rpc_method_handler(
+                    guard.unary(self.push_pull_small),
+                    message_parser(data_pb2.SmallPush),
+                    data_pb2.SmallAnswer.SerializeToString,
+                ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(self.initialize), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
@@ -106,6 +111,29 @@ class DataService:
                     yield self._frame(answer)
                 else:
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
+
+    def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
+        """See DataService.PushPullSmall."""
+        count_max = max(1, len(self._shard.core.initialized().blocks))
+        if len(request.frames) > count_max:
+            raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
+        if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:
+            raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
+        frames_in = (Frame(frame, memoryview(frame.payload)) for frame in request.frames)
+        first = _next(frames_in)
+        answer = data_pb2.SmallAnswer()
+        sent = 0
+        for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context)):
+            if isinstance(item, Answer):
+                try:
+                    answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())
+                finally:
+                    item.release()
+                sent += item.nbytes
+            else:
+                answer.frames.add(push=item)
+        self._plane.count_sent(sent)
+        return answer
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
         """See DataService.Initialize."""

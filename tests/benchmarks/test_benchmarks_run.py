@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_backpressure_when_the_shard_is_held_back_then_every_process_is_watched(
     results = json.loads((tmp_path / "figures").read_text())["results"]
     assert [r["process"] for r in results] == ["shard", "worker 0", "worker 1"]
     assert all(r["most_bytes_held"] >= r["most_bytes_free"] >= r["before_bytes"] > 0 for r in results)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificate is made by the command openssl")
+def test_tls_when_it_runs_then_the_step_is_measured_with_and_without_it(tmp_path):
+    size = ("--transports", "tcp", "--model", "1kb", "--rounds", "1", "--steps", "2")
+
+    done = run("tls.py", *size, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "figures").read_text())["results"]
+    assert [(r["system"], len(r["steps_s"])) for r in results] == [("psd tcp", 2), ("psd tcp tls", 2)]
 
 
 def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():

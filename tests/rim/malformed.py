@@ -39,6 +39,7 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
     return [
         (_data("Push"), good_push(target)),
         (_data("PushPull"), good_push(target)),
+        (_data("PushPullSmall"), data_pb2.SmallPush(frames=[good_push(target)])),
         (_data("Pull"), data_pb2.PullRequest(caller=caller, clock=2, layout_digest=LAYOUT.digest, blocks=[TRAINED, STATIC])),
         (_data("Initialize"), init),
         (_data("Read"), data_pb2.ReadRequest(layout_digest=LAYOUT.digest, cut=data_pb2.Cut(id="c", step=2))),
@@ -140,7 +141,7 @@ def wrong_block(rng: random.Random, frame: Any) -> tuple[tuple[str, ...], str]:
 
 def wrong_push(rng: random.Random, target: Target) -> Request:
     frame = good_push(target)
-    method = _data(rng.choice(("Push", "PushPull")))
+    method = _data(rng.choice(("Push", "PushPull", "PushPullSmall")))
     frames = [frame]
     kind = rng.randrange(10)
     if kind < 4:
@@ -165,7 +166,8 @@ def wrong_push(rng: random.Random, target: Target) -> Request:
             frame.payload = bytes(12)
         else:
             frames = [data_pb2.PushFrame(push=frame.push), frame]
-    return Request(method, [f.SerializeToString() for f in frames], reasons, word)
+    messages = [data_pb2.SmallPush(frames=frames)] if method.endswith("Small") else frames
+    return Request(method, [m.SerializeToString() for m in messages], reasons, word)
 
 
 def wrong_pull(rng: random.Random, target: Target) -> Request:

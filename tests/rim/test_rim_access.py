@@ -44,6 +44,7 @@ MAY = {
     "psd.v1.DataService/Push": TRAINS,
     "psd.v1.DataService/Pull": TRAINS,
     "psd.v1.DataService/PushPull": TRAINS,
+    "psd.v1.DataService/PushPullSmall": TRAINS,
     "psd.v1.DataService/Initialize": TRAINS,
     "psd.v1.ControlService/Checkpoint": {"admin"},
 }

@@ -264,11 +264,14 @@ def test_step_when_what_was_sent_first_has_changed_since_then_refuses(run_worker
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_when_a_gradient_is_not_finite_then_refuses_and_names_the_tensor(run_workers, dtype):
+def test_step_when_a_gradient_is_not_finite_then_refuses_names_the_tensor_and_goes_no_further(run_workers, dtype):
     def body(ps):
-        model, _ = distributed(ps, small_model(dtype))
+        model, optimizer = distributed(ps, small_model(dtype))
         model[0].weight.register_hook(lambda gradient: gradient * float("nan"))
-        with pytest.raises(NonFiniteGradient, match=r"'0\.weight'"):
+        backward(model, *batch(0, dtype))
+        with pytest.raises(NonFiniteGradient, match=r"worker 0 at step 0 .*'0\.weight'.*cannot take part"):
+            optimizer.step()
+        with pytest.raises(InvalidRequest, match="given up in its middle"):
             backward(model, *batch(0, dtype))
         return True
 

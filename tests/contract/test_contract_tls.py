@@ -1,0 +1,208 @@
+"""TLS sockets behave as sockets do; files are read again however they are replaced; tokens and hosts are what they say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+
+from psd.contract.config import ConfigError, is_loopback
+from psd.contract.credentials import Credentials
+from psd.contract.tls import client_files, server_files, what_is_wrong
+from psd.contract.tls_socket import STEP_BYTES, TlsSocket
+from psd.contract.tokens import Role, digest_of, metadata_of, parse_tokens, presented
+from psd.contract.watched import Watched, read, read_secret
+
+MUCH = 40 * STEP_BYTES
+"""More than the buffers of both sides hold."""
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server called `shard`, and of a client that trusts it."""
+    directory = tmp_path_factory.mktemp("tls")
+    authority = Authority("ours")
+    pair = authority.issue("shard").write(directory, "shard")
+    (directory / "ca.pem").write_bytes(authority.pem)
+    server = server_files(pair["tls_cert"], pair["tls_key"], "").load()[1]
+    return server, client_files(str(directory / "ca.pem"), "", "").load()[1]
+
+
+@pytest.fixture
+def ends(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    """Both ends of a connection."""
+    here, there = socket.socketpair()
+    server, client = TlsSocket(here, contexts[0]), TlsSocket(there, contexts[1], "shard")
+    shaking = threading.Thread(target=server.handshake, args=(10.0,))
+    shaking.start()
+    client.handshake(10.0)
+    shaking.join()
+    yield server, client
+    server.close()
+    client.close()
+
+
+def received(end: TlsSocket, count: int) -> bytes:
+    """So many bytes, or fewer if the other side ends."""
+    buffer, filled = memoryview(bytearray(count)), 0
+    while filled < count and (more := end.recv_into(buffer[filled:])):
+        filled += more
+    return bytes(buffer[:filled])
+
+
+def test_both_sides_send_and_receive_at_once(ends: tuple[TlsSocket, TlsSocket]) -> None:
+    """Each with two threads, more than the buffers hold: nobody keeps anybody out while it waits for the network."""
+    data = [os.urandom(MUCH), os.urandom(MUCH)]
+    senders = [
+        threading.Thread(target=end.sendmsg, args=((b"head", memoryview(sent)),)) for end, sent in zip(ends, data, strict=True)
+    ]
+    for sender in senders:
+        sender.start()
+    there: list[bytes] = []
+    other = threading.Thread(target=lambda: there.append(received(ends[1], MUCH + 4)))
+    other.start()
+
+    here = received(ends[0], MUCH + 4)
+
+    for thread in (*senders, other):
+        thread.join(30)
+    assert here == b"head" + data[1]
+    assert there == [b"head" + data[0]]
+
+
+def test_an_end_is_half_closed_as_a_socket_is(ends: tuple[TlsSocket, TlsSocket]) -> None:
+    """The other side hears of it, and what it still sends arrives; a wait in another thread ends."""
+    here, there = ends
+    there.sendall(b"last words")
+    there.shutdown(socket.SHUT_WR)
+
+    assert received(here, 100) == b"last words"
+    here.sendall(b"answer")
+    assert received(there, 6) == b"answer"
+    waiting = threading.Thread(target=lambda: received(there, 1))
+    waiting.start()
+    there.shutdown(socket.SHUT_RD)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_waits_have_the_limit_that_was_set(ends: tuple[TlsSocket, TlsSocket]) -> None:
+    """For receiving, and for sending to a side that does not read."""
+    ends[0].set_timeout(0.05)
+
+    with pytest.raises(TimeoutError):
+        ends[0].recv_into(memoryview(bytearray(1)))
+    with pytest.raises(TimeoutError):
+        ends[0].sendall(bytes(MUCH))
+
+
+def test_a_handshake_has_a_limit_as_a_whole_and_says_what_was_wrong(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    """With a side that says nothing, and with one that speaks something else."""
+    here, there = socket.socketpair()
+    silent = TlsSocket(here, contexts[1], "shard")
+    with there:
+        with pytest.raises(TimeoutError):
+            silent.handshake(0.05)
+        there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        with pytest.raises(ssl.SSLError) as caught:
+            silent.handshake(5.0)
+    silent.close()
+
+    assert "does not speak TLS" in str(what_is_wrong(caught.value, "shard"))
+
+
+def test_a_file_is_read_again_however_it_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In place, by a rename, and as Kubernetes does it, by the link to its directory; not while it is away or wrong."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    link, path = tmp_path / "link", tmp_path / "link" / "file"
+    link.symlink_to("one")
+    loads = []
+
+    def load() -> str:
+        loads.append(1)
+        text = read(str(path), "--x").decode()
+        if text == "wrong":
+            raise ConfigError("wrong")
+        return text
+
+    watched = Watched((str(path),), load)
+    seen = [watched.current(), watched.current()]
+    (tmp_path / "new").symlink_to("two")
+    (tmp_path / "new").replace(link)
+    seen.append(watched.current())
+    path.write_text("in place")
+    seen.append(watched.current())
+    (tmp_path / "renamed").write_text("renamed")
+    (tmp_path / "renamed").replace(path)
+    seen.append(watched.current())
+    path.unlink()
+    seen += [watched.current(), watched.current()]
+    path.write_text("wrong")
+    seen.append(watched.current())
+    path.write_text("right")
+    seen.append(watched.current())
+
+    assert seen == ["one", "one", "two", "in place", "renamed", "renamed", "renamed", "renamed", "right"]
+    assert len(loads) == 7
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_secret_that_everybody_can_read_is_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
+) -> None:
+    """By the file's name, and what to do."""
+    path = tmp_path / "secret"
+    path.write_text("x")
+    path.chmod(mode)
+
+    read_secret(str(path), "--token-file")
+
+    assert [f"chmod 600 {path}" in record.getMessage() for record in caplog.records] == [True] * is_told
+
+
+def test_tokens_have_the_roles_of_their_lines() -> None:
+    """Several of a role may be listed, as in a change; what a call carries is found by its digest."""
+    tokens = parse_tokens("# old\nworker aaaaaaaaaaaaaaaa\n\n  worker\tbbbbbbbbbbbbbbbb\nreader cccccccccccccccc\n", "f")
+
+    for token, role in (("a", Role.WORKER), ("b", Role.WORKER), ("c", Role.READER), ("d", None)):
+        assert tokens.role_of(digest_of(token * 16)) is role
+    assert presented(metadata_of("a" * 16)) == digest_of("a" * 16)
+    for text, words in (
+        ("worker aaaaaaaaaaaaaaaa\nreader aaaaaaaaaaaaaaaa", "f, line 2: this token stands there twice"),
+        ("boss aaaaaaaaaaaaaaaa", "f, line 1: expected ROLE TOKEN"),
+        ("worker a b", "f, line 1: expected ROLE TOKEN"),
+        ("\n".join(f"worker {i:016}" for i in range(101)), "f: has more than 100 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_tokens(text, "f")
+
+
+@pytest.mark.parametrize(
+    ("address", "is_ours_alone"),
+    [("127.0.0.1:1", True), ("127.1.2.3:1", True), ("[::1]:1", True), ("LocalHost:1", True), ("0.0.0.0:1", False)]
+    + [(f"{host}:1", False) for host in ("[::]", "10.0.0.1", "host-a", "localhost.example.org", "127.0.0.1.example.org")],
+)
+def test_only_this_machines_own_addresses_are_loopback(address: str, is_ours_alone: bool) -> None:
+    """A name is not looked up: it counts as one that others reach."""
+    assert is_loopback(address) is is_ours_alone
+
+
+def test_credentials_without_files_show_nothing() -> None:
+    """As for a shard on this machine."""
+    none = Credentials()
+
+    assert (none.metadata(), none.pem(), none.context(), none.has_tls, none.has_token) == (None, None, None, False, False)
+    assert not none.has_other_token()
+    with pytest.raises(ConfigError, match="tls_ca: not given; a client's certificate is shown over TLS only"):
+        Credentials(tls_cert="c", tls_key="k")
