@@ -16,6 +16,10 @@ from psd.contract.config import ServerConfig, parse_address
 CALLS_MAX = 4
 """At a time: a probe or two. More are refused, and cost nothing."""
 
+CONNECTIONS_MAX = 64
+IDLE_S = 30
+"""A connection without a call for so long is closed; the kubelet makes one for each probe."""
+
 MESSAGE_BYTES_MAX = 4096
 
 
@@ -32,7 +36,14 @@ class ProbeServer:
         self._server = grpc.server(
             self._pool,
             maximum_concurrent_rpcs=CALLS_MAX,
-            options=[("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.so_reuseport", 0)],
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_metadata_size", MESSAGE_BYTES_MAX),
+                ("grpc.absolute_max_metadata_size", MESSAGE_BYTES_MAX),
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+                ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+                ("grpc.so_reuseport", 0),
+            ],
         )
         check = grpc.unary_unary_rpc_method_handler(
             servicer.Check,

@@ -148,7 +148,6 @@ def test_shard_command_when_metrics_are_asked_for_then_each_shard_has_a_port_of_
     plan = parse(["--shards", "2", "--metrics-port", "9100", script], {})
 
     words = [word for index in range(2) for word in plan.shard_command(index, "127.0.0.1:0", Path("/state"))]
-
     assert [word for word in words if "metrics" in word] == ["--metrics-port=9100", "--metrics-port=9101"]
 
 
