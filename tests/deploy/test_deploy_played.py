@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kustomized import DEPLOY, kustomized
 from player import Cluster
 from pods import SHARED
 
-from psd.cli import run
+from psd.cli import credentials, manifests, run
 from psd.cli.kubectl import Kubectl
 
 SCRIPT = str(Path(__file__).with_name("summing_worker.py"))
@@ -159,3 +160,14 @@ def test_all_shards_restarted_again_and_again(cluster, deploy):
     job.end(shards=3)
 
     assert re.findall(r"^begins at (\d+)", job.log(0), re.MULTILINE) == ["0", "0"]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_the_example_of_the_overlay_trains(cluster):
+    """deploy/overlays/mnist as it is, with the Secrets that psdctl makes."""
+    cluster.apply(manifests.as_yaml([*credentials.secrets_of("psd"), *kustomized(DEPLOY / "overlays/mnist")]))
+
+    assert cluster.wait_job("psd-worker", 240) == "Complete"
+    (result,) = re.findall(r"^result (.*)$", Job(cluster, workers=2).log(0), re.MULTILINE)
+    assert json.loads(result)["accuracy"] > 0.8
