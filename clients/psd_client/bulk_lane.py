@@ -28,9 +28,9 @@ from psd_client.transport import Call, Cancelled, GradientPart
 
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
-STALE_NAME_S = 30.0
-"""For so long name servers may give out the address that a shard had before. While a connection fails that worked before, it is
-tried again for this long, and not given up in favour of gRPC."""
+STALE_NAME_S = 20.0
+"""For about so long name servers may give out the address that a shard had before. A connection that worked before is tried
+again for this long, and only then given up in favour of gRPC."""
 
 ResultT = TypeVar("ResultT")
 

@@ -65,14 +65,14 @@ def deploy(
     """
     stateful_set, job = kubectl.get("statefulset", name), kubectl.get("job", f"{name}-worker")
     replicas = shards if stateful_set is None else stateful_set["spec"]["replicas"]
-    if is_rescale and replicas != shards:
-        _make_room(kubectl, name, replicas, checkpoint_dir)
-    else:
-        if replicas != shards:
+    if replicas != shards and not (job is not None and _has_ended(job, "Complete")):  # then the volumes are empty
+        if not is_rescale:
             raise ConfigError(
                 f"--shards: job {name} has {replicas} shards, not {shards}; --rescale changes that by way of a checkpoint"
             )
-        if job is not None and not _has_ended(job):
+        _make_room(kubectl, name, replicas, checkpoint_dir)
+    else:
+        if job is not None and not _has_ended(job, "Complete", "Failed"):
             raise ConfigError(
                 f"--name: job {name} is running; choose another name, or end it: "
                 f"{' '.join(kubectl.prefix)} delete job {name}-worker"
@@ -119,9 +119,9 @@ def _make_credentials(kubectl: Kubectl, name: str) -> None:
         _say(f"made {' and '.join('secret ' + secret['metadata']['name'] for secret in lacking)}")
 
 
-def _has_ended(job: Manifest) -> bool:
+def _has_ended(job: Manifest, *ways: str) -> bool:
     conditions = job.get("status", {}).get("conditions", [])
-    return any(found["type"] in ("Complete", "Failed") and found["status"] == "True" for found in conditions)
+    return any(found["type"] in ways and found["status"] == "True" for found in conditions)
 
 
 def _say(text: str) -> None:

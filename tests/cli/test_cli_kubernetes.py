@@ -189,10 +189,11 @@ def test_what_is_running_is_not_touched_by_mistake(objects, words, says, capsys)
     assert [command for command in kubectl.done if not command.startswith("exec")] == []
 
 
-def test_a_job_that_has_ended_makes_room_for_the_next():
+@pytest.mark.parametrize(("condition", "replicas"), [("Complete", 1), ("Failed", 1), ("Complete", 5)])
+def test_a_job_that_has_ended_makes_room_for_the_next(condition, replicas):
     """Its template cannot be changed, so it is removed first. Its shards, which are not ready, would not be updated."""
-    ended = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
-    kubectl = FakeKubectl(psd_worker=ended, psd={"spec": {"replicas": 1}})
+    ended = {"status": {"conditions": [{"type": condition, "status": "True"}]}}
+    kubectl = FakeKubectl(psd_worker=ended, psd={"spec": {"replicas": replicas}})
 
     assert deployment("--insecure", "train.py").run(Kubectl("", run=kubectl)) == 0
     assert kubectl.done == [
