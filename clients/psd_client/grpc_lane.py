@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -64,9 +65,6 @@ UNREACHED_S = 2.0
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
 
-Metadata = Any
-"""Of a call, as gRPC takes it; None: nothing."""
-
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
@@ -90,22 +88,27 @@ class GrpcLane(Lane):
         self._pem: Pem | None = None  # of the channel
         self._was_reached = False
         self._opened_at = 0.0
+        self._shown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # call -> metadata, if there is a token
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._closed = False
 
-    def _begin(self, start: Callable[[grpc.Channel, Metadata], ResultT]) -> ResultT:
+    def _begin(self, start: Callable[[grpc.Channel, dict[str, Any]], ResultT], timeout_s: float) -> ResultT:
         """A call that `start` begins on the channel, which is opened if need be; Cancelled if the lane was closed meanwhile."""
         while True:
-            channel = self._open()
+            channel, metadata = self._open(), self._credentials.metadata()
             try:
-                return start(channel, self._credentials.metadata())
+                begun = start(channel, {"timeout": timeout_s, "metadata": metadata})
             except ValueError:  # gRPC's word for a closed channel
                 if self._closed:
                     raise Cancelled from None
                 if channel is self._channel:
                     raise
+                continue
+            if metadata is not None and isinstance(begun, grpc.Call):
+                self._shown[begun] = metadata
+            return begun
 
     def _open(self) -> grpc.Channel:
         if os.getpid() != self._pid:
@@ -126,7 +129,8 @@ class GrpcLane(Lane):
         """Why a call has failed, and, where it lets expect another outcome of the next attempt, what prepares that."""
         error = psd_error(rpc, self.shard, self.address, is_wait=is_wait)
         where = {"shard": self.shard, "address": self.address}
-        if isinstance(error, Unauthenticated) and self._credentials.has_other_token():
+        shown = self._shown.get(rpc)
+        if isinstance(error, Unauthenticated) and shown is not None and self._credentials.has_other_token(shown):
             return ShardUnavailable(f"shard {self.shard} at {self.address}: the token has changed meanwhile", **where)
         if isinstance(error, WrongShard) and self._was_reached:
             # Addresses are given out again: the shard has moved, and another one is now where it was.
@@ -200,9 +204,7 @@ class GrpcLane(Lane):
         """Send a heartbeat; the function returned waits for the reply."""
         serialize, parse = control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(
-                request, timeout=timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(request, **how), timeout_s
         )
 
         def reply() -> control_pb2.HeartbeatReply:
@@ -216,9 +218,7 @@ class GrpcLane(Lane):
         serialize, parse = control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
         try:  # a blocking call: gRPC starts a thread for any other kind
             self._begin(
-                lambda channel, metadata: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(
-                    request, timeout=timeout_s, metadata=metadata
-                )
+                lambda channel, how: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(request, **how), timeout_s
             )
         except grpc.RpcError as error:
             failed: Any = error  # which is a grpc.Call, too
@@ -229,9 +229,7 @@ class GrpcLane(Lane):
     ) -> MessageT:
         serialize, parse = type(request).SerializeToString, reply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_unary(service + name, serialize, parse).future(
-                request, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_unary(service + name, serialize, parse).future(request, **how), call.timeout_s
         )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)
@@ -265,9 +263,7 @@ class GrpcLane(Lane):
         """Fetch parameters."""
         serialize = data_pb2.PullRequest.SerializeToString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_stream(f"{_DATA}Pull", serialize, None)(
-                request, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_stream(f"{_DATA}Pull", serialize, None)(request, **how), call.timeout_s
         )
         self._receive(rpc, blocks, None if request.versions_only else parameters, call)
 
@@ -275,9 +271,7 @@ class GrpcLane(Lane):
         """Fetch parameters as of a cut."""
         serialize = data_pb2.ReadRequest.SerializeToString
         rpc = self._begin(
-            lambda channel, metadata: channel.unary_stream(f"{_DATA}Read", serialize, None)(
-                request, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.unary_stream(f"{_DATA}Read", serialize, None)(request, **how), call.timeout_s
         )
         self._receive(rpc, blocks, parameters, call)
 
@@ -287,9 +281,7 @@ class GrpcLane(Lane):
             return self._push_pull_small(part, parameters, call)
         messages = self._push_frames(part)
         rpc = self._begin(
-            lambda channel, metadata: channel.stream_stream(f"{_DATA}PushPull", None, None)(
-                messages, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.stream_stream(f"{_DATA}PushPull", None, None)(messages, **how), call.timeout_s
         )
         return self._with_reply(self._receive(rpc, part.blocks, parameters, call))
 
@@ -315,9 +307,7 @@ class GrpcLane(Lane):
     def _send(self, name: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
         parse = reply.FromString
         rpc = self._begin(
-            lambda channel, metadata: channel.stream_unary(_DATA + name, None, parse).future(
-                messages, timeout=call.timeout_s, metadata=metadata
-            )
+            lambda channel, how: channel.stream_unary(_DATA + name, None, parse).future(messages, **how), call.timeout_s
         )
         with call.scope.entered(rpc.cancel):
             result: MessageT = self._result(rpc, rpc.result, call, is_wait=is_wait)

@@ -46,9 +46,16 @@ class Credentials:
         """What each call carries."""
         return None if self._token is None else metadata_of(self._token.current())
 
-    def has_other_token(self) -> bool:
-        """True if the file holds another token than the one that the last calls carried; reads it."""
-        return self._token is not None and self._token.refresh()
+    def has_other_token(self, refused: MetadataOut | None) -> bool:
+        """True if the file holds another token than the one that a call carried; reads it if need be.
+
+        Many calls may be refused at once, and the first to look must not keep the others from another attempt.
+        """
+        if self._token is None:
+            return False
+        if self.metadata() == refused:
+            self._token.refresh()
+        return self.metadata() != refused
 
     def pem(self) -> Pem | None:
         """For gRPC; None: no TLS."""

@@ -47,11 +47,9 @@ class Watched(Generic[ValueT]):
             self._read()
         return self._value
 
-    def refresh(self) -> bool:
-        """Read the files whatever `stat` says; True if the value has changed by it."""
-        before = self._value
+    def refresh(self) -> None:
+        """Read the files whatever `stat` says."""
         self._read()
-        return self._value != before
 
     def _read(self) -> None:
         with self._lock:
@@ -79,14 +77,7 @@ def read(path: str, what: str) -> bytes:
     Raises:
         ConfigError: it cannot be read, or is larger than FILE_BYTES_MAX; `what` names the setting.
     """
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{what}: cannot read {path}: {error.strerror}") from None
-    if len(data) > FILE_BYTES_MAX:
-        raise ConfigError(f"{what}: {path} has more than {FILE_BYTES_MAX} bytes; is this the right file?")
-    return data
+    return _read(path, what)[0]
 
 
 def read_secret(path: str, what: str) -> bytes:
@@ -95,10 +86,21 @@ def read_secret(path: str, what: str) -> bytes:
     Raises:
         ConfigError: also if everybody can write it.
     """
-    data = read(path, what)
-    mode = Path(path).stat().st_mode
+    data, mode = _read(path, what)
     if mode & stat.S_IWOTH:
         raise ConfigError(f"{what}: everybody on this machine can write {path}; make it private: chmod 600 {path}")
     if mode & stat.S_IROTH:
         logger.warning("%s: everybody on this machine can read %s; make it private: chmod 600 %s", what, path, path)
     return data
+
+
+def _read(path: str, what: str) -> tuple[bytes, int]:
+    """Contents and mode of one and the same file, whatever takes its name meanwhile."""
+    try:
+        with Path(path).open("rb") as file:
+            data, mode = file.read(FILE_BYTES_MAX + 1), os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot read {path}: {error.strerror}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{what}: {path} has more than {FILE_BYTES_MAX} bytes; is this the right file?")
+    return data, mode

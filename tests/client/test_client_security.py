@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from certificates import Authority
-from client_faults import Thread, until
+from client_faults import Restartable, Thread, until
 
 import psd_client
 from psd.cli.ctl import main as psdctl
@@ -276,9 +276,9 @@ def test_train_when_token_and_certificate_are_changed_then_goes_on(
 
 
 def test_train_when_the_token_changes_unnoticed_then_reads_it_again(cluster: Callable[..., Any], place: Place) -> None:
-    """A file that was changed within one tick of its clock, to the same size: the refusal makes the worker look."""
-    shard = serve(cluster, place).shards[0]
-    with psd_client.connect(shard.address, 0, 1, transport="grpc", **place.client()) as ps:
+    """A file that was changed within one tick of its clock, to the same size: both shards' refusals make the worker look."""
+    servers = serve(cluster, place, 2).servers
+    with psd_client.connect(servers, 0, 1, transport="grpc", **place.client()) as ps:
         declare(ps)
         train(ps, 1)
         path = place.path / "worker.token"
@@ -347,3 +347,25 @@ def test_train_when_the_authority_is_changed_then_the_worker_reads_the_new_one(
 
         assert lane._channel is not channel
         assert set(train(ps, 1).tolist()) == {-2.0}
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_train_when_a_shard_is_restarted_then_its_new_certificate_and_tokens_hold(
+    restartable: Callable[..., Restartable], place: Place, transport: str
+) -> None:
+    """A shard that comes back with another certificate and without the old token: resumed, and each gradient counted once."""
+    config = {**place.certificate("shard", HOST), "token_file": place.at("tokens")}
+    job = restartable(**config)
+    with psd_client.connect(job.servers, 0, 1, transport=transport, **place.client()) as ps:
+        declare(ps)
+        train(ps, 1)
+
+        place.certificate("shard", HOST)
+        place.list_tokens(worker="worker-token-number-2")
+        place.write("worker.token", b"worker-token-number-2")
+        for index in range(2):
+            job.restart(index)
+
+        assert set(train(ps, 2).tolist()) == {-3.0}
+        assert [job.version(0), job.version(1)] == [3, 3]
+        assert [lane.split()[0] for lane in ps.transports] == [transport] * 2

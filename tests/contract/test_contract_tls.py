@@ -14,6 +14,7 @@ from certificates import Authority
 
 from psd.contract.config import ConfigError, is_loopback
 from psd.contract.credentials import Credentials
+from psd.contract.environment import client_config
 from psd.contract.tls import client_files, server_files, what_is_wrong
 from psd.contract.tls_socket import STEP_BYTES, TlsSocket
 from psd.contract.tokens import Role, digest_of, metadata_of, parse_tokens, presented
@@ -203,6 +204,36 @@ def test_credentials_without_files_show_nothing() -> None:
     none = Credentials()
 
     assert (none.metadata(), none.pem(), none.context(), none.has_tls, none.has_token) == (None, None, None, False, False)
-    assert not none.has_other_token()
+    assert not none.has_other_token(None)
     with pytest.raises(ConfigError, match="tls_ca: not given; a client's certificate is shown over TLS only"):
         Credentials(tls_cert="c", tls_key="k")
+
+
+def test_a_token_that_was_refused_is_compared_with_the_file(tmp_path: Path) -> None:
+    """Whoever looks first, all whose call carried the old one may try again; and nobody with the one that there is."""
+    path = tmp_path / "token"
+    path.write_text("a" * 16)
+    path.chmod(0o600)
+    stat = path.stat()
+    credentials = Credentials(token_file=str(path))
+    old = credentials.metadata()
+
+    assert not credentials.has_other_token(old)
+    path.write_text("b" * 16)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as if within one tick of the file system's clock
+    assert [credentials.has_other_token(old), credentials.has_other_token(old)] == [True, True]
+    assert not credentials.has_other_token(credentials.metadata())
+
+
+def test_credentials_come_from_arguments_or_the_environment() -> None:
+    """Arguments hold; an empty one switches off what the environment says."""
+    environ = {"PSD_TLS_CA": "a", "PSD_TLS_CERT": "c", "PSD_TLS_KEY": "k", "PSD_TOKEN_FILE": "t"}
+    where = {"servers": "h:1", "rank": 0, "world_size": 1, "environ": environ}
+
+    config = client_config(**where)
+    other = client_config(**where, tls_ca="b", tls_cert="", tls_key="", token_file="")
+
+    assert (config.tls_ca, config.tls_cert, config.tls_key, config.token_file) == ("a", "c", "k", "t")
+    assert (other.tls_ca, other.tls_cert, other.tls_key, other.token_file) == ("b", "", "", "")
+    with pytest.raises(ConfigError, match="tls_key: not given; a certificate and its key belong together"):
+        client_config(**where, tls_key="")

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rim"))
 
-from malformed_target import Target
+from malformed_target import SPEC, Target
 
 USES = 50
 """Of one shard; by then its workers may have left it, or worse."""
 
 
+EXACT = replace(SPEC, aggregation="exact", clip_norm=1.0)
+"""Whose rounds close by decisions and verdicts; the first one is open, with two gradients of three."""
+
+
 @pytest.fixture
-def target() -> Iterator[Callable[[], Target]]:
-    """target() -> a shard in mid-training, often the one of the call before."""
-    made: list[Target] = []
+def target() -> Iterator[Callable[..., Target]]:
+    """target(is_exact) -> a shard in mid-training, often the one of the call before."""
+    made: dict[bool, Target] = {}
     uses = 0
 
-    def get() -> Target:
+    def get(is_exact: bool = False) -> Target:
         nonlocal uses
         if uses % USES == 0:
-            for used in made:
+            for used in made.values():
                 used.close()
-            made[:] = [Target()]
+            made.clear()
         uses += 1
-        return made[0]
+        if is_exact not in made:
+            made[is_exact] = Target(spec=EXACT, steps=((0, 0), (0, 1))) if is_exact else Target()
+        return made[is_exact]
 
     yield get
-    for used in made:
+    for used in made.values():
         used.close()

@@ -34,10 +34,10 @@ specs = messages(
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @fuzzed
-@given(data=st.data())
-def test_requests(method: Any, target: Callable[[], Target], data: st.DataObject) -> None:
-    """Whatever a message says, or whatever bytes stand in its place."""
-    shard = target()
+@given(data=st.data(), is_exact=st.booleans())
+def test_requests(method: Any, target: Callable[..., Target], data: st.DataObject, is_exact: bool) -> None:
+    """Whatever a message says, or whatever bytes stand in its place; in a job of either aggregation."""
+    shard = target(is_exact)
     caller = shard.callers[ME]
     known = {
         "caller": {"run_id": caller.run_id, "incarnation": 77, "rank": ME, "session": caller.session},
@@ -45,7 +45,9 @@ def test_requests(method: Any, target: Callable[[], Target], data: st.DataObject
         "shard_count": 2,
         "world_size": WORLD,
         "rank": ME,
-        "clock": 2,
+        "clock": 0 if is_exact else 2,
+        "round": 0,
+        "members": b"\7",
         "block": 0,
         "spec": {"world_size": WORLD},
     }

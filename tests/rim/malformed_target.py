@@ -6,7 +6,7 @@ error must come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ SPEC = JobSpec(
     SYNC,
 )
 LAYOUT = Layout(SPEC, 2)
+STEPS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0))
 TRAINED, FOREIGN, STATIC, LENGTH = 0, 1, 2, 11
 SCALARS = ((0.5, 0.5, 0.0, 0.0), (0.5, 0.0, 0.0, 0.0), ())
 LIMITS = Limits(workers_max=8, tensors_max=50, elements_max=100_000)
@@ -87,9 +88,13 @@ class Request:
 
 
 class Target:
-    """Shard 0 of 2 in mid-training: two rounds done, a third open with worker 0's gradient."""
+    """Shard 0 of 2 in mid-training: two rounds done, a third open with worker 0's gradient.
 
-    def __init__(self, shard: Shard | None = None) -> None:
+    Args:
+        spec: another job of the same layout. steps: clock and rank of each push so far.
+    """
+
+    def __init__(self, shard: Shard | None = None, spec: JobSpec = SPEC, steps: Sequence[tuple[int, int]] = STEPS) -> None:
         self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
         plane = DataPlane(self.shard)
         bulk = BulkServer(self.shard, plane, Guard(self.shard), self.shard.core.config)
@@ -97,14 +102,14 @@ class Target:
         self._handlers = (control, DataService(self.shard, plane).handler())
         self.callers = [self._join(rank) for rank in range(WORLD)]
         for caller in self.callers:
-            self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=SPEC.to_message()))
+            self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=spec.to_message()))
         init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest, self.shard.core.initial.choice)
         for index in (TRAINED, STATIC):
             block = LAYOUT.blocks[index]
             self.shard.admission.initialize_block(init, index, memoryview(np.arange(block.length, dtype=block.dtype).tobytes()))
         assert self.shard.admission.end_initialize(init)
         self.choice = init.choice
-        for clock, rank in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)):
+        for clock, rank in steps:
             self.push(rank, clock)
 
     def close(self) -> None:

@@ -98,11 +98,8 @@ def test_calls_are_few_at_a_time(
 ) -> None:
     """One more is refused instead of queued. On another connection: on the same one gRPC would let it wait."""
     shard = cluster(1, limits=Limits(calls=2)).shards[0]
-    worker = RawWorker(dial(shard.address))
-    waiting = [worker.control.Barrier.future(worker.barrier_request("b"), timeout=TIMEOUT_S) for _ in range(2)]
-    eventually(lambda: len(shard.shard.core.waiting.open()) == 1, "both calls are under way, the later in the earlier's place")
-    waiting = [call for call in waiting if not call.done()]
-    waiting.append(worker.control.Barrier.future(worker.barrier_request("c"), timeout=TIMEOUT_S))
+    workers = [RawWorker(dial(shard.address), rank, 3) for rank in range(2)]
+    waiting = [worker.control.Barrier.future(worker.barrier_request("b"), timeout=TIMEOUT_S) for worker in workers]
     eventually(lambda: len(shard.shard.core.waiting.open()) == 2, "two calls wait")
 
     assert RawStatus(dial(shard.address)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
