@@ -30,6 +30,7 @@ class Contender:
 
     Attributes:
         name: in the table. workers: how many push. shards: of psd; 0: another system.
+        servers: addresses of psd's shards.
         model: name of what is trained. moves: whether bytes travel between workers and servers.
         seconds: of the timed steps so far. server_cpu_s, all_steps: CPU time of the servers, over all steps.
     """
@@ -41,6 +42,7 @@ class Contender:
     peers: list[Peer]
     server_pids: list[int]
     moves: bool = True
+    servers: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     server_cpu_s: float = 0.0
     all_steps: int = 0
@@ -100,15 +102,17 @@ def psd(
     call: str = "flat",
     network: Network | None = None,
     tls: Tls | None = None,
+    flags: Sequence[str] = (),
 ) -> Starter:
     """psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
+        flags: further ones of the shards.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
         tls: between workers and shards; else none.
     """
-    flags = ("--lease", "120", "--insecure") if tls is None else ("--lease", "120", *tls.flags)
+    flags = ("--lease", "120", *(("--insecure",) if tls is None else tls.flags), *flags)
 
     def start(stack: ExitStack) -> Contender:
         servers = []
@@ -136,14 +140,10 @@ def psd(
             prefix = _on(network, f"w{rank}")
             peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
-        return Contender(
-            f"psd {transport}{' tls' if tls is not None else ''}",
-            workers,
-            shards,
-            model,
-            peers,
-            [server.pid for server in servers],
-        )
+        name = f"psd {transport}{' tls' if tls is not None else ''}"
+        addresses = [server.address for server in servers]
+        pids = [server.pid for server in servers]
+        return Contender(name, workers, shards, model, peers, pids, servers=addresses)
 
     return start
 

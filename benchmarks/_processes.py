@@ -97,6 +97,11 @@ def attached_bytes(pid: int) -> int:
     return total
 
 
+def descriptors(pid: int) -> int:
+    """How many a process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
 def _status_bytes(pid: int, field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None, f"process {pid} has ended"

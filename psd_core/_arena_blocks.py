@@ -132,6 +132,11 @@ class Blocks:
         if surplus:
             self.pool.punch(surplus)
 
+    @property
+    def current_bytes(self) -> int:
+        """Of the published pages."""
+        return sum(kind.size for kind, page in zip(self._kinds, self._current, strict=True) if page is not None)
+
     def _unpin(self, page: Page) -> list[Place]:
         assert page.state is PageState.PUBLISHED, f"block {page.block}: the page to unpin is {page.state.value}"
         page.pins -= 1

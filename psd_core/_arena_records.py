@@ -14,7 +14,7 @@ from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core._arena import Words
 
-WORDS = ("initialized", "timeline", "decided", "tentative", *(f"spare_{i}" for i in range(4, form.WORD_SLOTS)))
+WORDS = ("initialized", "timeline", "decided", "tentative", "restarts", *(f"spare_{i}" for i in range(5, form.WORD_SLOTS)))
 """Names of the durable words, in file order."""
 
 _INDEX = {name: i for i, name in enumerate(WORDS)}

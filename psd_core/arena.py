@@ -292,6 +292,11 @@ class Arena:
         """The part of `used_bytes` that no version lives in: spares that nobody has in hand."""
         return self._blocks.pool.spare_bytes()
 
+    @property
+    def held_bytes(self) -> int:
+        """The part of `used_bytes` in old versions that somebody has pinned, and in pages that are being written."""
+        return max(0, self.used_bytes - self.spare_bytes - self._blocks.current_bytes - self._front.size)
+
     def trim(self) -> None:
         """Give the memory of surplus spares back now. Unpinning and publishing do so too, little by little."""
         self._blocks.pool.trim()

@@ -26,6 +26,8 @@ OUTSIDE = {
     "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.grpc_lane", "psd_client.grpc_errors"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
+    "prometheus_client": ("psd.rim.metrics",),
+    "http": (),
     "torch": ("psd_client.torch", "psd_client.torch_declaration", "psd_client.torch_gradients"),
     "tensorflow": ("psd_client.tensorflow",),
     "keras": ("psd_client.keras", "psd_client.tensorflow"),

@@ -45,6 +45,12 @@ class Turns:
 
         threading.Thread(target=watch, daemon=True).start()
 
+    def answer(self, answered: Callable[[dict[str, Any]], dict[str, Any]], **facts: Any) -> None:
+        """Something else is ready: says so, and answers each request in turn until the benchmark has ended."""
+        self.say(ready=True, **facts)
+        for line in sys.stdin:
+            self.say(**answered(json.loads(line)))
+
     def work(
         self,
         step: Callable[[], None],

@@ -8,6 +8,8 @@ NumPy alone: peers import it under interpreters that know nothing of psd.
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,9 @@ LR = 2.0**-10
 STEPS_MAX = 10_000
 WORKERS_MAX = 8
 """Beyond these the whole numbers would no longer fit into float32."""
+
+COUNTS = struct.Struct("<QQ")
+"""Pushes begun, pushes answered: a file that survives its worker (soak_worker.py)."""
 
 _PERIOD = 251
 _BLOCK_BYTES = 1 << 20

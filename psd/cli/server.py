@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from psd.cli import logs, malloc
+from psd.cli import descriptors, logs, malloc
 from psd.cli.arguments import (
     EXIT_FAILURE,
     EXIT_OK,
@@ -52,6 +52,9 @@ DONE_GRACE_S = 1.0
 
 DRAIN_SLACK_S = 5.0
 """Beyond the grace, for calls to be cut off and threads to end. A drain that takes longer has a defect."""
+
+DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
+"""More than the server takes connections."""
 
 _DONE, _DRAINED, _FAILED = range(FIRST_WORD, FIRST_WORD + 3)  # what the threads say to the main one
 
@@ -227,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Wakeups([signal.SIGTERM, signal.SIGINT]) as wakeups:
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
         malloc.keep_freed_memory()
+        descriptors.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
 
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or each stranger's handshake that fails writes to the log
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
@@ -55,7 +56,10 @@ class Stream:
 
     Args:
         sock: blocking, or with TLS; owned from now on.
-        head_bytes_max: a longer head is refused before it is read; may be changed.
+        head_bytes_max: a longer head is refused before it is read.
+
+    Attributes:
+        is_tcp: else it is a local socket. head_bytes_max: as given; may be changed.
     """
 
     def __init__(self, sock: socket.socket | TlsSocket, head_bytes_max: int) -> None:
@@ -65,7 +69,9 @@ class Stream:
         self._start = self._end = 0
         self._kept_back = b""
         self._timeout_s = 0
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        self._deadline = math.inf
+        self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
+        if self.is_tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,8 +79,7 @@ class Stream:
     @property
     def local(self) -> socket.socket | None:
         """The socket, if it is a local one, over which descriptors can be sent."""
-        is_local = isinstance(self.socket, socket.socket) and self.socket.family == getattr(socket, "AF_UNIX", None)
-        return self.socket if is_local else None  # type: ignore[return-value]  # see the line above
+        return None if self.is_tcp or isinstance(self.socket, TlsSocket) else self.socket
 
     def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
         """Send one message; `payload` is any C-contiguous buffer.
@@ -138,9 +143,12 @@ class Stream:
     def _take(self, count: int) -> memoryview:
         """The next bytes; valid until the next call."""
         if count > READ_AHEAD_BYTES:
-            whole = memoryview(bytearray(count))
-            self.read_into(whole)
-            return whole
+            whole = bytearray()
+            while len(whole) < count:  # a head that is promised and does not come takes no memory
+                step = memoryview(bytearray(min(count - len(whole), max(READ_AHEAD_BYTES, len(whole)))))
+                self.read_into(step)
+                whole += step
+            return memoryview(whole)
         if self._start + count > READ_AHEAD_BYTES:
             held = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(held)] = held
@@ -154,6 +162,8 @@ class Stream:
         return taken
 
     def _receive_into(self, target: memoryview, flags: int) -> int:
+        if self._deadline < math.inf and time.monotonic() > self._deadline:
+            raise TimeoutError
         try:
             count = self.socket.recv_into(target, 0, flags)
         except (BlockingIOError, TimeoutError):
@@ -177,6 +187,11 @@ class Stream:
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """How long all that is received from now on may take together, however little comes at a time; None: for ever."""
+        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
+        self.set_timeout(seconds or 0)
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes whoever is blocked in them."""

@@ -46,16 +46,13 @@ class BulkConnection:
     Attributes:
         rank: of the worker; negative before it has shown its ticket. ended: set when nothing is under way any more.
         is_welcome: asked before each call, whether the worker still may make it; set by whoever admits it.
-        is_known: the ticket was good. since: when the connection began, by time.monotonic.
     """
 
     def __init__(
         self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard, has_core_to_spare: Callable[[], bool]
     ) -> None:
         self.rank = -1
-        self.is_known = False
         self.is_welcome: Callable[[], bool] = lambda: False
-        self.since = time.monotonic()
         self.ended = threading.Event()
         self._stream = stream
         self._shard = shard
@@ -63,7 +60,7 @@ class BulkConnection:
         self._guard = guard
         self._has_core_to_spare = has_core_to_spare
         self._memory: WorkerMemory | None = None
-        self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
+        self._scratch = memoryview(b"")
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._has_hung_up = False
@@ -74,9 +71,11 @@ class BulkConnection:
     def serve(self, admit: Admit, hello_s: float) -> None:
         """Take calls until either side ends the connection."""
         try:
-            self._stream.set_timeout(hello_s)
+            self._stream.set_deadline(hello_s)
             self._welcome(admit)
-            self._stream.set_timeout(0)
+            self._stream.set_deadline(None)
+            self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
+            self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
                 if not self.is_welcome():
@@ -92,7 +91,7 @@ class BulkConnection:
         except (Disconnected, TimeoutError):
             pass
         except PsdError as error:  # the two sides no longer agree where a message begins
-            self._send_error(error)
+            self._send_error(self._guard.as_error(error))
 
     def _begin_message(self) -> bool:
         with self._lock:
@@ -104,8 +103,12 @@ class BulkConnection:
         if kind is not Kind.HELLO or payload_bytes:
             raise InvalidRequest(f"kind: a connection begins with HELLO, not {kind.name}")
         self.rank = admit(self, _parsed(bulk_pb2.BulkHello, head).ticket)
-        self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
         self._stream.send(Kind.WELCOME)
+
+    @property
+    def is_tcp(self) -> bool:
+        """False: over a local socket."""
+        return self._stream.is_tcp
 
     # -- the end, from other threads -----------------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class BulkConnection:
             answers.close()
             if outbox is not None:
                 outbox.flush()
-            self._plane.count_sent(sent)
+            self._plane.counts.count_bytes(sent=sent)
         return reply
 
     def _outbox(self) -> Outbox[_Outgoing]:
@@ -289,6 +292,8 @@ class _Pushed:
         while not self._is_last:
             message = self._next()
             count = len(message.blocks)
+            if not count and not self._is_last:
+                raise InvalidRequest("blocks: is empty in a message that is not the last of its push")
             if len(message.present) not in (0, count):
                 raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
             if message.in_memory:

@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from psd.rim.access import Access, Metadata
 from psd.rim.bulk_connection import HELLO_BYTES_MAX, BulkConnection
 from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
+from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
@@ -35,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 TICKET_S = 30.0
 HELLO_S = 5.0
-"""A connection that has not shown its ticket by then is closed,"""
-REAP_S = 1.0
-"""or so much later."""
+"""A connection that has not shown its ticket by then is closed."""
 PREDECESSOR_S = 30.0
 """How long a new connection waits for its rank's earlier one to end."""
 STRANGERS_MAX = 64
-"""Connections beside one per rank: those that have not shown a ticket yet, and those that are ending."""
+"""Connections that have not shown a ticket yet."""
+CROWDED_PAUSE_S = 0.01
+"""After a connection that has displaced another one: a flood of them costs the shard no more than some."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,19 @@ class _Ticket:
     is_welcome: Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class LaneConnections:
+    """How many connections are open by one lane, and how many were closed before they had shown a ticket."""
+
+    open: int
+    refused: int
+
+
 class BulkServer:
     """The bulk lane of one shard. Made, then `start`ed once, then `stop`ped.
 
     Args:
-        access: None: everybody may do everything. tls: None: without.
+        planes: by lane. access: None: everybody may do everything. tls: None: without.
 
     Attributes:
         tcp_port: 0 where TCP is switched off. local_name: of the local socket; empty where the system has none.
@@ -64,7 +73,7 @@ class BulkServer:
     def __init__(
         self,
         shard: Shard,
-        plane: DataPlane,
+        planes: Mapping[str, DataPlane],
         guard: Guard,
         config: ServerConfig,
         access: Access | None = None,
@@ -75,17 +84,19 @@ class BulkServer:
         self.tcp_port = 0
         self.local_name = ""
         self._shard = shard
-        self._plane = plane
+        self._planes = planes
         self._guard = guard
         self._config = config
         self._lock = threading.Lock()
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, BulkConnection] = {}
         self._connections: dict[int, BulkConnection] = {}  # by file descriptor
+        self._strangers = Strangers(STRANGERS_MAX)
+        self._refused = {"shm": 0, "tcp": 0}
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
-        self._hang_ups = _HangUps(self._connections, self._hang_up_on_strangers)
+        self._hang_ups = _HangUps(self._connections)
         self._is_stopping = False
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -151,62 +162,75 @@ class BulkServer:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
+                is_alone = self._begin(sock)
+            except (OSError, RuntimeError):
                 if self._is_stopping:
                     return
-                # Out of descriptors, or a peer that has gone already: neither may end the service.
+                # Out of descriptors or threads, or a peer that has gone already: neither may end the service.
                 logger.warning("the bulk lane could not accept a connection", exc_info=True)
                 select.select([], [], [], 0.1)
                 continue
-            with self._lock:
-                is_full = len(self._threads) >= self._config.limits.workers_max + STRANGERS_MAX
-                if is_full or self._is_stopping:
-                    sock.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(sock,), name="psd-bulk", daemon=True)
-                self._threads.add(thread)
-            thread.start()
+            if not is_alone:
+                select.select([], [], [], CROWDED_PAUSE_S)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _begin(self, sock: socket.socket) -> bool:
+        """Serve a connection, unless there are too many; False if they are crowded."""
+        secured = self._secured(sock)
+        stream, descriptor = Stream(secured, HELLO_BYTES_MAX), secured.fileno()
+        lane = "tcp" if stream.is_tcp else "shm"
+        connection = BulkConnection(
+            stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
+        )
+        thread = threading.Thread(
+            target=self._serve, args=(connection, secured, descriptor, lane), name="psd-bulk", daemon=True
+        )
+        with self._lock:
+            threads_max = self._config.limits.workers_max + 2 * STRANGERS_MAX  # some are ending
+            if len(self._threads) >= threads_max or self._is_stopping or not _is_welcome(stream):
+                self._refused[lane] += 1
+                stream.close()
+                return False
+            self._connections[descriptor] = connection
+            self._threads.add(thread)
+        is_alone = self._strangers.enter(connection, connection.hang_up)
         try:
-            secured = self._secured(sock)
-        except OSError as error:  # also a time-out
-            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
-            sock.close()
-            with self._lock:
-                self._threads.discard(threading.current_thread())
-            return
-        self._serve_stream(Stream(secured, HELLO_BYTES_MAX))
+            thread.start()
+        except RuntimeError:
+            self._forget(connection, descriptor, lane, thread)
+            raise
+        return is_alone
 
     def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
         """The socket, with TLS where there is to be some; a local one needs none."""
         if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return sock
-        secured = TlsSocket(sock, self._tls.context())
         try:
-            secured.handshake(HELLO_S)
+            return TlsSocket(sock, self._tls.context())
         except BaseException:
-            secured.close()
+            sock.close()
             raise
-        return secured
 
-    def _serve_stream(self, stream: Stream) -> None:
-        connection = BulkConnection(stream, self._shard, self._plane, self._guard, lambda: len(self._by_rank) < self._cores)
-        descriptor = stream.socket.fileno()
-        with self._lock:
-            self._connections[descriptor] = connection
+    def _serve(self, connection: BulkConnection, sock: socket.socket | TlsSocket, descriptor: int, lane: str) -> None:
         try:
             self._hang_ups.watch(descriptor)
-            if stream.local is None or is_of_this_user(stream.local):
-                connection.serve(self._admit, HELLO_S)
+            if isinstance(sock, TlsSocket):
+                sock.handshake(HELLO_S)
+            connection.serve(self._admit, HELLO_S)
+        except OSError as error:  # also a time-out
+            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
         finally:
             self._hang_ups.forget(descriptor)
-            with self._lock:
-                del self._connections[descriptor]
-                if self._by_rank.get(connection.rank) is connection:
-                    del self._by_rank[connection.rank]
-                self._threads.discard(threading.current_thread())
-            connection.close()
+            self._forget(connection, descriptor, lane, threading.current_thread())
+
+    def _forget(self, connection: BulkConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
+        with self._lock:
+            del self._connections[descriptor]
+            self._strangers.leave(connection)
+            self._refused[lane] += connection.rank < 0
+            if self._by_rank.get(connection.rank) is connection:
+                del self._by_rank[connection.rank]
+            self._threads.discard(thread)
+        connection.close()
 
     def _admit(self, connection: BulkConnection, key: bytes) -> int:
         """The rank that a ticket is for; InvalidRequest if it is for nobody."""
@@ -214,7 +238,8 @@ class BulkServer:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
-            connection.is_known, connection.is_welcome = True, ticket.is_welcome
+            self._strangers.leave(connection)
+            connection.is_welcome = ticket.is_welcome
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank] = connection
         if before is not None:
@@ -223,13 +248,12 @@ class BulkServer:
                 raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
         return ticket.rank
 
-    def _hang_up_on_strangers(self) -> None:
-        """However slowly they say something: a limit on each wait alone would let them stay for as long as they like."""
-        too_old = time.monotonic() - HELLO_S
+    def connections(self) -> dict[str, LaneConnections]:
+        """By lane."""
         with self._lock:
-            strangers = [c for c in self._connections.values() if not c.is_known and c.since < too_old]
-        for connection in strangers:
-            connection.hang_up()
+            tcp = sum(connection.is_tcp for connection in self._connections.values())
+            is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
+            return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
     def stop(self, grace_s: float | None) -> None:
         """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
@@ -256,15 +280,15 @@ class BulkServer:
         self._hang_ups.stop()
 
 
+def _is_welcome(stream: Stream) -> bool:
+    """False for a local socket whose other end belongs to somebody else."""
+    return stream.local is None or is_of_this_user(stream.local)
+
+
 class _HangUps:
-    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket.
+    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket."""
 
-    Args:
-        now_and_then: called every REAP_S, for what else has to be noticed.
-    """
-
-    def __init__(self, connections: dict[int, BulkConnection], now_and_then: Callable[[], None]) -> None:
-        self._now_and_then = now_and_then
+    def __init__(self, connections: dict[int, BulkConnection]) -> None:
         self._connections = connections
         self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
         self._wake_read, self._wake_write = os.pipe()
@@ -295,8 +319,7 @@ class _HangUps:
     def _run(self) -> None:
         assert self._poll is not None
         while True:
-            self._now_and_then()
-            for descriptor, _ in self._poll.poll(REAP_S):
+            for descriptor, _ in self._poll.poll():
                 if descriptor == self._wake_read:
                     return
                 connection = self._connections.get(descriptor)

@@ -134,13 +134,12 @@ class Guard:
         return checked(request)
 
     def as_error(self, error: Exception) -> PsdError:
-        """What the caller is told of an exception; a refusal is counted, a defect logged."""
+        """What the caller is told of an exception, which is counted; a defect is logged."""
         if not isinstance(error, PsdError):
             logger.error("a request failed by a defect of the shard", exc_info=error)
-            return InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
-        if error.code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"):
-            with self._shard.core.lock:
-                self._shard.core.counters.requests_refused += 1
+            error = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+        with self._shard.core.lock:
+            self._shard.core.counters.count_error(error)
         return error
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
@@ -37,12 +37,19 @@ FINAL_ID = "final"
 
 @dataclass
 class Progress:
-    """What status shows. `last_at`: on the shard's clock. `written`: parts that this process has stored."""
+    """What status and the metrics show.
+
+    Attributes:
+        written: parts that this process has stored. failed: checkpoints that it could not take its part in.
+        last_at: on the shard's clock. last_wall: in seconds since 1970.
+    """
 
     location: str
     written: int = 0
+    failed: int = 0
     last: str = ""
     last_at: float = 0.0
+    last_wall: float = 0.0
     last_bytes: int = 0
     last_took_s: float = 0.0
     error: str = ""
@@ -265,7 +272,16 @@ class Checkpointer:
             raise
         took_s = self._now() - started
         with self._idle:
-            self.progress = Progress(self._directory.location, self.progress.written + 1, cut.name, self._now(), nbytes, took_s)
+            self.progress = replace(
+                self.progress,
+                written=self.progress.written + 1,
+                last=cut.name,
+                last_at=self._now(),
+                last_wall=self._wall(),
+                last_bytes=nbytes,
+                last_took_s=took_s,
+                error="",
+            )
         with self._lock:
             announced = self._announced.get(cut.cut_id)
         logger.info("stored a checkpoint", extra={"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)})
@@ -304,7 +320,8 @@ class Checkpointer:
 
     def _fail(self, cut: data_pb2.Cut, error: PsdError) -> None:
         logger.error("a checkpoint failed; training goes on: %s", error, extra={"step": cut.step, "reason": error.reason})
-        self.progress.error = str(error)
+        with self._idle:
+            self.progress = replace(self.progress, failed=self.progress.failed + 1, error=str(error))
         with self._lock:
             announced = self._announced.get(cut.id)
         if announced is not None and not announced.done.done():

@@ -129,7 +129,12 @@ class ControlService:
 
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
         """See ControlService.Barrier."""
-        return control_pb2.BarrierReply(generation=Waiter(self._shard, context).wait(self._shard.arrive(request)))
+        core = self._shard.core
+        began = core.now()
+        generation = Waiter(self._shard, context).wait(self._shard.arrive(request))
+        with core.lock:
+            core.counters.barriers.observe(core.now() - began)
+        return control_pb2.BarrierReply(generation=generation)
 
     def describe(self, request: control_pb2.DescribeRequest, context: grpc.ServicerContext) -> control_pb2.DescribeReply:
         """See ControlService.Describe."""

@@ -65,25 +65,35 @@ class Answer:
 
 
 class DataPlane:
-    """The data plane of one shard, for any carrier. One instance; its methods run in the carriers' threads."""
+    """The data plane of one shard for one lane, on whose account it counts. Its methods run in the carrier's threads.
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    Attributes:
+        counts: of the lane.
+    """
+
+    def __init__(self, shard: Shard, lane: str) -> None:
+        self.counts = shard.core.counters.lanes[lane]
+        self._now = shard.core.now
         self._exchange = shard.exchange
 
     def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:
         """See DataService.Push."""
+        began = self._now()
         push = self._begin(header, waiter)
         for block in blocks:
             self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
-        return self._exchange.end_push(push)
+        reply = self._exchange.end_push(push)
+        self.counts.count_call("push", self._now() - began)
+        return reply
 
     def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[Answer]:
         """See DataService.Pull."""
+        began = self._now()
         pull, blocks = self._exchange.begin_pull(request)
         self._pass_gate(pull, pull.clock, waiter)
         for block in blocks:
             yield self._read(block, pull, waiter)
+        self.counts.count_call("pull", self._now() - began)
 
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
@@ -93,6 +103,7 @@ class DataPlane:
         A block is answered once the push has covered it: what a worker reads contains its own gradient. In the order of
         covering, so that what is there first leaves first.
         """
+        began = self._now()
         push = self._begin(header, waiter)
         pull = self._exchange.begin_answer(push)
         pending: deque[BlockState] = deque()
@@ -112,11 +123,8 @@ class DataPlane:
             push.lent.clear()  # all rounds have closed
         finally:
             self._exchange.take_over(push)
+        self.counts.count_call("push_pull", self._now() - began)
         yield reply
-
-    def count_sent(self, nbytes: int) -> None:
-        """Payload bytes have left."""
-        self._exchange.count_bytes(sent=nbytes)
 
     def _begin(self, header: data_pb2.PushHeader, waiter: Waiter) -> Push:
         push = self._exchange.begin_push(header)
@@ -124,11 +132,12 @@ class DataPlane:
         return push
 
     def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
+        self._exchange.check_arrival(push)
         while (
             ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
         ) is not None:
             waiter.wait(ticket)
-        self._exchange.count_bytes(received=block.payload.nbytes)
+        self.counts.count_bytes(received=block.payload.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:

@@ -7,10 +7,10 @@ longer than it takes to copy it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,11 +18,14 @@ from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts import Snapshot
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
 SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
+
+AnswerT = TypeVar("AnswerT")
 
 
 class DataService:
@@ -32,30 +35,37 @@ class DataService:
         self._shard = shard
         self._plane = plane
         self._reads = threading.BoundedSemaphore(shard.core.config.limits.reads_max)
+        self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods with psd's own (de)serializers, ready to be added to a server."""
-        guard = Guard(self._shard)
+        guard, bounded = Guard(self._shard), self._bounded
         push, pull, init = data_pb2.PushFrame, data_pb2.PullRequest, data_pb2.InitializeFrame
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Push": grpc.stream_unary_rpc_method_handler(
-                    guard.unary(self.push), frame_parser(push), data_pb2.PushReply.SerializeToString
+                    guard.unary(bounded(self.push)), frame_parser(push), data_pb2.PushReply.SerializeToString
                 ),
                 "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
                 "Read": grpc.unary_stream_rpc_method_handler(guard.stream(self.read), message_parser(data_pb2.ReadRequest)),
-                "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(self.push_pull), frame_parser(push)),
+                "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(bounded(self.push_pull)), frame_parser(push)),
                 "PushPullSmall": grpc.unary_unary_rpc_method_handler(
                     guard.unary(self.push_pull_small),
                     message_parser(data_pb2.SmallPush),
                     data_pb2.SmallAnswer.SerializeToString,
                 ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
-                    guard.unary(self.initialize), frame_parser(init), data_pb2.InitializeReply.SerializeToString
+                    guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
             },
         )
+
+    def _bounded(
+        self, method: Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]
+    ) -> Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]:
+        """The method, with a bound on calls of which no frame has come."""
+        return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
         """See DataService.Push."""
@@ -132,7 +142,7 @@ class DataService:
                 sent += item.nbytes
             else:
                 answer.frames.add(push=item)
-        self._plane.count_sent(sent)
+        self._plane.counts.count_bytes(sent=sent)
         return answer
 
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
@@ -149,9 +159,11 @@ class DataService:
                 raise InvalidRequest("caller: stands on a frame that is not the first")
             if head.HasField("block"):
                 self._shard.admission.initialize_block(init, head.block, payload)
-                self._shard.exchange.count_bytes(received=payload.nbytes)
+                self._plane.counts.count_bytes(received=payload.nbytes)
             elif payload.nbytes:
                 raise InvalidRequest("block: absent, but the frame has a payload")
+            elif not head.HasField("caller"):
+                raise InvalidRequest("block: absent from a frame that is not the first")
         if init is None:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
         return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
@@ -162,7 +174,7 @@ class DataService:
             return frames.join(head.SerializeToString(), answer.values if with_payload else None)
         finally:
             answer.release()
-            self._plane.count_sent(answer.nbytes if with_payload else 0)
+            self._plane.counts.count_bytes(sent=answer.nbytes if with_payload else 0)
 
 
 def _next(requests: Iterator[Frame]) -> Frame:
@@ -194,3 +206,5 @@ def _blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
         frame = _next(requests)
         if frame.head.HasField("push"):
             raise InvalidRequest("push: a header stands on a frame that is not the first of its push")
+        if not frame.head.HasField("block") and not frame.head.last:
+            raise InvalidRequest("block: absent from a frame that is neither the first nor the last of its push")

@@ -9,9 +9,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import SERVICE_NAME
 
 from psd.contract.config import ServerConfig, parse_address
+from psd.rim.health import Health
 
 CALLS_MAX = 4
 """At a time: a probe or two. More are refused, and cost nothing."""
@@ -30,7 +32,7 @@ class ProbeServer:
         port: once started.
     """
 
-    def __init__(self, servicer: health.HealthServicer, config: ServerConfig) -> None:
+    def __init__(self, servicer: Health, config: ServerConfig) -> None:
         self.port = 0
         self._pool = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="psd-probe")
         self._server = grpc.server(
@@ -51,7 +53,7 @@ class ProbeServer:
             response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
         # Not Watch: whoever watched would keep a thread, and four of them the probes out.
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),))
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Check": check}),))
         self._host, _ = parse_address(config.listen, "--listen")
         self._wanted = config.health_port
 

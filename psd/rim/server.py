@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, is_loopback, parse_address
@@ -28,8 +28,11 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
+from psd.rim.health import Health, Reflection
+from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
+from psd.state.counts import LANES
 from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class ShardServer:
         shard: its state.
         address: HOST:PORT, once started.
         done: set when all workers have left.
+        metrics_port: once started, if it serves metrics.
     """
 
     def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] = lambda _: None) -> None:
@@ -72,6 +76,7 @@ class ShardServer:
             self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed, self._checkpointer.announce_due)
         self.done = threading.Event()
         self.address = config.listen
+        self.metrics_port = 0
         self._config = config
         self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
         self._server = grpc.server(
@@ -89,6 +94,7 @@ class ShardServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),
+                # Who connects and says nothing, or too much at once, must not use up what others need.
                 ("grpc.max_concurrent_streams", config.limits.calls_max),
                 ("grpc.max_allowed_incoming_connections", config.limits.connections_max),
                 ("grpc.max_connection_idle_ms", IDLE_S * 1000),
@@ -97,11 +103,11 @@ class ShardServer:
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
             ],
         )
-        self._health = health.HealthServicer()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
-        plane = DataPlane(self.shard)
-        self._bulk = BulkServer(self.shard, plane, Guard(self.shard), config, access, self._tls)
+        planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
+        self._bulk = BulkServer(self.shard, planes, Guard(self.shard), config, access, self._tls)
         control = ControlService(
             self.shard,
             address=lambda: config.advertise or self.address,
@@ -109,8 +115,10 @@ class ShardServer:
             open_bulk=self._bulk.open,
             checkpointer=self._checkpointer,
         )
-        self._server.add_generic_rpc_handlers((DataService(self.shard, plane).handler(), control.handler()))
-        reflection.enable_server_reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"]).handler(), control.handler()))
+        shown = Reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)
+        self._metrics: MetricsServer | None = None
         self._is_ending = False
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
@@ -154,6 +162,11 @@ class ShardServer:
                 "the shard begins with a checkpoint",
                 extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
             )
+        if self._config.metrics_port is not None:
+            self._metrics = self._metrics_server(host.strip("[]"), self._config.metrics_port)
+            self._metrics.start()
+            self.metrics_port = self._metrics.port
+            logger.info("serving metrics at http://%s:%d%s", host, self.metrics_port, PATH)
         self._bulk.start()
         if self._probes is not None:
             self._probes.start()
@@ -162,6 +175,15 @@ class ShardServer:
         self._ticker.start()
         if self._checkpointer is not None:
             self._checkpointer.start()
+
+    def _metrics_server(self, host: str, port: int) -> MetricsServer:
+        from psd.rim.metrics import CONTENT_TYPE, Metrics  # only where metrics are asked for
+
+        checkpointer = self._checkpointer
+        metrics = Metrics(
+            self.shard, lambda: checkpointer.progress if checkpointer is not None else None, self._bulk.connections
+        )
+        return MetricsServer(host, port, metrics.render, CONTENT_TYPE)
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", DATA, CONTROL):
@@ -219,6 +241,8 @@ class ShardServer:
         stopped.wait()
         if self._probes is not None:
             self._probes.stop()
+        if self._metrics is not None:
+            self._metrics.stop()
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import psd
-from psd.contract.rules import STATIC
 from psd.rim.checkpointer import Progress
 from psd.state.membership import Worker
 from psd.state.shard import Shard
@@ -12,6 +11,18 @@ from psd.v1 import control_pb2
 
 MISSING_MAX = 64
 """Workers named in one Wait; a round may lack a thousand, and the message should stay small."""
+
+
+COUNTERS = (
+    "pushes_accepted",
+    "pushes_duplicate",
+    "pushes_late",
+    "requests_refused",
+    "pulls",
+    "bytes_received",
+    "bytes_sent",
+)
+"""Those of psd/state/counts.py: Counters that StatusReply has."""
 
 
 def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
@@ -55,23 +66,21 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         waits=[wait_status(shard, ticket) for ticket in core.waiting.open()],
     )
     with core.lock:
-        counters = core.counters
-        for name in counters.__slots__:
-            setattr(reply, name, getattr(counters, name))
+        for name in COUNTERS:
+            setattr(reply, name, getattr(core.counters, name))
         if core.membership is not None:
             reply.world_size = len(core.membership.workers)
             reply.min_clock = core.membership.min_clock() or 0
             reply.workers.extend(worker_status(shard, w) for w in core.membership.workers)
         job = core.job
     if job is not None:
-        trained = [b for b in job.blocks.values() if job.spec.groups[b.plan.group].rule != STATIC.name]
         reply.parameter_bytes = job.parameter_bytes
         reply.slot_bytes = job.slot_bytes
         reply.block_count = len(job.blocks)
         reply.tensor_count = len(job.spec.tensors)
         reply.version_min = job.version_min
         reply.version_max = job.version_max
-        reply.rounds = sum(b.version for b in trained)
+        reply.rounds = job.updates
         reply.consistency = str(job.spec.consistency)
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum

@@ -102,6 +102,7 @@ class Admission:
             self._core.membership = members
             self._core.run_id = self._run_id(request.run_id, session)
             if session != earlier:
+                self._core.counters.sessions += 1
                 self._core.on_session_end(worker)
                 members.on_enter(worker, self._entry_clock(worker))
             reply = control_pb2.JoinReply(

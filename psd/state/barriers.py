@@ -35,9 +35,13 @@ class Barriers:
     Args:
         waited: asks the membership for the mask of workers that must arrive.
         save: keeps what `restore` is given after the shard's process has died.
+
+    Attributes:
+        opened_count: how often one has opened since the shard started.
     """
 
     def __init__(self, waited: Callable[[], int], save: Callable[[bytes], None]) -> None:
+        self.opened_count = 0
         self._waited = waited
         self._save = save
         self._barriers: dict[str, _Barrier] = {}
@@ -97,6 +101,7 @@ class Barriers:
         if self._waited() & ~sum(1 << rank for rank in barrier.arrived):
             return
         arrived, barrier.arrived = barrier.arrived, {}
+        self.opened_count += 1
         generation, barrier.generation = barrier.generation, barrier.generation + 1
         for rank, (session, seq, _) in arrived.items():
             self._note_opened(rank, session, seq, generation)

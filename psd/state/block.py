@@ -10,7 +10,6 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,22 +23,14 @@ from psd.contract import layout
 from psd.contract.errors import RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.consistency import Policy
+from psd.state.counts import RoundTimes
 from psd.state.measured import MeasuredRound, Unmeasured
-from psd.state.rounds import Contribution, ExactRound, FastRound
+from psd.state.rounds import Contribution, ExactRound, FastRound, Outcome
 from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
 from psd.state.version_waits import VersionWaits
 from psd_core.arena import Arena, Page
-
-
-class Outcome(enum.Enum):
-    """What became of a contribution."""
-
-    COUNTED = "counted"
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    EARLY = "early"  # its round is not open yet; nothing changed
 
 
 class BlockState:
@@ -51,7 +42,7 @@ class BlockState:
         has_verdicts: rounds are applied as a verdict says.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
         on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
-        rule_name, tensor_at: for messages.
+        rule_name, tensor_at: for messages. times: of its rounds.
 
     Attributes:
         version: updates applied; under SYNC also the number of the open round.
@@ -75,6 +66,7 @@ class BlockState:
         waited_in: Callable[[int], int],
         may_void: Callable[[int], bool],
         on_lost: Callable[[StateLost], bool],
+        times: RoundTimes,
         has_verdicts: bool = False,
         ratio_places: NDArray[np.intp] | None = None,
     ) -> None:
@@ -97,6 +89,7 @@ class BlockState:
         self._waited_in = waited_in
         self._may_void = may_void
         self._on_lost = on_lost
+        self.times = times
         self._round: FastRound | ExactRound | None = None
         self._waits = VersionWaits()
         self._all = np.ones(len(plan.segment_ends), np.uint8)
@@ -182,6 +175,7 @@ class BlockState:
         round_ = self._round if self._round is not None else self._new_round(part.scalars)
         if round_.has(part):
             return Outcome.DUPLICATE
+        self.times.on_gradient(part.rank, self._waited_in(self.version))
         if round_.is_complete_with(part):
             self._close(round_, part)
             self._settle()
@@ -276,6 +270,7 @@ class BlockState:
             self._waits.fail(error)
             raise
         self._round = self._failure = None
+        self.times.on_close(self._waited_in(self.version))
         round_.end()
 
     def _advance_void(self) -> None:

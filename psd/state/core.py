@@ -11,7 +11,6 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -33,6 +32,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.barriers import Barriers
 from psd.state.block import BlockState
+from psd.state.counts import Counters
 from psd.state.cuts import ClientStates
 from psd.state.initial import InitialValues
 from psd.state.job import Job
@@ -45,19 +45,6 @@ from psd_core.arena import Arena, BlockShape
 UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
 """A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
 job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the shard started; see StatusReply."""
-
-    pushes_accepted: int = 0
-    pushes_duplicate: int = 0
-    pushes_late: int = 0
-    requests_refused: int = 0
-    pulls: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
 
 
 class ShardCore:
@@ -169,6 +156,7 @@ class ShardCore:
             raise ConfigError(
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
             )
+        arena.set_word("restarts", arena.word("restarts") + 1)
         self.run_id, self.membership, self.job = stored.run_id, members, job
         self.restored_from = stored.restored_from
         self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
@@ -187,6 +175,7 @@ class ShardCore:
             on_lost=self._on_lost,
             rules=self.rules,
             verdicts=self.storage,
+            now=self.now,
         )
 
     def _on_lost(self, error: StateLost) -> bool:
@@ -310,8 +299,8 @@ class ShardCore:
         self.gates.append(ticket)
         self._gates_min_clock = None
 
-    def open_gates(self) -> None:
-        """Resolve the tickets of workers that the staleness bound no longer holds back."""
+    def open_gates(self, stepped: Worker | None = None) -> None:
+        """Resolve the tickets of workers that the staleness bound no longer holds back, `stepped` having finished a step."""
         if not self.gates or self.job is None:
             return
         min_clock = self.members.min_clock()
@@ -319,9 +308,11 @@ class ShardCore:
             return  # of a thousand workers that finish steps, only the slowest one opens gates
         self._gates_min_clock = min_clock
         policy = self.job.policy
-        for ticket in self.gates:
-            if min_clock is None or policy.lag(ticket.clock) <= min_clock:
-                ticket.resolve()
+        opened = [ticket for ticket in self.gates if min_clock is None or policy.lag(ticket.clock) <= min_clock]
+        if opened and stepped is not None:
+            stepped.awaited_s += self.now() - min(ticket.since for ticket in opened)
+        for ticket in opened:
+            ticket.resolve()
         self.gates = [t for t in self.gates if not t.future.done()]
 
     def settle(self) -> None:

@@ -17,13 +17,13 @@ from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, Shard
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.contract.verdicts import Verdict
-from psd.state.block import BlockState, Outcome
+from psd.state.block import BlockState
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job, Scalars
 from psd.state.membership import Worker, WorkerState
-from psd.state.rounds import Contribution
+from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaFull, Page
@@ -41,6 +41,7 @@ class Push:
         is_finite: the worker has looked for NaN and infinity itself.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         lent: the blocks that may read the gradient where the worker has it.
+        arrived: blocks that have come, also those that were covered before.
     """
 
     worker: Worker
@@ -56,6 +57,7 @@ class Push:
     versions: Mapping[int, int] = field(default_factory=dict)
     lent: list[BlockState] = field(default_factory=list)
     covered: set[int] = field(default_factory=set)
+    arrived: int = 0
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
 
 
@@ -157,6 +159,13 @@ class Exchange:
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
 
+    def check_arrival(self, push: Push) -> None:
+        """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
+        push.arrived += 1
+        limit = 2 * len(self._core.initialized().blocks)
+        if push.arrived > limit:
+            raise InvalidRequest(f"block: the push has brought more than {limit} blocks, twice as many as the shard has")
+
     def push_block(
         self, push: Push, index: int, present: bytes, payload: memoryview, *, is_lent: bool = False
     ) -> Ticket | None:
@@ -245,7 +254,7 @@ class Exchange:
                 self._core.counters.pushes_late += 1
             else:
                 self._core.counters.pushes_duplicate += 1
-            self._core.open_gates()
+            self._core.open_gates(push.worker)
         self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -358,12 +367,6 @@ class Exchange:
         if found is not None:
             return found
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
-
-    def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
-        """Add payload bytes to the totals."""
-        with self._core.lock:
-            self._core.counters.bytes_received += received
-            self._core.counters.bytes_sent += sent
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""

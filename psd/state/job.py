@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
+from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.decisions import KEPT, Decisions
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
@@ -44,6 +46,7 @@ class Job:
         arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockState.
         rules: the users' own rules that are listed on this shard.
         verdicts: what keeps the verdicts beside the arena.
+        now: monotonic seconds.
 
     Raises:
         InvalidRequest: the job names a rule that is not.
@@ -65,6 +68,7 @@ class Job:
         on_lost: Callable[[StateLost], bool],
         rules: Mapping[str, CustomRule],
         verdicts: VerdictStore,
+        now: Callable[[], float],
     ) -> None:
         check_listed(spec, rules)
         self.spec = spec
@@ -75,6 +79,7 @@ class Job:
         self._infos = [group.info for group in spec.groups]
         starts = [info.slot_starts(group.flags, group.constants) for info, group in zip(self._infos, spec.groups, strict=True)]
         plans = self.layout.blocks_of(shard_index)
+        first = next((plan for plan in plans if plan.trained), None)  # by which we say who is late; all see much the same
         self.arena = arena_of(
             self.layout,
             [BlockShape(plan.dtype.name, plan.length, len(starts[plan.group]), len(plan.segment_ends)) for plan in plans],
@@ -96,6 +101,7 @@ class Job:
                 waited_in=membership.waited_in,
                 may_void=membership.is_void,
                 on_lost=on_lost,
+                times=RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
             )
             for slot, plan in enumerate(plans)
         }
@@ -167,6 +173,26 @@ class Job:
             for bucket, count in enumerate(counts):
                 totals[bucket] += count
         return totals
+
+    @property
+    def age_total(self) -> int:
+        """The sum of the ages in `ages`."""
+        return sum(block.readers.age_total for block in self._trained)
+
+    @property
+    def round_times(self) -> Histogram:
+        """Seconds from the first gradient of a round to its update, of each block."""
+        return total([block.times.closed for block in self._trained])
+
+    @property
+    def updates(self) -> int:
+        """Updates applied, summed over the blocks."""
+        return sum(block.version for block in self._trained)
+
+    @property
+    def open_rounds(self) -> int:
+        """Blocks that have a gradient of a round, and not all."""
+        return sum(block.times.is_open for block in self._trained)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -283,3 +309,7 @@ class Job:
     def slot_bytes(self) -> int:
         """Bytes of this shard's slots."""
         return sum(b.slot_bytes for b in self.blocks.values())
+
+
+def _add_awaited(membership: Membership, rank: int, seconds: float) -> None:
+    membership.workers[rank].awaited_s += seconds

@@ -42,6 +42,8 @@ class Worker:
         is_leaving: it leaves when the round of its last push has closed.
         left_at: when it left, by its own clock, in seconds since 1970.
         transport: what it says of its lane to this shard.
+        awaited_s: how long others have waited for it: in rounds, from the first gradient of each to its own; else, how long its
+            being slow has held somebody back.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class Worker:
     is_leaving: bool = False
     left_at: float = 0.0
     transport: str = ""
+    awaited_s: float = 0.0
 
     @property
     def is_waited_for(self) -> bool:

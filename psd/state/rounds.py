@@ -7,6 +7,7 @@ versions, workers' leases or pages.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,15 @@ class Contribution:
     version_read: int | None = None
     scale: float = 1.0
     is_lent: bool = False
+
+
+class Outcome(enum.Enum):
+    """What became of a contribution."""
+
+    COUNTED = "counted"
+    DUPLICATE = "duplicate"
+    LATE = "late"
+    EARLY = "early"  # its round is not open yet; nothing changed
 
 
 class Accumulators(Protocol):

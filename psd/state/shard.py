@@ -111,6 +111,7 @@ class Shard:
         """
         with self.core.lock:
             expired = self.core.membership.on_tick(self.core.now()) if self.core.membership is not None else []
+            self.core.counters.leases_expired += len(expired)
             for worker in expired:
                 self.core.on_session_end(worker)
         if expired:

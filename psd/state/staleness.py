@@ -102,11 +102,12 @@ class Readers:
     same version share one. They end with the process: a gradient that was under way then is not compensated.
 
     Attributes:
-        ages: gradients by age_bucket of their age.
+        ages: gradients by age_bucket of their age. age_total: the sum of these ages.
     """
 
     def __init__(self, block: int) -> None:
         self.ages: list[int] = []
+        self.age_total = 0
         self._block = block
         self._pages: dict[int, Page] = {}
 
@@ -139,6 +140,7 @@ class Readers:
             bucket = age_bucket(age)
             self.ages += [0] * (bucket + 1 - len(self.ages))
             self.ages[bucket] += 1
+            self.age_total += age
 
 
 def age_bucket(age: int) -> int:

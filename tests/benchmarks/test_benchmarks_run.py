@@ -69,6 +69,45 @@ def test_tls_when_it_runs_then_the_step_is_measured_with_and_without_it(tmp_path
     assert [(r["system"], len(r["steps_s"])) for r in results] == [("psd tcp", 2), ("psd tcp tls", 2)]
 
 
+@pytest.mark.process
+def test_abuse_when_connections_are_held_then_their_number_is_bounded_and_the_job_is_right(tmp_path):
+    """Two attacks, one after the other, on a job that goes on; what each has cost is in the figures."""
+    size = ("--transports", "grpc", "--megabytes", "1", "--seconds", "0.2", "--rounds", "1")
+
+    done = run("abuse.py", *size, "--attacks", "silence tcp,calls nothing", "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "figures").read_text())["results"]
+    assert [r["attack"] for r in results] == ["silence tcp", "calls nothing"]
+    assert all(r["tried"] > 10 and r["kept"] > 0 for r in results)
+    assert 0 < results[0]["grown_descriptors"] < 200
+
+
+@pytest.mark.process
+def test_soak_when_workers_leave_and_die_then_every_push_is_accounted_for(tmp_path):
+    """A few seconds of it: the counts are compared, the lines are drawn."""
+    done = run("soak.py", "--minutes", "0.06", "--every", "1", "--shards", "1", "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert figures["wrong"] == []
+    assert figures["events"]["killed"] >= 1
+    assert [r["process"] for r in figures["results"]] == ["shard 0", "worker 0", "worker 1"]
+
+
+@pytest.mark.process
+def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp_path):
+    """One transport, one round; it has a ratio, and there were scrapes."""
+    size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1")
+
+    done = run("overhead.py", *size, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "figures").read_text())["results"]
+    assert len(result["ratios"]) == 1
+    assert result["scrape_s"] > 0
+
+
 def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():
     """Status 2 and one line, instead of a traceback."""
     done = run("scale.py", PATH="")

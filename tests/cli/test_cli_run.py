@@ -1,4 +1,4 @@
-"""psd-run: options, the workers' environment, and whole jobs whose processes are killed one by one."""
+"""psd-run: whole jobs whose processes are killed one by one."""
 
 import os
 import re
@@ -10,9 +10,6 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 import pytest
 
 from psd.cli.processes import python_command
-from psd.cli.run import main, parse
-from psd.cli.server import parse as parse_shard
-from psd.contract.environment import VARIABLES
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
 
@@ -64,157 +61,6 @@ subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_
 """Starts a process in a session of its own, whose end is nobody's business."""
 
 TIMEOUT_S = 30.0
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("")
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "expected a script, -m and a module, or a command"),
-        (["nowhere.py"], "there is no script 'nowhere.py'"),
-        (["no-such-command"], "'no-such-command' is neither a script (.py) nor a command"),
-        (["-m"], "-m: expected the name of a Python module"),
-        (["--shards", "0", "true"], "--shards: expected 1 to 256, got 0"),
-        (["--workers", "two", "true"], "--workers: expected a whole number, got 'two'"),
-        (["--consistency", "ssp", "true"], '--consistency: got \'ssp\'; expected "sync", "async" or "ssp:S"'),
-        (["--quorum", "2", "true"], "--quorum: expected 1 to 1, got 2"),
-        (["--workers", "2", "--quorum", "1", "--consistency", "async", "true"], "--quorum: is for sync only"),
-        (["--aggregation", "exact", "--consistency", "async", "true"], "--aggregation: exact is for sync only"),
-        (["--aggregation", "quick", "true"], "--aggregation: invalid choice: 'quick'"),
-        (["--max-shard-restarts", "-1", "true"], "--max-shard-restarts: expected 0 to 1000000, got -1"),
-        (["--checkpoint-secs", "60", "true"], "--checkpoint-dir: not given"),
-        (["--checkpoint-keep", "0", "true"], "--checkpoint-keep: expected 1 to 1000000, got 0"),
-        (["--grace", "-1", "true"], "--grace: expected 0 to 3600 seconds, got -1"),
-        (["--unknown", "true"], "unrecognized arguments: --unknown"),
-    ],
-)
-def test_main_when_an_option_is_wrong_then_one_line_says_what_was_expected(options, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(options)
-
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert error.startswith("psd-run: error: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_main_when_asked_for_help_then_it_explains_the_environment_and_the_policy(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-
-    help_ = capsys.readouterr().out
-    assert exit_.value.code == 0
-    assert all(name in help_ for name in VARIABLES)
-    assert "when something dies" in help_
-    assert "exit status:" in help_
-
-
-def test_parse_when_a_script_is_given_then_all_after_it_is_its_own(script):
-    plan = parse(["--workers", "2", script, "--workers", "7", "--help"], {})
-
-    assert plan.workers == 2
-    assert plan.worker_command == [sys.executable, "-u", script, "--workers", "7", "--help"]
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["-m", "package.train", "--shards", "9"], [sys.executable, "-u", "-m", "package.train", "--shards", "9"]),
-        (["--", "echo", "--", "x"], ["echo", "--", "x"]),
-        (["echo", "-m", "x"], ["echo", "-m", "x"]),
-    ],
-)
-def test_parse_when_a_module_or_a_command_is_given_then_it_is_run_as_it_is(words, command):
-    plan = parse(["--shards", "2", *words], {})
-
-    assert (plan.shards, plan.worker_command) == (2, command)
-
-
-def test_parse_when_twice_then_the_runs_have_different_ids(script):
-    first, second = parse([script], {}), parse([script], {})
-
-    assert first.run_id.startswith("train-")
-    assert first.run_id != second.run_id
-
-
-def test_shard_command_when_metrics_are_asked_for_then_each_shard_has_a_port_of_its_own(script):
-    plan = parse(["--shards", "2", "--metrics-port", "9100", script], {})
-
-    words = [word for index in range(2) for word in plan.shard_command(index, "127.0.0.1:0", Path("/state"))]
-    assert [word for word in words if "metrics" in word] == ["--metrics-port=9100", "--metrics-port=9101"]
-
-
-def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
-    options = "--shards 2 --workers 3 --consistency sync --aggregation exact --reduce sum"
-    plan = parse([*options.split(), script], {"HOME": "/home"})
-
-    environ = plan.worker_environ(1, SERVERS)
-
-    assert {name: value for name, value in environ.items() if name.startswith("PSD_")} == {
-        "PSD_SERVERS": "127.0.0.1:7000,127.0.0.1:7001",
-        "PSD_RANK": "1",
-        "PSD_WORLD_SIZE": "3",
-        "PSD_RUN_ID": plan.run_id,
-        "PSD_CONSISTENCY": "sync",
-        "PSD_AGGREGATION": "exact",
-        "PSD_REDUCE": "sum",
-    }
-    assert environ["HOME"] == "/home"
-    assert environ["PYTHONUNBUFFERED"] == "1"
-
-
-def test_worker_environ_when_the_user_has_set_something_then_only_who_is_who_is_replaced(script):
-    mine = {
-        "OMP_NUM_THREADS": "7",
-        "MALLOC_TRIM_THRESHOLD_": "1",
-        "PSD_CONSISTENCY": "async",
-        "PSD_RUN_ID": "outer",
-        "PSD_RANK": "9",
-    }
-    plan = parse(["--workers", "2", script], mine)
-
-    environ = plan.worker_environ(0, SERVERS)
-
-    assert (environ["OMP_NUM_THREADS"], environ["MALLOC_TRIM_THRESHOLD_"], environ["PSD_CONSISTENCY"]) == ("7", "1", "async")
-    assert (environ["PSD_RUN_ID"], environ["PSD_RANK"]) == (plan.run_id, "0")
-
-
-def test_environ_when_there_are_credentials_for_shards_elsewhere_then_they_are_not_handed_on(script):
-    given = {"PSD_TLS_CA": "ca", "PSD_TLS_CERT": "c", "PSD_TLS_KEY": "k", "PSD_TOKEN_FILE": "t", "HOME": "/home"}
-    plan = parse([script], given)
-
-    for environ in (plan.shard_environ, plan.worker_environ(0, SERVERS)):
-        assert environ.keys() & given.keys() == {"HOME"}
-
-
-def test_worker_environ_when_threads_are_not_set_then_the_cores_are_shared_out(script):
-    plan = parse(["--workers", "2", script], {})
-
-    assert plan.worker_environ(0, SERVERS)["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
-
-
-def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(script):
-    checkpoints = "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2"
-    rules = "--rule mine:A --rule mine:B"
-    plan = parse([*f"--shards 2 --lease 3 --grace 4 {checkpoints} {rules}".split(), script], {})
-
-    command = plan.shard_command(1, "127.0.0.1:7001", Path("/state/shard-1"))
-    config, _ = parse_shard(command[command.index("psd.cli.server") + 1 :])
-
-    assert (config.shard_index, config.shard_count, config.listen) == (1, 2, "127.0.0.1:7001")
-    assert (config.run_id, config.state_dir, config.exit_when_done) == (plan.run_id, "/state/shard-1", True)
-    assert (config.lease_s, config.grace_s) == (3, 4)
-    assert (config.checkpoint_dir, config.checkpoint_secs) == ("s3://bucket/run", 60)
-    assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
-    assert config.rules == ("mine:A", "mine:B")
-    assert config.rule_dir == str(Path(script).absolute().parent)
 
 
 @pytest.mark.process

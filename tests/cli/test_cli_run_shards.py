@@ -8,6 +8,8 @@ from signal import SIGCONT, SIGINT, SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 
+from psd.cli.run import parse
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_regression.py"
 
 TRAINING = """
@@ -241,3 +243,16 @@ def test_job_when_its_state_directory_is_in_use_then_it_does_not_start_and_distu
     assert first.end() == 128 + SIGTERM
     assert "shard 0 was" not in first.output
     assert left_in(tmp_path) == ["script.py"]
+
+
+def test_shard_command_when_metrics_are_asked_for_then_each_shard_has_a_port_of_its_own(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    plan = parse(["--shards", "2", "--metrics-port", "9100", str(script)], {})
+
+    commands = [plan.shard_command(index, "127.0.0.1:0", Path("/state")) for index in range(2)]
+
+    assert [[word for word in command if "metrics" in word] for command in commands] == [
+        ["--metrics-port=9100"],
+        ["--metrics-port=9101"],
+    ]

@@ -1,7 +1,9 @@
 """psd-server as a process: options, the ready line, drains, exit statuses."""
 
+import json
 import platform
 import re
+import resource
 from signal import SIGINT, SIGTERM
 
 import grpc
@@ -9,7 +11,7 @@ import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psd.cli import malloc
+from psd.cli import descriptors, malloc
 from psd.cli.server import READY_PATTERN, main, parse
 from psd.contract.config import ConfigError
 from psd.rim.server import ShardServer
@@ -152,6 +154,30 @@ def test_server_when_a_rule_cannot_be_imported_then_it_does_not_start(start, con
 
 def test_keep_freed_memory_when_malloc_is_glibcs_then_it_takes_the_thresholds():
     assert malloc.keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+def test_allow_when_the_limit_is_lower_then_it_is_raised_as_far_as_may_be():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert descriptors.allow(300) == 300
+        assert descriptors.allow(200) == 300
+        assert descriptors.allow(1 << 40) == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.process
+def test_server_when_it_is_to_log_json_then_every_line_of_the_log_is_an_object(start):
+    server, _ = ready(start, "--log-json", "--metrics-port", "0")
+
+    server.signal(SIGTERM)
+
+    assert server.end() == 0
+    log = [json.loads(line) for line in server.lines if not re.fullmatch(READY_PATTERN, line)]
+    assert [line["shard"] for line in log] == [0] * len(log)
+    assert re.fullmatch(r"serving metrics at http://127\.0\.0\.1:\d+/metrics", log[0]["message"])
+    assert "draining" in log[-1]["message"]
 
 
 @pytest.mark.process

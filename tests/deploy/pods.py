@@ -43,6 +43,7 @@ class Pod:
 
     Attributes:
         statuses: exit statuses of the container's lives so far. log: where all its output goes. home: its HOME, here.
+        metrics_url: as its annotations tell Prometheus.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Pod:
         mounts = {mount["mountPath"]: str(volumes[mount["name"]]) for mount in self.container["volumeMounts"]}
         self._paths = {**mounts, **IMAGE_PATHS, SHARED: str(log.parent.parent / "shared")}
         self._environ = {**self._of_the_image(names), **self._given(configs), **environ}
+        scraped = {name.partition("/")[2]: value for name, value in template["metadata"].get("annotations", {}).items()}
+        self.metrics_url = f"http://{address}:{scraped['port']}{scraped['path']}" if scraped else ""
         self.home = Path(self._environ["HOME"])
         self._restarts = restarts
         self._is_deleted = False

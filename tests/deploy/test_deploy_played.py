@@ -8,6 +8,7 @@ import re
 import signal
 import statistics
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,6 +116,8 @@ def test_all_shards_restarted_one_after_another_under_load(cluster, deploy):
     job = Job(cluster, workers=2)
 
     roll(cluster, job, rounds=1)
+    with urllib.request.urlopen(cluster.pods["psd-0"].metrics_url, timeout=10) as page:
+        assert b"psd_" in page.read()
     job.end(shards=2)
 
     assert cluster.failures == {"psd-worker-1": 1}

@@ -134,7 +134,7 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
         return ME
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:
-        connection = BulkConnection(stream, shard.shard, DataPlane(shard.shard), guard, lambda: False)
+        connection = BulkConnection(stream, shard.shard, DataPlane(shard.shard, "tcp"), guard, lambda: False)
         connection.serve(admit, 5.0)
         connection.close()
 

@@ -15,7 +15,7 @@ from shard_driver import Killed
 from simulated_settlement import Sent, SettlingWorker
 
 from psd.contract.errors import BarrierTimeout, SessionFenced, ShardRestarted, StateLost
-from psd.state.block import Outcome
+from psd.state.rounds import Outcome
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2, job_pb2

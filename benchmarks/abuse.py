@@ -1,0 +1,215 @@
+"""Measures what workers keep of their throughput, and a shard of its memory, while somebody abuses its ports.
+
+    python benchmarks/abuse.py [--transports grpc,tcp,shm] [--attacks "silence grpc,streams push"] [--seconds 4] [--rounds 2]
+
+The workers train, synchronously, in turns: one turn in peace, one under attack, and so on, so that a noisy machine hurts both
+alike; the best turns count. The attacker (peers/attacker.py) knows where the shard listens, and no more; it opens 200
+connections or calls a second, and holds 1,500 of them where it can. It runs on this machine with low priority, which takes
+from the others. "shard CPU" is what the shard used per step, as a multiple of that in peace: the part of the damage that is its
+own.
+
+    silence   connections that say nothing             garbage   random bytes, at each port
+    drip      a byte at a time                         streams   calls of which nothing comes
+    promise   4 GiB announced, nothing sent            calls     Status, Join, an unknown method
+    oversize  messages of 64 MiB                       scrapes   the metrics, asked for without end
+
+Throughput under attack must be 80 % of that in peace, the shard's memory may grow by --own-mb, its open descriptors by
+--descriptors. What the workers have computed is verified, to the bit. Exit status: 1 if psd failed or was wrong; the
+criteria do not decide.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import threading
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import _contenders as contenders
+import _report as report
+from _contenders import Contender
+from _processes import Peer, ProcessFailed, Refused, cleanly, descriptors, private_bytes
+from _report import Criterion, ratio
+from _turns import usable
+
+ATTACKS = (
+    *(f"silence {where}" for where in ("grpc", "tcp", "local", "metrics")),
+    *(f"promise {where}" for where in ("grpc", "tcp", "local")),
+    *(f"drip {where}" for where in ("tcp", "local")),
+    *(f"garbage {where}" for where in ("grpc", "tcp", "local", "metrics")),
+    *(f"streams {where}" for where in ("push", "watch", "reflection")),
+    *(f"calls {where}" for where in ("status", "join", "nothing")),
+    "oversize Push",
+    "scrapes metrics",
+)
+SAMPLE_S = 0.1
+CHUNK_S = 0.2
+"""About so long are the workers asked to train at a time."""
+
+
+class Growth:
+    """How far the memory and the descriptors of a process have grown, at most; sampled by a thread while in a `with`."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._before = private_bytes(pid), descriptors(pid)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.bytes, self.descriptors = 0, 0
+
+    def __enter__(self) -> Growth:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self.bytes = max(self.bytes, private_bytes(self._pid) - self._before[0])
+            self.descriptors = max(self.descriptors, descriptors(self._pid) - self._before[1])
+
+
+def local_name(pid: int) -> str:
+    """Of the shard's local socket, as anybody on the machine can find it."""
+    inodes = {match[1] for fd in Path(f"/proc/{pid}/fd").iterdir() if (match := re.match(r"socket:\[(\d+)\]", _target(fd)))}
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        words = line.split()
+        if len(words) == 8 and words[6] in inodes and words[7].startswith("@psd-"):
+            return words[7][1:]
+    return ""
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
+    """One table row for each attack."""
+    results = []
+    with ExitStack() as stack:
+        ports = {"bulk_port": _free_port(), "metrics_port": _free_port()}
+        flags = [f"--bulk-port={ports['bulk_port']}", f"--metrics-port={ports['metrics_port']}"]
+        contender = contenders.psd(transport, args.workers, 1, f"{args.megabytes}mb", flags=flags)(stack)
+        (pid,) = contender.server_pids
+        told = {"grpc": contender.servers[0], "local_name": local_name(pid), **ports}
+        attacker = Peer("attacker", told, threads=1)
+        stack.callback(attacker.end)
+        attacker.ready()
+        contender.take_turn(2, 5)
+        steps = max(1, int(CHUNK_S / min(contender.seconds)))
+        for attack in args.attacks:
+            results.append({"transport": transport, "attack": attack, **_one(contender, attacker, attack, steps, pid, args)})
+            report.progress(f"{transport}, {attack}: kept {results[-1]['kept']:.2f}")
+        contender.verify()
+    return results
+
+
+def _one(contender: Contender, attacker: Peer, attack: str, steps: int, pid: int, args: Namespace) -> dict[str, Any]:
+    peace: list[tuple[float, float]] = []
+    attacked: list[tuple[float, float]] = []
+    tried = 0
+    with Growth(pid) as growth:
+        for _ in range(args.rounds):
+            peace.append(_turn(contender, args.seconds, steps))
+            attacker.ask(attack=attack, seconds=2 * args.seconds)
+            time.sleep(args.seconds)  # until it is under way
+            attacked.append(_turn(contender, args.seconds, steps))
+            tried += attacker.answer()["tried"]
+    (in_peace, cpu_in_peace), (under_attack, cpu_under_attack) = min(peace), min(attacked)
+    return {
+        "step_s_peace": in_peace,
+        "step_s_attacked": under_attack,
+        "kept": in_peace / under_attack,
+        "shard_cpu": cpu_under_attack / cpu_in_peace,
+        "tried": tried,
+        "grown_bytes": growth.bytes,
+        "grown_descriptors": growth.descriptors,
+    }
+
+
+def _turn(contender: Contender, seconds: float, steps: int) -> tuple[float, float]:
+    """Time, and CPU time of the shard, per step."""
+    done, cpu_before, begun = contender.all_steps, contender.server_cpu_s, time.monotonic()
+    while time.monotonic() < begun + seconds:
+        contender.take_turn(0, steps)
+    count = contender.all_steps - done
+    return (time.monotonic() - begun) / count, (contender.server_cpu_s - cpu_before) / count
+
+
+def main() -> int:
+    """Print the figures."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser.add_argument("--attacks", type=report.words, default=",".join(ATTACKS), metavar="A,A", help="default: all")
+    parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--megabytes", type=int, default=16, help="of parameters (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4, help="of a turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each kind (default: %(default)s)")
+    parser.add_argument("--own-mb", type=int, default=64, help="by which the shard may grow (default: %(default)s)")
+    parser.add_argument("--descriptors", type=int, default=2000, help="by which its may grow (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
+    args = parser.parse_args()
+    unknown = sorted(set(args.attacks) - set(ATTACKS))
+    if unknown:
+        parser.error(f"--attacks: there is no {unknown[0]!r}; there are {', '.join(ATTACKS)}")
+    about = report.machine()
+    transports, left_out = usable(args.transports)
+    results: list[dict[str, Any]] = []
+    failed = 0
+    with cleanly():
+        for transport in transports:
+            try:
+                results += measure(transport, args)
+            except ProcessFailed as error:
+                left_out[f"psd {transport}"] = str(error)
+                failed += not isinstance(error, Refused)
+    print(f"{args.megabytes} MB of parameters, {args.workers} workers; ms per step, MB and descriptors by which the shard grew")
+    print(report.machine_line(about) + "\n")
+    rows = [
+        [
+            f"{r['transport']}: {r['attack']}",
+            *(report.number(1e3 * r[f"step_s_{which}"], 1) for which in ("peace", "attacked")),
+            report.number(r["kept"]),
+            report.number(r["shard_cpu"]),
+            str(r["tried"]),
+            report.number(r["grown_bytes"] / 1e6, 1),
+            str(r["grown_descriptors"]),
+        ]
+        for r in results
+    ]
+    print(report.table(["", "in peace", "attacked", "kept", "shard CPU", "attempts", "grown", "descriptors"], rows))
+    checked = [
+        Criterion(
+            4, "throughput under the worst attack / in peace", min((r["kept"] for r in results), default=None), 0.8, True
+        ),
+        Criterion(4, "memory grown / --own-mb", _most(results, "grown_bytes", args.own_mb * 1e6), 1),
+        Criterion(4, "descriptors grown / --descriptors", _most(results, "grown_descriptors", args.descriptors), 1),
+    ]
+    print("\n" + report.criteria_table(checked))
+    for name, why in left_out.items():
+        print(f"\n{name} is left out: {why}")
+    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, checked)
+    return 1 if failed else 0
+
+
+def _most(results: list[dict[str, Any]], field: str, limit: float) -> float | None:
+    return ratio(max((r[field] for r in results), default=None), limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Measures what watching a shard costs: step time with metrics and a scrape every second, against without.
+
+    python benchmarks/overhead.py [--transports grpc,tcp,shm] [--model convnet] [--rounds 20]
+
+Each transport runs twice, side by side: the same job with and without --metrics-port, all of which take
+turns, to and fro. While the one with metrics has its turn, its shard is scraped every second, as Prometheus would. A round's
+ratio is that of its two turns' median step times, so that what disturbs the machine for longer than a turn cancels; the figure
+is the median of the rounds' ratios, and beside it the middle half of them. "shard CPU" is the ratio of the CPU time per step.
+Numbers are counted in either case: what is compared is the collecting, the web server, and what both keep others from doing.
+
+What each job has computed is verified, to the bit. Exit status: 1 if psd failed or was wrong; the criteria do not decide.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import _contenders as contenders
+import _report as report
+from _contenders import Contender
+from _processes import ProcessFailed, Refused, cleanly
+from _report import Criterion
+from _turns import usable
+from peers import work
+
+SCRAPE_S = 1.0
+
+
+class Scraper:
+    """Asks for a shard's metrics every second while in a `with`; nobody's if there is no port."""
+
+    def __init__(self, port: int | None) -> None:
+        self.seconds: list[float] = []
+        self._port = port
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Scraper:
+        if self._port is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._port is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            begun = time.monotonic()
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=30) as answer:
+                answer.read()
+            self.seconds.append(time.monotonic() - begun)
+            if self._over.wait(SCRAPE_S):
+                return
+
+
+def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
+    """One table row for each thing that costs."""
+    port = _free_port()
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "metrics": {"flags": [f"--metrics-port={port}"]}}
+    with ExitStack() as stack:
+        jobs = {kind: contenders.psd(transport, args.workers, 1, args.model, **told)(stack) for kind, told in kinds.items()}
+        for job in jobs.values():
+            job.take_turn(1, 2)
+        steps = max(1, int(args.seconds / min(jobs["plain"].seconds)))
+        turns: dict[str, list[tuple[float, float]]] = {kind: [] for kind in jobs}
+        scrapes: list[float] = []
+        for number in range(args.rounds):
+            report.progress(f"{transport}: round {number + 1} of {args.rounds}, {steps} steps each")
+            for kind in list(jobs)[:: -1 if number % 2 else 1]:
+                with Scraper(port if kind == "metrics" else None) as scraper:
+                    turns[kind].append(_turn(jobs[kind], steps))
+                scrapes += scraper.seconds
+        for job in jobs.values():
+            job.verify()
+    return [_row(transport, kind, turns, scrapes) for kind in jobs if kind != "plain"]
+
+
+def _turn(job: Contender, steps: int) -> tuple[float, float]:
+    """Median step time, and CPU time of the shard per step."""
+    del job.seconds[:]
+    cpu_before = job.server_cpu_s
+    job.take_turn(1, steps)
+    median_s = report.median(job.seconds)
+    assert median_s is not None
+    return median_s, (job.server_cpu_s - cpu_before) / (steps + 1)
+
+
+def _row(transport: str, kind: str, turns: dict[str, list[tuple[float, float]]], scrapes: list[float]) -> dict[str, Any]:
+    pairs = list(zip(turns["plain"], turns[kind], strict=True))
+    ratios = [other[0] / plain[0] for plain, other in pairs]
+    return {
+        "transport": transport,
+        "kind": kind,
+        "step_s_plain": report.median([plain[0] for plain, _ in pairs]),
+        "step_s": report.median([other[0] for _, other in pairs]),
+        "ratio": report.median(ratios),
+        "ratio_quarter": report.quantile(ratios, 0.25),
+        "ratio_three_quarters": report.quantile(ratios, 0.75),
+        "shard_cpu": report.median([other[1] / plain[1] for plain, other in pairs]),
+        "scrape_s": report.median(scrapes) if kind == "metrics" else None,
+        "ratios": ratios,
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def main() -> int:
+    """Print the figures."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
+    parser.add_argument(
+        "--model", choices=[m for m in work.MODELS if m != "1kb"], default="convnet", help="shapes (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1, help="of a turn, about (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
+    args = parser.parse_args()
+    about = report.machine()
+    transports, left_out = usable(args.transports)
+    results: list[dict[str, Any]] = []
+    failed = 0
+    with cleanly():
+        for transport in transports:
+            try:
+                results += measure(transport, args)
+            except ProcessFailed as error:
+                left_out[f"psd {transport}"] = str(error)
+                failed += not isinstance(error, Refused)
+    print(f"{args.model}, {args.workers} workers, {args.rounds} rounds; ms per step, and ratios to the plain job")
+    print(report.machine_line(about) + "\n")
+    rows = [
+        [
+            f"{r['transport']} {r['kind']}",
+            *(report.number(1e3 * r[field], 2) for field in ("step_s_plain", "step_s")),
+            *(report.number(r[field], 3) for field in ("ratio", "ratio_quarter", "ratio_three_quarters", "shard_cpu")),
+            report.number(None if r["scrape_s"] is None else 1e3 * r["scrape_s"], 1),
+        ]
+        for r in results
+    ]
+    print(report.table(["", "plain", "with", "ratio", "25 %", "75 %", "shard CPU", "ms/scrape"], rows))
+    checked = [
+        Criterion(5, f"{r['transport']}: step with metrics / without", r["ratio"], 1.02)
+        for r in results
+        if r["kind"] == "metrics"
+    ]
+    print("\n" + report.criteria_table(checked))
+    for name, why in left_out.items():
+        print(f"\n{name} is left out: {why}")
+    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, checked)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

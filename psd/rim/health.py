@@ -1,0 +1,87 @@
+"""gRPC's health and reflection services, with a bound on those who look on without end.
+
+The health service is our own: that of grpcio-health-checking tells watchers under its lock, waits there for what they have been
+sent, and keeps gRPC's one thread for events waiting for that lock when one of them hangs up, so that the whole server can stand
+still. It also keeps every name that it was ever asked about. Must not know when a shard is healthy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from psd.rim.strangers import CALLS_MAX, Strangers
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
+    """Says of each service what it was told last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._wakers: dict[object, threading.Event] = {}  # by watcher
+        self._watchers = Strangers(CALLS_MAX)
+
+    def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        """Tell whoever asks, and whoever watches."""
+        with self._lock:
+            if self._statuses.get(service) == status:
+                return
+            self._statuses[service] = status
+            wakers = list(self._wakers.values())
+        for waker in wakers:
+            waker.set()
+
+    def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Any:  # noqa: N802, gRPC's name
+        """The status of a service now; NOT_FOUND if there is none of that name."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
+        """The status of a service now, and whenever it changes, until the caller hangs up."""
+        watcher, waker, told = object(), threading.Event(), None
+        with self._lock:
+            self._wakers[watcher] = waker
+        self._watchers.enter(watcher, context.cancel)
+        try:
+            if not context.add_callback(waker.set):
+                return
+            while context.is_active():
+                status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != told:
+                    told = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                else:
+                    waker.wait()
+                    waker.clear()
+        finally:
+            self._watchers.leave(watcher)
+            with self._lock:
+                del self._wakers[watcher]
+
+
+class Reflection(reflection.ReflectionServicer):
+    """gRPC's reflection service, with a bound on its streams."""
+
+    def __init__(self, service_names: tuple[str, ...]) -> None:
+        super().__init__(service_names)
+        self._streams = Strangers(CALLS_MAX)
+
+    def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802, gRPC's name
+        """See gRPC's reflection protocol."""
+        answers: Any = super().ServerReflectionInfo(request_iterator, context)
+        stranger = object()
+        self._streams.enter(stranger, context.cancel)
+        try:
+            yield from answers
+        except grpc.RpcError:
+            return
+        finally:
+            self._streams.leave(stranger)

@@ -1,0 +1,55 @@
+"""Bounds what costs a shard something before it has shown what it is for: connections, and calls of which nothing has come.
+
+Where more come than a limit, the oldest one is turned away: whoever has something to say says it at once, so that this is
+somebody who only holds on. Must not know what the strangers are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import TypeVar
+
+ItemT = TypeVar("ItemT")
+
+CALLS_MAX = 64
+"""Calls whose first message has not come, or that look on without end; of each kind."""
+
+
+class Strangers:
+    """Those that are there and have not shown themselves. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._turn_away: dict[Hashable, Callable[[], object]] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._turn_away)
+
+    def enter(self, stranger: Hashable, turn_away: Callable[[], object]) -> bool:
+        """Let one more in; False if another one was turned away for it."""
+        displaced = None
+        with self._lock:
+            if len(self._turn_away) >= self._limit:
+                displaced = self._turn_away.pop(next(iter(self._turn_away)))
+            self._turn_away[stranger] = turn_away
+        if displaced is not None:
+            displaced()
+        return displaced is None
+
+    def leave(self, stranger: Hashable) -> None:
+        """It has shown itself, or has gone. Again changes nothing."""
+        with self._lock:
+            self._turn_away.pop(stranger, None)
+
+    def first_of(self, items: Iterator[ItemT], turn_away: Callable[[], object]) -> Iterator[ItemT]:
+        """The items; whose first one is awaited among the strangers."""
+        stranger = object()
+        self.enter(stranger, turn_away)
+        try:
+            for item in items:
+                self.leave(stranger)
+                yield item
+        finally:
+            self.leave(stranger)

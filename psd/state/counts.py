@@ -1,0 +1,178 @@
+"""What a shard counts of itself: totals, latencies, and who keeps whom waiting. psdctl status and the metrics read it here.
+
+Hot paths only add to integers and floats that are there already, under a lock that they hold anyway or one of their lane's own;
+whoever asks pays for adding up. Must not know Prometheus, messages or lanes' carriers.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from psd.contract.errors import PsdError
+
+LANES = ("shm", "tcp", "grpc")
+DATA_CALLS = ("push", "pull", "push_pull")
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the latencies' buckets: from a small step within a machine to a wait that somebody should look into."""
+
+REFUSALS = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
+"""Codes of the errors that are the caller's own."""
+
+
+class Histogram:
+    """Counts of seconds in the buckets of SECONDS, and one above. Whoever observes holds a lock.
+
+    Attributes:
+        counts: per bucket, not cumulative. total: the sum of what was observed.
+    """
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(SECONDS, value)] += 1
+        self.total += value
+
+    def add(self, other: Histogram) -> None:
+        """Count all that another one has."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    def copy(self) -> Histogram:
+        """As it is now."""
+        return total([self])
+
+
+class LaneCounts:
+    """What has come and gone by one lane. Thread-safe.
+
+    Attributes:
+        bytes_received, bytes_sent: of payload. calls: how long those of DATA_CALLS took that did not fail.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_received = 0
+        self.bytes_sent = 0
+        self.calls = {call: Histogram() for call in DATA_CALLS}
+        self._lock = threading.Lock()
+
+    def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
+        """Add payload bytes to the totals."""
+        with self._lock:
+            self.bytes_received += received
+            self.bytes_sent += sent
+
+    def count_call(self, call: str, seconds: float) -> None:
+        """Note that a call has ended as it should."""
+        with self._lock:
+            self.calls[call].observe(seconds)
+
+    def copy(self) -> LaneCounts:
+        """As it is now."""
+        found = LaneCounts()
+        with self._lock:
+            found.bytes_received, found.bytes_sent = self.bytes_received, self.bytes_sent
+            found.calls = {call: histogram.copy() for call, histogram in self.calls.items()}
+        return found
+
+
+class Counters:
+    """Totals since the shard started; see StatusReply. Guarded by the shard's lock, but for the lanes.
+
+    Attributes:
+        errors: calls that ended in an error, by its reason and code. barriers: how long workers were in one.
+        leases_expired: workers that were silent for too long. sessions: workers' joins, again ones included.
+    """
+
+    def __init__(self) -> None:
+        self.pushes_accepted = 0
+        self.pushes_duplicate = 0
+        self.pushes_late = 0
+        self.pulls = 0
+        self.leases_expired = 0
+        self.sessions = 0
+        self.errors: dict[tuple[str, str], int] = {}
+        self.barriers = Histogram()
+        self.lanes = {lane: LaneCounts() for lane in LANES}
+
+    def count_error(self, error: PsdError) -> None:
+        """Note that a call has ended in an error. There are as many reasons as classes of errors."""
+        key = (error.reason, error.code)
+        self.errors[key] = self.errors.get(key, 0) + 1
+
+    @property
+    def requests_refused(self) -> int:
+        """Calls that ended in an error of the caller's own."""
+        return sum(count for (_, code), count in self.errors.items() if code in REFUSALS)
+
+    @property
+    def bytes_received(self) -> int:
+        """By all lanes."""
+        return sum(lane.bytes_received for lane in self.lanes.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """By all lanes."""
+        return sum(lane.bytes_sent for lane in self.lanes.values())
+
+
+class RoundTimes:
+    """How long a block's rounds were open, and for whom. Under the block's lock.
+
+    Args:
+        now: monotonic seconds.
+        on_awaited: told by how many seconds a worker's gradient came after its round's first; None: nobody asks.
+
+    Attributes:
+        closed: seconds from a round's first gradient to its update.
+    """
+
+    __slots__ = ("_awaited", "_now", "_on_awaited", "_opened_at", "closed")
+
+    def __init__(self, now: Callable[[], float], on_awaited: Callable[[int, float], None] | None) -> None:
+        self.closed = Histogram()
+        self._now = now
+        self._on_awaited = on_awaited
+        self._opened_at: float | None = None
+        self._awaited = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True if the open round has a gradient."""
+        return self._opened_at is not None
+
+    def on_gradient(self, rank: int, waited: int) -> None:
+        """A gradient is to be counted in the open round, which waits for the workers of a mask."""
+        now = self._now()
+        if self._opened_at is None:
+            self._opened_at, self._awaited = now, waited
+        elif self._on_awaited is not None:
+            self._on_awaited(rank, now - self._opened_at)
+        self._awaited &= ~(1 << rank)
+
+    def on_close(self, waited: int) -> None:
+        """The round has closed; now the workers of a mask are waited for. Those that others gave up have been awaited, too."""
+        if self._opened_at is None:
+            return
+        took_s, self._opened_at = self._now() - self._opened_at, None
+        self.closed.observe(took_s)
+        gone = self._awaited & ~waited
+        if gone and self._on_awaited is not None:
+            for rank in range(gone.bit_length()):
+                if gone >> rank & 1:
+                    self._on_awaited(rank, took_s)
+
+
+def total(histograms: Sequence[Histogram]) -> Histogram:
+    """All that several have."""
+    found = Histogram()
+    for each in histograms:
+        found.add(each)
+    return found
