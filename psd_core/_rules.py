@@ -29,7 +29,8 @@ class Slot(NamedTuple):
 class Rule(NamedTuple):
     """A rule's interface, in the order of its C header: scalars by position, flags by bit, slots by position.
 
-    A flag with the name of a scalar says that the rule has what the scalar needs; without the flag the scalar must be 0.
+    A flag with the name of a scalar says that the rule has what the scalar needs; without the flag the scalar must be 0. The
+    flag "keras" is there where keras.optimizers puts epsilon or the learning rate elsewhere than torch.optim.
     """
 
     number: int
@@ -60,14 +61,14 @@ RULES = {
         ("maximize",),
         (Slot("square_avg"), Slot("acc_delta")),
     ),
-    "adagrad": Rule(_IDS["adagrad"], ("lr", "lr_decay", "eps", "weight_decay"), ("maximize",), (Slot("sum"),)),
+    "adagrad": Rule(_IDS["adagrad"], ("lr", "lr_decay", "eps", "weight_decay"), ("maximize", "keras"), (Slot("sum"),)),
     "adam": Rule(
         _IDS["adam"],
         _ADAM_SCALARS,
-        ("maximize", "amsgrad", "decoupled_weight_decay"),
+        ("maximize", "amsgrad", "decoupled_weight_decay", "keras"),
         (*_MOMENTS, Slot("max_exp_avg_sq", "amsgrad")),
     ),
-    "adamax": Rule(_IDS["adamax"], _ADAM_SCALARS, ("maximize",), (Slot("exp_avg"), Slot("exp_inf"))),
+    "adamax": Rule(_IDS["adamax"], _ADAM_SCALARS, ("maximize", "keras"), (Slot("exp_avg"), Slot("exp_inf"))),
     "ftrl": Rule(_IDS["ftrl"], ("lr", "beta", "l1", "l2"), (), (Slot("accumulator"), Slot("linear"))),
     "lamb": Rule(_IDS["lamb"], _ADAM_SCALARS, ("maximize",), _MOMENTS),
     "lion": Rule(_IDS["lion"], ("lr", "beta1", "beta2", "weight_decay"), ("maximize",), (Slot("exp_avg"),)),
@@ -75,13 +76,13 @@ RULES = {
     "rmsprop": Rule(
         _IDS["rmsprop"],
         ("lr", "alpha", "eps", "weight_decay", "momentum"),
-        ("maximize", "centered", "momentum"),
+        ("maximize", "centered", "momentum", "keras"),
         (Slot("square_avg"), Slot("grad_avg", "centered"), Slot("momentum_buffer", "momentum")),
     ),
     "sgd": Rule(
         _IDS["sgd"],
         ("lr", "momentum", "dampening", "weight_decay"),
-        ("maximize", "nesterov", "momentum"),
+        ("maximize", "nesterov", "momentum", "keras"),
         (Slot("momentum", "momentum"),),
     ),
 }

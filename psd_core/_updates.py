@@ -67,6 +67,7 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
+    keras: bool = False,
     step: int = 1,
 ) -> None:
     """Apply one update of stochastic gradient descent in place.
@@ -75,12 +76,13 @@ def sgd(
         momentum_buffer: needed if ``momentum`` is not 0, and else left alone; at step 1 its contents are not read.
         dampening: share of the gradient that does not enter the buffer. nesterov: look ahead along the buffer.
         step: at step 1 the buffer becomes the gradient, undampened.
+        keras: the buffer has the learning rate in it.
 
-    Source: torch.optim.SGD. The rest is as for all rules, see ``psd_core._updates``.
+    Source: torch.optim.SGD; with ``keras``, keras.optimizers.SGD. The rest is as for all rules, see ``psd_core._updates``.
     """
     if momentum_buffer is None and momentum != 0:
         raise InvalidTensor(f"momentum_buffer: expected an array, since momentum is {momentum}, got None")
-    flags = _flags(maximize=maximize, nesterov=nesterov, momentum=momentum != 0)
+    flags = _flags(maximize=maximize, nesterov=nesterov, momentum=momentum != 0, keras=keras)
     scalars = (lr, momentum, dampening, weight_decay)
     _update("sgd", param, grad, {"momentum": momentum_buffer}, scalars, flags, step)
 
@@ -95,17 +97,20 @@ def adagrad(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
     maximize: bool = False,
+    keras: bool = False,
     step: int = 1,
 ) -> None:
     """Apply one Adagrad update in place.
 
     Args:
         sum_: of the squared gradients; begins with the initial accumulator value, >= 0.
-        lr_decay: the rate is ``lr / (1 + (step - 1) * lr_decay)``.
+        lr_decay: the rate is ``lr / (1 + (step - 1) * lr_decay)``. keras: epsilon is under the root.
 
-    Source: Duchi, Hazan and Singer 2011; torch.optim.Adagrad. The rest is as for all rules, see ``psd_core._updates``.
+    Source: Duchi, Hazan and Singer 2011; torch.optim.Adagrad, or keras.optimizers.Adagrad. The rest is as for all rules, see
+        ``psd_core._updates``.
     """
-    _update("adagrad", param, grad, {"sum": sum_}, (lr, lr_decay, eps, weight_decay), _flags(maximize=maximize), step)
+    flags = _flags(maximize=maximize, keras=keras)
+    _update("adagrad", param, grad, {"sum": sum_}, (lr, lr_decay, eps, weight_decay), flags, step)
 
 
 def adadelta(
@@ -146,18 +151,21 @@ def rmsprop(
     momentum: float = 0.0,
     centered: bool = False,
     maximize: bool = False,
+    keras: bool = False,
     step: int = 1,
 ) -> None:
     """Apply one RMSprop update in place.
 
     Args:
         grad_avg: needed if ``centered``, and else left alone. momentum_buffer: likewise if ``momentum`` is not 0.
+        keras: epsilon is under the root, and the learning rate in the momentum buffer.
 
-    Source: Tieleman and Hinton 2012; torch.optim.RMSprop, except that the centered second moment is kept from falling below
-        zero by rounding, where torch stores NaN. The rest is as for all rules, see ``psd_core._updates``.
+    Source: Tieleman and Hinton 2012; torch.optim.RMSprop, or keras.optimizers.RMSprop, except that the centered
+        second moment is kept from falling below zero by rounding, where torch stores NaN. The rest is as for all rules, see
+        ``psd_core._updates``.
     """
     slots = {"square_avg": square_avg, "grad_avg": grad_avg, "momentum_buffer": momentum_buffer}
-    flags = _flags(maximize=maximize, centered=centered, momentum=momentum != 0)
+    flags = _flags(maximize=maximize, centered=centered, momentum=momentum != 0, keras=keras)
     _update("rmsprop", param, grad, slots, (lr, alpha, eps, weight_decay, momentum), flags, step)
 
 
@@ -176,6 +184,7 @@ def adam(
     amsgrad: bool = False,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
+    keras: bool = False,
     step: int,
 ) -> None:
     """Apply one Adam update in place; with ``decoupled_weight_decay``, one of AdamW.
@@ -184,13 +193,15 @@ def adam(
         exp_avg, exp_avg_sq: first and second moment, not corrected for their bias.
         max_exp_avg_sq: needed if ``amsgrad``, and else left alone: the largest second moment so far.
         weight_decay: added to the gradient; or, decoupled, the parameter is first multiplied by ``1 - lr * weight_decay``.
+        keras: epsilon is added before the bias correction.
         step: the bias corrections are ``1 - beta**step``, with the power by repeated squaring.
 
     Source: Kingma and Ba 2015 (arXiv:1412.6980) alg. 1, Loshchilov and Hutter 2019, Reddi et al. 2018; torch.optim.Adam and
-        AdamW: epsilon is added after the bias correction. The rest is as for all rules, see ``psd_core._updates``.
+        AdamW: epsilon is added after the bias correction; or keras.optimizers. The rest is as for all rules, see
+        ``psd_core._updates``.
     """
     slots = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
-    flags = _flags(maximize=maximize, amsgrad=amsgrad, decoupled_weight_decay=decoupled_weight_decay)
+    flags = _flags(maximize=maximize, amsgrad=amsgrad, decoupled_weight_decay=decoupled_weight_decay, keras=keras)
     _update("adam", param, grad, slots, (lr, beta1, beta2, eps, weight_decay), flags, step)
 
 
@@ -206,18 +217,20 @@ def adamax(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     maximize: bool = False,
+    keras: bool = False,
     step: int,
 ) -> None:
     """Apply one Adamax update in place.
 
     Args:
         exp_avg: first moment. exp_inf: infinity norm, which has ``eps`` in it.
+        keras: it has not; ``eps`` is added to it where it divides.
 
-    Source: Kingma and Ba 2015 (arXiv:1412.6980) alg. 2; torch.optim.Adamax. The rest is as for all rules, see
-        ``psd_core._updates``.
+    Source: Kingma and Ba 2015 (arXiv:1412.6980) alg. 2; torch.optim.Adamax, or keras.optimizers.Adamax. The rest is
+        as for all rules, see ``psd_core._updates``.
     """
     slots: dict[str, RealArray | None] = {"exp_avg": exp_avg, "exp_inf": exp_inf}
-    _update("adamax", param, grad, slots, (lr, beta1, beta2, eps, weight_decay), _flags(maximize=maximize), step)
+    _update("adamax", param, grad, slots, (lr, beta1, beta2, eps, weight_decay), _flags(maximize=maximize, keras=keras), step)
 
 
 def nadam(

@@ -290,6 +290,7 @@ class FTRL(Optimizer):
     Args:
         lr: number > 0, the paper's alpha. beta: number >= 0.
         l1, l2: numbers >= 0; the former makes parameters exactly 0.
+        initial_accumulator_value: number >= 0; what the sum of squares begins with. Fixed for the job.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -301,6 +302,7 @@ class FTRL(Optimizer):
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
+    initial_accumulator_value: float = 0.0
 
 
 @dataclass(frozen=True)

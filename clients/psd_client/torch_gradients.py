@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,16 +64,20 @@ class Gradients:
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
-    def gather(self) -> NDArray[np.bool_] | None:
+    def gather(self, gradients: Sequence[torch.Tensor | None] | None = None) -> NDArray[np.bool_] | None:
         """Have all gradients in the buffers; returns which tensors have one, None for all.
+
+        Args:
+            gradients: of the trained parameters; None: what is in their `.grad`.
 
         Raises:
             InvalidTensor, InvalidRequest: a gradient is sparse, or a frozen parameter has one.
         """
         declaration = self._declaration
         sources, targets, missing = [], [], []
-        for index, parameter, view in zip(declaration.trained, self._parameters, self._views, strict=True):
-            gradient = parameter.grad
+        if gradients is None:
+            gradients = [parameter.grad for parameter in self._parameters]
+        for index, gradient, view in zip(declaration.trained, gradients, self._views, strict=True):
             if gradient is None:
                 missing.append(index)
             elif gradient is not view:

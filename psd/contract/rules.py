@@ -41,7 +41,10 @@ _RANGES_OF_STALENESS = {name for staleness in STALENESS.values() for name in sta
 
 _RANGES_OF_RULE = {("ftrl", "lr"): (FLOAT32_TINY, math.inf)}  # it divides by the learning rate
 
-_CONSTANTS = {"adagrad": {"initial_accumulator_value": "sum"}}
+_CONSTANTS = {
+    "adagrad": {"initial_accumulator_value": "sum"},
+    "ftrl": {"initial_accumulator_value": "accumulator"},
+}
 """Numbers that are fixed for the job, and the slot that begins with each; the other slots begin as zeros."""
 
 

@@ -4,21 +4,28 @@
  * operation, but for one: the centered second moment, a difference, is not let fall below zero, where torch takes the root of
  * what rounding has made negative and stores NaN.
  *
- * Scalars: lr, alpha, eps, weight_decay, momentum. Flags: 1 maximize, 2 centered, 4 momentum (has the slot).
+ * keras: epsilon is under the root, and the learning rate inside of the momentum buffer, as in keras.optimizers.RMSprop.
+ *
+ * Scalars: lr, alpha, eps, weight_decay, momentum. Flags: 1 maximize, 2 centered, 4 momentum (has the slot), 8 keras.
  * Slots: the average of the squares; of the gradients, if centered; the momentum buffer.
  */
 #ifndef PSD_RULE_RMSPROP_H
 #define PSD_RULE_RMSPROP_H
-enum { RMSPROP_LR, RMSPROP_ALPHA, RMSPROP_FRESH, RMSPROP_EPS, RMSPROP_DECAY, RMSPROP_MOMENTUM, RMSPROP_SIGN };
+enum { RMSPROP_LR, RMSPROP_ALPHA, RMSPROP_FRESH, RMSPROP_EPS, RMSPROP_INNER_EPS, RMSPROP_DECAY, RMSPROP_MOMENTUM, RMSPROP_SIGN,
+       RMSPROP_INNER_LR, RMSPROP_OUTER_LR };
 #endif
 
 static void FN(rmsprop_prepare)(const psd_hyper *hyper, uint64_t step, FN(constants) *k)
 {
+    const int keras = hyper->flags & 8;
     (void)step;
     k->of[RMSPROP_LR] = (real)hyper->scalars[0];
     k->of[RMSPROP_ALPHA] = (real)hyper->scalars[1];
     k->of[RMSPROP_FRESH] = (real)(1 - hyper->scalars[1]);
-    k->of[RMSPROP_EPS] = (real)hyper->scalars[2];
+    k->of[RMSPROP_EPS] = keras ? (real)0 : (real)hyper->scalars[2];
+    k->of[RMSPROP_INNER_EPS] = keras ? (real)hyper->scalars[2] : (real)0;
+    k->of[RMSPROP_INNER_LR] = keras ? (real)hyper->scalars[0] : (real)1;
+    k->of[RMSPROP_OUTER_LR] = keras ? (real)1 : (real)hyper->scalars[0];
     k->of[RMSPROP_DECAY] = (real)hyper->scalars[3];
     k->of[RMSPROP_MOMENTUM] = (real)hyper->scalars[4];
     k->of[RMSPROP_SIGN] = hyper->flags & 1 ? (real)-1 : (real)1;
@@ -29,7 +36,9 @@ static void FN(rmsprop_prepare)(const psd_hyper *hyper, uint64_t step, FN(consta
 PSD_INLINE void FN(rmsprop_loop)(const real *p_in, real *p_out, const real *g_in, const real *const *slots_in,
                                  real *const *slots_out, intptr_t n, const FN(constants) *k, int decay, int centered, int moves)
 {
-    const real lr = k->of[RMSPROP_LR], alpha = k->of[RMSPROP_ALPHA], fresh = k->of[RMSPROP_FRESH], eps = k->of[RMSPROP_EPS];
+    const real lr = k->of[RMSPROP_LR], alpha = k->of[RMSPROP_ALPHA], fresh = k->of[RMSPROP_FRESH];
+    const real eps = k->of[RMSPROP_EPS], inner_eps = k->of[RMSPROP_INNER_EPS];
+    const real inner_lr = k->of[RMSPROP_INNER_LR], outer_lr = k->of[RMSPROP_OUTER_LR];
     const real weight_decay = k->of[RMSPROP_DECAY], momentum = k->of[RMSPROP_MOMENTUM], sign = k->of[RMSPROP_SIGN];
     const real *const square_in = slots_in[0], *const mean_in = slots_in[1], *const buffer_in = slots_in[2];
     real *const square_out = slots_out[0], *const mean_out = slots_out[1], *const buffer_out = slots_out[2];
@@ -48,11 +57,11 @@ PSD_INLINE void FN(rmsprop_loop)(const real *p_in, real *p_out, const real *g_in
             moment = square - mean * mean;
             moment = moment < 0 ? 0 : moment;
         }
-        const real root = REAL_SQRT(moment) + eps;
+        const real root = REAL_SQRT(moment + inner_eps) + eps;
         if (moves) {
-            const real buffer = momentum * buffer_in[i] + g / root;
+            const real buffer = momentum * buffer_in[i] + (inner_lr * g) / root;
             buffer_out[i] = buffer;
-            p_out[i] = p - lr * buffer;
+            p_out[i] = p - outer_lr * buffer;
         } else {
             p_out[i] = p - (lr * g) / root;
         }

@@ -4,8 +4,11 @@
  * Sutskever et al. 2013, with the learning rate outside of it. At step 1 the momentum buffer becomes the gradient itself,
  * undampened. Torch on a CPU fuses some multiply-adds, so it differs from this by rounding.
  *
- * Scalars: lr, momentum, dampening, weight_decay. Flags: 1 maximize, 2 nesterov, 4 momentum (has the
- * slot). Slots: the momentum buffer.
+ * keras: the learning rate is inside of the velocity, as in keras.optimizers.SGD (the buffer is minus Keras's): a rate that
+ * changes takes effect on new gradients alone.
+ *
+ * Scalars: lr, momentum, dampening, weight_decay. Flags: 1 maximize, 2 nesterov, 4 momentum (has the slot), 8 keras.
+ * Slots: the momentum buffer.
  */
 #ifndef PSD_RULE_SGD_H
 #define PSD_RULE_SGD_H
@@ -16,12 +19,13 @@ enum { SGD_PLAIN, SGD_FIRST, SGD_HEAVY, SGD_NESTEROV_FIRST, SGD_NESTEROV }; /* w
 static void FN(sgd_prepare)(const psd_hyper *hyper, uint64_t step, FN(constants) *k)
 {
     const double momentum = hyper->scalars[1], weight_decay = hyper->scalars[3];
-    const int maximize = hyper->flags & 1, nesterov = hyper->flags & 2;
-    k->of[SGD_LR] = (real)hyper->scalars[0];
+    const int maximize = hyper->flags & 1, nesterov = hyper->flags & 2, keras = hyper->flags & 8;
+    const double inside = keras ? hyper->scalars[0] : 1; /* what a gradient is multiplied by before it enters the buffer */
+    k->of[SGD_LR] = keras ? (real)1 : (real)hyper->scalars[0];
     k->of[SGD_MOMENTUM] = (real)momentum;
     k->of[SGD_FRESH] = (real)(1.0 - hyper->scalars[2]);
-    k->of[SGD_WEIGHT_DECAY] = (real)weight_decay;
-    k->of[SGD_SIGN] = maximize ? (real)-1 : (real)1;
+    k->of[SGD_WEIGHT_DECAY] = (real)(inside * weight_decay);
+    k->of[SGD_SIGN] = (real)(maximize ? -inside : inside);
     const int buffer = momentum == 0 || !(hyper->flags & 4) ? SGD_PLAIN : (step == 1 ? SGD_FIRST : SGD_HEAVY) + (nesterov ? 2 : 0);
     k->variant = 2 * buffer + (weight_decay != 0);
 }

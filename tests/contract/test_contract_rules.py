@@ -31,7 +31,7 @@ def job(*groups: GroupSpec) -> JobSpec:
         (GroupSpec("adam", ("amsgrad",)), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (0, 0, 0)),
         (GroupSpec("rmsprop", ("momentum",)), ("square_avg", "momentum_buffer"), (0, 0)),
         (GroupSpec("rmsprop", ("centered", "momentum")), ("square_avg", "grad_avg", "momentum_buffer"), (0, 0, 0)),
-        (GroupSpec("ftrl"), ("accumulator", "linear"), (0, 0)),
+        (GroupSpec("ftrl", (), (0.5,)), ("accumulator", "linear"), (0.5, 0)),
         (GroupSpec("static"), (), ()),
     ],
 )

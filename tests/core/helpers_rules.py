@@ -56,7 +56,8 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Keywords of psd_core's function: flags that are not momentum, which its scalar implies."""
-        flags = {flag: flag in self.flags for flag in psd_core.RULES[self.rule].flags if flag != "momentum"}
+        flags = {flag: flag in self.flags for flag in psd_core.RULES[self.rule].flags if flag not in ("momentum", "keras")}
+        flags |= {"keras": True} if "keras" in self.flags else {}
         return {**self.named, **flags}
 
     def update(self, param: Any, grad: Any, slots: list[Any], step: int) -> None:
@@ -70,12 +71,12 @@ class Case:
 
 
 def cases(*rules: str) -> list[Case]:
-    """All combinations of options of these rules; of all elementwise ones by default."""
+    """All combinations of options of these rules, in torch's form; of all elementwise ones by default."""
     found = []
     for rule in rules or sorted(psd_core.RULES.keys() - {"lamb"}):
         info = psd_core.RULES[rule]
         optional = OPTIONAL.get(rule, {"weight_decay": 0.01})
-        free = [flag for flag in info.flags if flag not in info.scalars]
+        free = [flag for flag in info.flags if flag not in info.scalars and flag != "keras"]
         for chosen in itertools.product([False, True], repeat=len(optional) + len(free)):
             scalars = dict.fromkeys(info.scalars, 0.0) | SCALARS[rule]
             scalars |= {name: value for (name, value), on in zip(optional.items(), chosen, strict=False) if on}
@@ -85,3 +86,9 @@ def cases(*rules: str) -> list[Case]:
                 continue
             found.append(Case(rule, tuple(scalars[name] for name in info.scalars), tuple(sorted(flags))))
     return found
+
+
+def keras_cases() -> list[Case]:
+    """As `cases`, in Keras's form, of the rules for which it is another."""
+    rules = [name for name, rule in psd_core.RULES.items() if "keras" in rule.flags]
+    return [Case(case.rule, case.scalars, tuple(sorted({*case.flags, "keras"}))) for case in cases(*rules)]

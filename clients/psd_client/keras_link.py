@@ -1,0 +1,89 @@
+"""The step between a Keras optimizer and the shards, whichever backend computes: what the backends' halves have in common.
+
+Must not know a framework, shards or messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from psd_client.client import ParameterServer
+from psd_client.flat import FlatBuffers
+from psd_client.keras_declaration import Declaration
+
+
+class Link:
+    """One model's variables and one connection. A backend's half says how gradients get into the buffers, and parameters out.
+
+    Args:
+        connection: not declared yet. arguments: of ParameterServer.declare_tensors, behind `initial`.
+
+    Attributes:
+        batch_size: samples behind the gradients of the next step.
+        error: what the last step has raised, or None: in graph mode TensorFlow raises an error of its own in its place.
+        is_skipped: whether the last step's round was skipped; a tensor of the backend, in graph mode a symbolic one.
+        is_scaled: the loss is scaled dynamically, by one who knows of rounds that are skipped.
+    """
+
+    def __init__(self, declaration: Declaration, connection: ParameterServer, **arguments: Any) -> None:
+        self.declaration = declaration
+        self.ps = connection
+        self.batch_size = 1.0
+        self.error: BaseException | None = None
+        self.is_skipped: Any = False
+        self.is_scaled = False
+        self._lock = threading.Lock()
+        connection.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
+
+    def _initialize(self, flat: FlatBuffers) -> None:
+        """Write the model's values into the buffers."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Copy all that is declared from the buffers into the model: once, and after a pull."""
+        raise NotImplementedError
+
+    def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
+        """One step: gradients to the shards, new parameters into the model.
+
+        Args:
+            learning_rate: a number, or a tensor or variable of the backend. indices: of the variables that have a gradient.
+
+        Returns:
+            the worker's clock after the step, for Keras's `iterations`; a number or a tensor of the backend.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Finish: no other worker waits for this one any more."""
+        self.ps.close()
+
+    def push_pull(self, learning_rate: float, missing: Sequence[int], write: Callable[[FlatBuffers], None]) -> tuple[int, bool]:
+        """Have `write` put the gradients into the buffers, push and pull; the clock, and whether the round was skipped.
+
+        missing: indices of the trained variables without a gradient.
+        """
+        with self._noting():
+            scalars = self.declaration.scalars(learning_rate)
+            write(self.ps.gradients)
+            present = None
+            if missing:
+                present = np.ones(len(self.declaration.tensors), dtype=np.bool_)
+                present[list(missing)] = False
+            self.ps.push_pull_flat(scalars, float(self.batch_size), present)
+            return self.ps.clock, self.ps.is_skipped
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        with self._lock:
+            self.error = None
+            try:
+                yield
+            except BaseException as error:
+                self.error = error
+                raise
