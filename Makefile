@@ -70,7 +70,7 @@ test-keras: $(INSTALLED_KERAS)
 
 # What `make test` has in a short form, at length; every seed is printed.
 chaos: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/recovery -m chaos $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest tests/recovery tests/deploy -m chaos $(PYTEST_FLAGS)
 
 # What `make test` has with a few fixed inputs, with many random ones; how to repeat one that fails is printed.
 fuzz: $(INSTALLED)

@@ -188,6 +188,10 @@ class Arena:
             count = blocks + min(SPARE_PAGES_KEPT, 2 + blocks // 16)
             pool.back_all(pool.add_extent(kind, count, publish=True))
 
+    def sync(self) -> None:
+        """Have all that was written reach the disk, if the arena lies on one. Returns when it has."""
+        os.fsync(self._fd)
+
     def close(self, *, remove: bool) -> None:
         """Let go of the directory. Views that are still held stay readable.
 

@@ -1,4 +1,5 @@
-"""Fixtures shared by all tests: real shards in this process, on free loopback ports, and threads as their workers."""
+"""What all tests share: real shards in this process, on free loopback ports, and threads as their workers; the long forms are
+left out unless asked for."""
 
 from __future__ import annotations
 
@@ -21,6 +22,15 @@ from psd.rim.server import ShardServer
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("psd")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `chaos` take minutes: -m chaos runs them."""
+    if "chaos" in config.getoption("-m"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("chaos") is not None]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @dataclass

@@ -53,6 +53,7 @@ OUTSIDE = {
     "cloudpickle": (),
     "joblib": (),
     "fsspec": ("psd.checkpoint",),
+    "yaml": ("psd.cli.manifests",),
 }
 
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")

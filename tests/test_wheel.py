@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,10 +17,10 @@ def unpacked(tmp_path_factory):
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in listed.split("\0"):
-        if name and not name.startswith("tests/") and (ROOT / name).is_file():
+        if name and not name.startswith("tests/") and (ROOT / name).exists():
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
+            shutil.copy(ROOT / name, target, follow_symlinks=False)
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q", "-w", str(out)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
@@ -59,6 +60,9 @@ def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked)
     assert {"psd/py.typed", "psd_core/py.typed", "psd_client/py.typed"} <= names
     assert any(n.startswith("psd_core/_kernels.") and n.endswith(".so") for n in names)
     assert not [n for n in names if n.endswith((".c", ".h")) or n.startswith("tests/")]
+    folders = ("base", "workers", "components")
+    manifests = {f"psd/cli/{p.relative_to(ROOT)}" for f in folders for p in (ROOT / "deploy" / f).rglob("*.yaml")}
+    assert manifests == {n for n in names if n.endswith(".yaml")}
     (entry_points,) = unpacked.glob("psd-*.dist-info/entry_points.txt")
     assert all(f"{script} = psd.cli." in entry_points.read_text() for script in ("psd-server", "psd-run", "psdctl"))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from psd.contract.config import ConfigError, parse_address
 from psd.contract.credentials import Credentials
-from psd.contract.errors import ShardUnavailable
+from psd.contract.errors import InvalidRequest, ShardUnavailable
 from psd.contract.layout import Block
 from psd.contract.tls import what_is_wrong
 from psd.contract.tls_socket import TlsSocket
@@ -27,6 +28,9 @@ from psd_client.transport import Call, Cancelled, GradientPart
 
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
+STALE_NAME_S = 20.0
+"""For about so long name servers may give out the address that a shard had before. A connection that worked before is tried
+again for this long, and only then given up in favour of gRPC."""
 
 ResultT = TypeVar("ResultT")
 
@@ -45,6 +49,8 @@ class BulkLane(GrpcLane):
         self._bulk: BulkConnection | None = None
         self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
         self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
+        self._had_tcp = False
+        self._missed_since: float | None = None  # since when TCP connections fail
 
     @property
     def is_interruptible(self) -> bool:  # type: ignore[override]  # a plain attribute elsewhere
@@ -134,7 +140,13 @@ class BulkLane(GrpcLane):
             except _NotHere as error:
                 refusals.append(f"{name}: {error}")
                 continue
-            bulk = BulkConnection(Stream(sock, HEAD_BYTES_MAX), self.shard, self.address, reply.ticket)
+            try:
+                bulk = BulkConnection(Stream(sock, HEAD_BYTES_MAX), self.shard, self.address, reply.ticket)
+            except InvalidRequest as error:
+                self._missed(f"another shard is there: {error}")
+                raise
+            if name == "tcp":
+                self._had_tcp, self._missed_since = True, None
             self._note(name, refusals)
             return bulk
         if self._wanted != "auto":
@@ -142,6 +154,14 @@ class BulkLane(GrpcLane):
             raise ConfigError(f"transport: shard {self.shard} at {self.address} cannot be reached by {refusals[0]}")
         self._note("grpc", refusals)
         return None
+
+    def _missed(self, why: str) -> None:
+        """A connection has come to nothing: raises ShardUnavailable, to be tried again, while the name may be to blame."""
+        now = time.monotonic()
+        if self._missed_since is None:
+            self._missed_since = now
+        if self._had_tcp and now - self._missed_since < STALE_NAME_S:
+            raise ShardUnavailable(f"shard {self.shard} at {self.address}: {why}", shard=self.shard, address=self.address)
 
     def _note(self, name: str, refusals: Sequence[str]) -> None:
         self.transport = f"{name} (not {'; not '.join(refusals)})" if refusals else name
@@ -170,6 +190,7 @@ class BulkLane(GrpcLane):
         try:
             sock = socket.create_connection((host.strip("[]"), reply.tcp_port), CONNECT_S)
         except OSError as error:
+            self._missed(f"port {reply.tcp_port}: {error.strerror or error}")
             raise _NotHere(f"port {reply.tcp_port}: {error.strerror or error}") from None
         sock.settimeout(None)
         keep_alive(sock)

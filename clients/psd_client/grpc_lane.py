@@ -4,14 +4,16 @@ Bulk frames are built and taken apart on raw bytes (grpc_frames.py), so gRPC's g
 push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
 into the parameters.
 
-The channel opens at the first call, and anew, after it has failed, if certificates have changed. gRPC does not survive a fork,
-so a lane refuses to be used in a child process. Must not know sessions, clocks, retries or other shards.
+The channel opens at the first call, and anew, after it has failed, if certificates have changed or the shard stays away: it may
+come back at another address, and gRPC's resolver asks for a name that it did not find ever more rarely. gRPC does not survive a
+fork, so a lane refuses to be used in a child process. Must not know sessions, clocks, retries or other shards.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,7 +23,7 @@ from google.protobuf.message import Message
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
-from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated
+from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFailed, Unauthenticated, WrongShard
 from psd.contract.layout import Block
 from psd.contract.tls import Pem
 from psd.v1 import control_pb2, data_pb2
@@ -49,11 +51,16 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the time that one attempt to connect may take
+    # On Kubernetes a shard that is back has another address. gRPC's own pause between two questions for it is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.enable_retries", 0),  # retry.py retries
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a connection
 )
+
+UNREACHED_S = 2.0
+"""A channel that is this old when it cannot reach the shard is replaced."""
 
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
@@ -80,6 +87,7 @@ class GrpcLane(Lane):
         self._credentials = credentials if credentials is not None else Credentials()
         self._pem: Pem | None = None  # of the channel
         self._was_reached = False
+        self._opened_at = 0.0
         self._shown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # call -> metadata, if there is a token
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -114,6 +122,7 @@ class GrpcLane(Lane):
             if self._channel is None:
                 self._pem = self._credentials.pem()
                 self._channel = open_channel(self.address, self._pem, CHANNEL_OPTIONS)
+                self._opened_at = time.monotonic()
             return self._channel
 
     def _failed(self, rpc: Any, *, is_wait: bool) -> PsdError:
@@ -123,21 +132,26 @@ class GrpcLane(Lane):
         shown = self._shown.get(rpc)
         if isinstance(error, Unauthenticated) and shown is not None and self._credentials.has_other_token(shown):
             return ShardUnavailable(f"shard {self.shard} at {self.address}: the token has changed meanwhile", **where)
+        if isinstance(error, WrongShard) and self._was_reached:
+            # Addresses are given out again: the shard has moved, and another one is now where it was.
+            self._renew(is_lost=True)
+            return ShardUnavailable(f"shard {self.shard} at {self.address}: {error}", **where)
         if not isinstance(error, ShardUnavailable):
             self._was_reached = True
             return error
-        self._renew()
+        is_unreached = rpc.code() is grpc.StatusCode.UNAVAILABLE
+        self._renew(is_lost=is_unreached and time.monotonic() - self._opened_at > UNREACHED_S)
         if may_be_tls(error) and (why := self._credentials.why_not(self.address)) is not None:
             # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
             kind = ShardUnavailable if self._was_reached else TlsFailed
             error = kind(f"shard {self.shard} at {self.address}: {why}", **where)
         return error
 
-    def _renew(self) -> None:
-        """Have the next call open another channel, if certificates have changed."""
+    def _renew(self, *, is_lost: bool = False) -> None:
+        """Have the next call open another channel, if certificates have changed, or this one has lost the shard."""
         pem = self._credentials.pem()
         with self._lock:
-            if pem == self._pem or self._channel is None:
+            if self._channel is None or (pem == self._pem and not is_lost):
                 return
             channel, self._channel = self._channel, None
         channel.close()

@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints
+from psd.cli import checkpoints, credentials
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, add_credential_options, credential_options, seconds
 from psd.cli.report import Answer, as_json, as_text, problems
 from psd.contract.config import ConfigError, parse_servers
@@ -40,6 +40,7 @@ commands:
   checkpoints   list the checkpoints in a directory
   verify        read every byte of checkpoints and compare it with the checksums
   export        write the parameters of a checkpoint as a plain safetensors file
+  credentials   make a certificate and tokens for a job on Kubernetes
 
 psdctl COMMAND --help explains each."""
 
@@ -230,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_status(commands)
     _add_checkpoint(commands)
     checkpoints.add_commands(commands)
+    credentials.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:

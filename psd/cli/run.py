@@ -1,4 +1,5 @@
-"""psd-run: a whole job on this machine by one command. Reads the flags, builds the plan; psd/cli/launcher.py carries it out.
+"""psd-run: a whole job by one command. Reads the flags, builds the plan; psd/cli/launcher.py carries it out on this machine,
+psd/cli/kubernetes.py on a cluster.
 
     run.py        flags, help, the commands and environments of shards and workers
     launcher.py   the loop: output, deaths, signals
@@ -19,8 +20,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import malloc
+from psd.cli import kubernetes, malloc
 from psd.cli.arguments import Parser, add_checkpoint_options, add_rule_option, checkpoint_options, seconds, whole_number
+from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.processes import python_command
@@ -48,13 +50,15 @@ psd-run [options] script.py [args ...]
 _DESCRIPTION = """\
 Run a training job on this machine: start the shards of a parameter server and the workers that train
 with them, show the output of all, each line with the name of its process, and end with the workers'
-status. A script.py is run by this Python; anything else is executed as a command."""
+status. A script.py is run by this Python; anything else is executed as a command. With --on kubernetes:
+run it on a cluster."""
 
 _EPILOG = """\
 examples:
   psd-run --shards 2 --workers 4 train.py --epochs 3
   psd-run --workers 2 --consistency async -m my.package.train
   psd-run --workers 8 --consistency ssp:3 --max-restarts 2 train.py
+  psd-run --on kubernetes --image registry/psd:1 --shards 2 --workers 4 train.py --epochs 3
 
 Each worker finds in its environment what psd_client.connect() and psd.distribute() take as defaults,
 so that the script needs no addresses and no ranks:
@@ -87,8 +91,13 @@ temporary files), and is removed at the end, whichever end that is. With --state
 is removed only if all workers end with status 0: else psd-run with the same --state-dir and --shards
 goes on with the parameters as they are, under the same PSD_RUN_ID, while scripts begin anew.
 
+--on kubernetes applies the manifests of deploy/ by the kubectl command, or prints them (--dry-run), and does not
+wait for the job. A script.py with a relative path is sent, alone; an absolute path, a module or a command
+is the image's. Shards ask for certificate and token; where there are none, they are made with openssl.
+Kubernetes starts again what dies; see deploy/README.md.
+
 exit status:
-  0      all workers ended with status 0
+  0      all workers ended with status 0; or the job is on the cluster
   N      of the first worker that failed for good; 128 + N if signal N killed it
   1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
@@ -134,9 +143,8 @@ def _parser() -> Parser:
     faults.add_argument(
         "--max-shard-restarts",
         type=whole_number,
-        default=SHARD_RESTARTS,
         metavar="R",
-        help="start shards that have died again, R times in all (default: %(default)s)",
+        help=f"start shards that have died again, R times in all (default: {SHARD_RESTARTS})",
     )
     faults.add_argument(
         "--state-dir",
@@ -159,6 +167,7 @@ def _parser() -> Parser:
         help="from SIGTERM to SIGKILL, for workers and for shards (default: %(default)g)",
     )
     add_checkpoint_options(parser)
+    kubernetes.add_options(parser)
     watching = parser.add_argument_group("watching")
     watching.add_argument(
         "--metrics-port",
@@ -178,7 +187,7 @@ def _parser() -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
+def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Deployment:
     """The plan; a wrong option ends the process with status 2 and one line that says why."""
     parser = _parser()
     args = parser.parse_args(argv)
@@ -186,7 +195,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         _check_count("--shards", args.shards, 1, SHARDS_MAX)
         _check_count("--workers", args.workers, 1, WORKERS_MAX)
         _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
-        _check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
+        shard_restarts = SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts
+        _check_count("--max-shard-restarts", shard_restarts, 0, RESTARTS_MAX)
         if args.metrics_port is not None:
             _check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
         ServerConfig(
@@ -195,7 +205,19 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         _check_quorum(args.quorum, args.workers, consistency)
         _check_aggregation(args.aggregation, consistency)
-        command = _worker_command(args.module, args.command)
+        given = {
+            "PSD_CONSISTENCY": consistency,
+            "PSD_QUORUM": args.quorum,
+            "PSD_AGGREGATION": args.aggregation,
+            "PSD_REDUCE": args.reduce,
+            "PSD_TRANSPORT": args.transport,
+        }
+        for_workers = {name: str(value) for name, value in given.items() if value is not None}
+        words = _words(args.module, args.command)
+        if args.on == "kubernetes":
+            return kubernetes.deployment(args, words, {**malloc.environment(), **for_workers})
+        kubernetes.check_absent(args)
+        command = _worker_command(words)
         run_id = _run_id(command)
         state_dir = Path(args.state_dir).absolute() if args.state_dir else private_path(run_id)
         run_id = kept_run_id(state_dir) or run_id
@@ -204,13 +226,6 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     except ConfigError as error:
         parser.error(str(error))
 
-    given = {
-        "PSD_CONSISTENCY": consistency,
-        "PSD_QUORUM": args.quorum,
-        "PSD_AGGREGATION": args.aggregation,
-        "PSD_REDUCE": args.reduce,
-        "PSD_TRANSPORT": args.transport,
-    }
     handed_on = {name: value for name, value in environ.items() if name not in CREDENTIALS}
     shared = {**handed_on, "PSD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}
     for_workers = {
@@ -218,7 +233,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         **malloc.environment(),
         **shared,
         "PSD_WORLD_SIZE": str(args.workers),
-        **{name: str(value) for name, value in given.items() if value is not None},
+        **for_workers,
     }
 
     options = {
@@ -243,7 +258,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         shards=args.shards,
         workers=args.workers,
         restarts_max=args.max_restarts,
-        shard_restarts_max=args.max_shard_restarts,
+        shard_restarts_max=shard_restarts,
         grace_s=args.grace,
         state_dir=state_dir,
         is_state_private=not args.state_dir,
@@ -272,18 +287,25 @@ def _check_aggregation(aggregation: str | None, consistency: str | None) -> None
         raise ConfigError(f"--aggregation: exact is for sync only, where there are rounds; --consistency is {consistency}")
 
 
-def _worker_command(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
-    """What a worker executes; found out before anything is started."""
+def _words(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
+    """What is to run, as it was given: -m and a module, a script, or a command; then its arguments."""
     if module is not None:
         if not module:
             raise ConfigError("-m: expected the name of a Python module")
-        return [sys.executable, "-u", "-m", *module]
+        return ["-m", *module]
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
         raise ConfigError("expected a script, -m and a module, or a command to run, such as: psd-run --workers 2 train.py")
     if command[0].startswith("-"):
         raise ConfigError(f"unknown option {command[0]}; options of psd-run stand before the script")
+    return list(command)
+
+
+def _worker_command(command: Sequence[str]) -> list[str]:
+    """What a worker executes; found out before anything is started."""
+    if command[0] == "-m":
+        return [sys.executable, "-u", *command]
     if command[0].endswith(".py"):
         if not Path(command[0]).is_file():
             raise ConfigError(f"there is no script {command[0]!r}")
@@ -317,7 +339,8 @@ def _cores() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
-    return Launcher(parse(argv, os.environ)).run()
+    plan = parse(argv, os.environ)
+    return plan.run() if isinstance(plan, Deployment) else Launcher(plan).run()
 
 
 if __name__ == "__main__":

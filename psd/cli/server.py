@@ -83,7 +83,8 @@ running ones may finish within --grace. A second signal ends it at once.
 Without --state-dir the parameters end with the process, however that ends. With it they stay, also
 after kill -9, and the same command goes on with them: workers wait for it and send again what was
 unanswered. They are removed when all workers have left (--exit-when-done). What is kept outlives the
-process, and with a DIR on a disk often a reboot, but not reliably: for that there are checkpoints.
+process, and with a DIR on a disk the machine, if the shard has ended in order; if it has not, it is not
+believed: then the shard begins with a checkpoint, or, without --checkpoint-dir, does not start.
 
 Without --token-file whoever reaches the port may train, read the model, or end the job; without TLS whoever
 sees the network reads and changes everything, tokens too. So beyond this machine TLS is wanted, or
@@ -127,6 +128,14 @@ def _parser() -> Parser:
         metavar="PORT",
         help="TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none "
         "(default: %(default)s)",
+    )
+    place.add_argument(
+        "--health-port",
+        type=whole_number,
+        default=default.health_port,
+        metavar="PORT",
+        help="answer gRPC health checks, and nothing else, on this port too, on the same host and never encrypted, as "
+        "Kubernetes' probes need it (default: on the port of --listen alone)",
     )
     place.add_argument(
         "--state-dir",
@@ -197,6 +206,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
             listen=args.listen,
             advertise=args.advertise,
             bulk_port=args.bulk_port,
+            health_port=args.health_port,
             metrics_port=args.metrics_port,
             run_id=args.run_id,
             lease_s=args.lease,

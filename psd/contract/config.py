@@ -141,6 +141,7 @@ class ServerConfig:
         shard_index, shard_count: which part of the parameters.
         listen: HOST:PORT to bind; port 0 takes a free one.
         advertise: HOST:PORT that clients should dial, if that is another one; shown in status.
+        health_port: port of a server of its own, on the same host, that answers gRPC health checks alone; None: there is none.
         bulk_port: TCP port of the bulk lane, on the same host; 0: a free one; None: no TCP.
         metrics_port: TCP port on which metrics are served, on the same host; 0: a free one; None: they are not.
         run_id: name of the only run that may join; empty: the first one that does.
@@ -163,6 +164,7 @@ class ServerConfig:
     shard_count: int
     listen: str = "127.0.0.1:7000"
     advertise: str = ""
+    health_port: int | None = None
     bulk_port: int | None = 0
     metrics_port: int | None = None
     run_id: str = ""
@@ -189,6 +191,8 @@ class ServerConfig:
         parse_address(self.listen, "--listen")
         if self.advertise:
             parse_address(self.advertise, "--advertise")
+        if self.health_port is not None:
+            _check_count("--health-port", self.health_port, 0, 65535)
         if self.bulk_port is not None:
             _check_count("--bulk-port", self.bulk_port, 0, 65535)
         _check_pair("--tls-cert", self.tls_cert, "--tls-key", self.tls_key)
@@ -201,10 +205,10 @@ class ServerConfig:
                 f"--listen: {self.listen} is reachable from other machines, and without TLS whoever is on the way reads and "
                 "changes everything. Give --tls-cert and --tls-key, or say --insecure if the network keeps strangers out"
             )
-        if len(self.run_id.encode()) > RUN_ID_BYTES_MAX:
-            raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
         if self.metrics_port is not None:
             _check_count("--metrics-port", self.metrics_port, 0, 65535)
+        if len(self.run_id.encode()) > RUN_ID_BYTES_MAX:
+            raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
             raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)

@@ -18,7 +18,7 @@ from psd.contract.consistency import Consistency
 
 VARIABLES = {
     "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
-    "PSD_RANK": "this worker's number, from 0",
+    "PSD_RANK": "this worker's number, from 0 (on Kubernetes JOB_COMPLETION_INDEX serves as well)",
     "PSD_WORLD_SIZE": "number of workers",
     "PSD_RUN_ID": "name of the job; others are refused",
     "PSD_CONSISTENCY": "sync, async or ssp:S, unless the script says which",
@@ -45,6 +45,10 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
+
+
+def _rank(environ: Mapping[str, str]) -> int | None:
+    return _integer(environ, "PSD_RANK" if "PSD_RANK" in environ else "JOB_COMPLETION_INDEX")
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
@@ -79,7 +83,7 @@ def client_config(
         ConfigError: a value is wrong, or servers, rank or world_size are given nowhere.
     """
     servers = servers if servers is not None else environ.get("PSD_SERVERS")
-    rank = rank if rank is not None else _integer(environ, "PSD_RANK")
+    rank = rank if rank is not None else _rank(environ)
     world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
     for name, value in (("servers", servers), ("rank", rank), ("world_size", world_size)):
         if value is None:

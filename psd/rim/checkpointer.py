@@ -187,8 +187,9 @@ class Checkpointer:
         """Before the shard shuts down: wait for a checkpoint that begins now, but not for long.
 
         Any shard may be the one that is told to end; shard 0 announces at once, the others when nothing comes from there.
+        Without workers no round would reach the cut.
         """
-        if not self._shard.is_training:
+        if not self._shard.is_training or (self._shard.has_rounds and not self._shard.has_workers):
             return
         written = self.progress.written
         deadline = self._now() + timeout_s

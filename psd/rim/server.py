@@ -30,6 +30,7 @@ from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.rim.health import Health, Reflection
 from psd.rim.metrics_server import PATH, MetricsServer
+from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
 from psd.state.shard import Shard, ShardState
@@ -104,6 +105,7 @@ class ShardServer:
         )
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
         self._bulk = BulkServer(self.shard, planes, Guard(self.shard), config, access, self._tls)
         control = ControlService(
@@ -120,6 +122,11 @@ class ShardServer:
         self._is_ending = False
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
+
+    @property
+    def probe_port(self) -> int | None:
+        """Where --health-port is, once started; None without."""
+        return None if self._probes is None else self._probes.port
 
     def start(self) -> None:
         """Bind and serve.
@@ -161,6 +168,8 @@ class ShardServer:
             self.metrics_port = self._metrics.port
             logger.info("serving metrics at http://%s:%d%s", host, self.metrics_port, PATH)
         self._bulk.start()
+        if self._probes is not None:
+            self._probes.start()
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()
@@ -230,6 +239,8 @@ class ShardServer:
         stopped = self._server.stop(grace_s)
         self._bulk.stop(grace_s)
         stopped.wait()
+        if self._probes is not None:
+            self._probes.stop()
         if self._metrics is not None:
             self._metrics.stop()
         self._pool.shutdown(wait=True)

@@ -22,7 +22,7 @@ from psd.state.core import ShardCore
 from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
 from psd.state.measures import Measures
-from psd.state.membership import Worker
+from psd.state.membership import Worker, WorkerState
 from psd.state.restoration import Restoration
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
@@ -130,6 +130,12 @@ class Shard:
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
         return self.is_initialized and not self.core.is_tentative and self.core.declared().trained_count > 0
+
+    @property
+    def has_workers(self) -> bool:
+        """True if a worker is live."""
+        with self.core.lock:
+            return self.core.membership is not None and any(w.state is WorkerState.LIVE for w in self.core.membership.workers)
 
     @property
     def has_rounds(self) -> bool:

@@ -3,6 +3,10 @@
 With --state-dir the directory is the operator's, and a shard that is started there again goes on where it was killed. Without,
 it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
 
+The kernel keeps what a killed process has written. A machine that goes down keeps some pages of it and not others; when it, or
+another machine that has taken over the disk, comes up, the arena would look whole and be of several moments. So a note says in
+which life of the machine the arena is in use, or that it was closed in order.
+
 Must not know workers or blocks' contents.
 """
 
@@ -29,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _BARRIERS_NAME = "barriers"
 _VERDICT_NAME = "verdict"
+_BOOT_NAME = "boot"
+_CLOSED = b"closed"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 _MAKING_S_MAX = 60.0
 """A private directory that has no arena after that will get none."""
@@ -76,12 +83,26 @@ class Storage:
         if arena.word("initialized") and not is_whole:
             arena.close(remove=False)
             raise ConfigError(f"--state-dir: {self.directory}: a block is missing; this shard cannot go on with it")
-        if not arena.word("initialized"):
+        is_believed = self._load(_BOOT_NAME) in (_CLOSED, _boot_id())
+        if not (is_believed or self._config.checkpoint_dir) and arena.word("initialized"):
+            arena.close(remove=False)
+            raise ConfigError(
+                f"--state-dir: {self.directory}: the machine went down before the shard had ended, so that its parameters may "
+                "be of different moments. Remove the directory to start without it"
+            )
+        if not is_believed and arena.word("initialized"):
+            logger.warning(
+                "the machine went down before the shard had ended, so that what it has left may be of different moments; going "
+                "back to a checkpoint",
+                extra={"state_dir": str(self.directory)},
+            )
+        if not (is_believed and arena.word("initialized")):
             _remove_notes(self.directory)
-            # The process died before the job had its values; nobody can have built on it.
+            # Else the process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
         self.arena = arena
+        self._note_boot(_boot_id())
         return stored, arena
 
     def _check_owner(self, stored: storage_pb2.StoredJob) -> None:
@@ -113,7 +134,9 @@ class Storage:
             raise OutOfSpace(
                 f"{self.directory} has no room for this job's parameters and slots; --state-dir can name another place: {error}"
             ) from error
-        if self._is_private:  # also when the shard is dropped without being closed
+        if not self._is_private:
+            self._note_boot(_boot_id())
+        else:  # also when the shard is dropped without being closed
             self._clean_up = weakref.finalize(self, self.arena.close, remove=True)
         return self.arena
 
@@ -141,6 +164,20 @@ class Storage:
             temporary.replace(self.directory / name)
             self._crash_point(f"storage.{name}.after")
 
+    def _note_boot(self, content: bytes) -> None:
+        """On the disk, before what it speaks of."""
+        temporary = self.directory / f"{_BOOT_NAME}.new"
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.directory / _BOOT_NAME)
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def _load(self, name: str) -> bytes:
         path = self.directory / name
         return path.read_bytes() if path.exists() else b""
@@ -151,6 +188,9 @@ class Storage:
             is_removed = self._is_private or not keep
             if is_removed:
                 _remove_notes(self.directory)
+            else:
+                self.arena.sync()
+                self._note_boot(_CLOSED)
             self.arena.close(remove=is_removed)
             self.arena = None
 
@@ -177,7 +217,15 @@ class Storage:
                 logger.info("cleared %s, which a killed shard had left", path)
 
 
+def _boot_id() -> bytes:
+    """Of this life of the machine; empty where the system does not say."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b""
+
+
 def _remove_notes(directory: Path) -> None:
-    for name in (_BARRIERS_NAME, _VERDICT_NAME):
+    for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
         for path in (directory / name, directory / f"{name}.new"):
             path.unlink(missing_ok=True)

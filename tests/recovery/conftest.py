@@ -1,4 +1,4 @@
-"""Shards as processes; the long forms, which `make chaos` runs, are left out unless asked for."""
+"""Shards as processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from pathlib import Path
 
 import pytest
 from shard_processes import ShardProcess
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `chaos` take minutes: -m chaos runs them."""
-    if "chaos" in config.getoption("-m"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("chaos") is not None]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

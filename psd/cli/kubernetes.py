@@ -1,0 +1,252 @@
+"""psd-run --on kubernetes: a job as manifests, printed or applied. Takes the manifests of deploy/ (manifests.py) and fills in
+the script, the sizes and the options; kubectl.py carries it out.
+
+A script whose path is relative lies here, and is sent in a ConfigMap. One whose path is absolute, a module and any other
+command are the image's. An option that is at its default leaves the manifests as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from psd.cli import kubectl, manifests
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK
+from psd.cli.credentials import check_name
+from psd.cli.manifests import Manifest
+from psd.contract.config import ConfigError, Limits, ServerConfig
+
+SCRIPT_BYTES_MAX = 1 << 20
+"""What a ConfigMap can hold."""
+
+SCRIPT_DIR = "/etc/psd/script"
+
+TERMINATION_SLACK_S = 20
+"""Beyond --grace: the shard's own five seconds, and some for its volume."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A job for Kubernetes.
+
+    Attributes:
+        image: with psd, and what the script needs. name: of the StatefulSet, and what the names of all else begin with.
+        namespace: empty: kubectl's. script: sent along; None: the command needs none.
+        command: of the workers. worker_environ: beside what the manifests give.
+        shard_flags: of psd-server, beside or instead of those that the manifests give.
+        checkpoint_dir, checkpoint_secs, grace_s: see psd-server --help; grace_s: None: the manifests'.
+        restarts_max: of each worker; 0: as many as the manifests say.
+        is_insecure: without certificate and tokens. is_dry: print the manifests. is_rescale: an existing job gets another size.
+    """
+
+    image: str
+    name: str
+    namespace: str
+    shards: int
+    workers: int
+    script: Path | None
+    command: Sequence[str]
+    worker_environ: Mapping[str, str]
+    shard_flags: Sequence[str]
+    checkpoint_dir: str
+    checkpoint_secs: float
+    grace_s: float | None
+    restarts_max: int
+    is_insecure: bool
+    is_dry: bool
+    is_rescale: bool
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if not self.image:
+            raise ConfigError("--image: expected the image that has psd and what the script needs; see deploy/Dockerfile")
+        if self.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.namespace):
+            raise ConfigError(f"--namespace: expected at most 63 small letters, digits and hyphens, got {self.namespace!r}")
+        if self.checkpoint_dir and "://" not in self.checkpoint_dir:
+            raise ConfigError(
+                f"--checkpoint-dir: {self.checkpoint_dir!r} would be another place in each pod; expected a URL that all shards "
+                "reach, such as s3://bucket/run-7"
+            )
+        if self.is_rescale and not self.checkpoint_dir:
+            raise ConfigError("--rescale: needs --checkpoint-dir; the new shards begin with a checkpoint")
+
+    def run(self, cluster: kubectl.Kubectl | None = None) -> int:
+        """Print it, or apply it to a cluster (default: kubectl's own); the exit status."""
+        try:
+            rendered = self.render()
+            if self.is_dry:
+                print(manifests.as_yaml(rendered), end="")
+            else:
+                kubectl.deploy(
+                    rendered,
+                    cluster or kubectl.Kubectl(self.namespace),
+                    name=self.name,
+                    shards=self.shards,
+                    checkpoint_dir=self.checkpoint_dir,
+                    is_rescale=self.is_rescale,
+                    needs_credentials=not self.is_insecure,
+                )
+        except ConfigError as error:
+            print(f"psd-run: error: {error}", file=sys.stderr, flush=True)
+            return EXIT_FAILURE
+        return EXIT_OK
+
+    def render(self) -> list[Manifest]:
+        """The manifests, in the order in which they are to be applied.
+
+        Raises:
+            ConfigError: the script cannot be read or sent; PyYAML is not installed.
+        """
+        rendered = manifests.named(manifests.load(is_insecure=self.is_insecure), self.name, self.namespace)
+        manifests.set_sizes(rendered, self.shards, self.workers)
+        config, stateful_set, job = (manifests.the(kind, rendered) for kind in ("ConfigMap", "StatefulSet", "Job"))
+        config["data"]["CHECKPOINT_DIR"] = self.checkpoint_dir
+        config["data"]["CHECKPOINT_SECS"] = f"{self.checkpoint_secs:g}"
+
+        shard, worker = manifests.container(stateful_set), manifests.container(job)
+        shard["image"] = worker["image"] = self.image
+        given = {flag.partition("=")[0] for flag in self.shard_flags}
+        kept = [flag for flag in shard["args"] if flag.partition("=")[0] not in given]
+        shard["args"] = [*kept, *(_escaped(flag) for flag in self.shard_flags)]
+        if self.grace_s is not None:
+            ends_within_s = int(self.grace_s) + TERMINATION_SLACK_S
+            stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = ends_within_s
+
+        worker["command"] = [_escaped(part) for part in self.command]
+        for name, value in self.worker_environ.items():
+            manifests.set_variable(worker, name, _escaped(value))
+        if self.restarts_max:
+            job["spec"]["backoffLimitPerIndex"] = self.restarts_max
+        return rendered if self.script is None else [self._send_script(self.script, config, job), *rendered]
+
+    def _send_script(self, script: Path, config: Manifest, job: Manifest) -> Manifest:
+        """A ConfigMap with the script, which the job's container then has as a file."""
+        name = f"{self.name}-script"
+        worker = manifests.container(job)
+        worker["volumeMounts"].append({"name": "script", "mountPath": SCRIPT_DIR, "readOnly": True})
+        job["spec"]["template"]["spec"]["volumes"].append({"name": "script", "configMap": {"name": name}})
+        metadata = {**config["metadata"], "name": name}
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {script.name: _read(script)}}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add those of psd-run that are for clusters alone."""
+    group = parser.add_argument_group("on a cluster")
+    group.add_argument(
+        "--on", choices=("kubernetes",), help="run the job there instead of on this machine, by way of kubectl (see below)"
+    )
+    group.add_argument("--image", metavar="IMAGE", help="what shards and workers run in; it has psd (see deploy/Dockerfile)")
+    group.add_argument("--name", metavar="NAME", help=f"of the job, and of what belongs to it (default: {manifests.NAME})")
+    group.add_argument("--namespace", metavar="NS", help="where the job runs (default: kubectl's)")
+    group.add_argument(
+        "--insecure", action="store_true", help="shards ask for neither certificate nor token; for a cluster of one's own"
+    )
+    group.add_argument("--dry-run", action="store_true", help="print the manifests, and do nothing")
+    group.add_argument(
+        "--rescale",
+        action="store_true",
+        help="give the job of this name, which is running, --shards shards: take a checkpoint, remove its workers and shards, "
+        "and begin again with the checkpoint; needs --checkpoint-dir",
+    )
+
+
+_FOR_CLUSTERS = ("image", "name", "namespace", "insecure", "dry_run", "rescale")
+_FOR_ONE_MACHINE = {
+    "state_dir": "the shards' state is on persistent volumes",
+    "metrics_port": "metrics are on port 7002",
+    "max_shard_restarts": "Kubernetes starts shards again as often as it takes",
+}
+
+
+def check_absent(args: argparse.Namespace) -> None:
+    """Without --on: ConfigError if an option for clusters is given."""
+    for name in _FOR_CLUSTERS:
+        if getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: is for --on kubernetes")
+
+
+def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: Mapping[str, str]) -> Deployment:
+    """The job that psd-run's options describe.
+
+    Args:
+        words: what is to run, as it was given.
+
+    Raises:
+        ConfigError: an option does not go together with --on kubernetes, or is wrong.
+    """
+    for name, why in _FOR_ONE_MACHINE.items():
+        if getattr(args, name) not in (None, ""):
+            raise ConfigError(f"--{name.replace('_', '-')}: not with --on kubernetes, where {why}")
+    if args.transport == "shm":
+        raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is one of its own")
+    script, command = worker_command(words)
+    default = ServerConfig(0, 1)
+    values = {
+        "--lease": (args.lease, default.lease_s),
+        "--grace": (args.grace, default.grace_s),
+        "--max-workers": (max(args.workers, Limits().workers_max), Limits().workers_max),
+        "--checkpoint-steps": (args.checkpoint_steps, default.checkpoint_steps),
+        "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
+    }
+    flags = [f"{name}={given:g}" for name, (given, usual) in values.items() if given != usual]
+    return Deployment(
+        image=args.image or "",
+        name=args.name or manifests.NAME,
+        namespace=args.namespace or "",
+        shards=args.shards,
+        workers=args.workers,
+        script=script,
+        command=command,
+        worker_environ=worker_environ,
+        shard_flags=[*flags, *(f"--rule={rule}" for rule in args.rules)],
+        checkpoint_dir=args.checkpoint_dir,
+        checkpoint_secs=args.checkpoint_secs,
+        grace_s=args.grace if args.grace != default.grace_s else None,
+        restarts_max=args.max_restarts,
+        is_insecure=args.insecure,
+        is_dry=args.dry_run,
+        is_rescale=args.rescale,
+    )
+
+
+def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The script to send, if any, and the command of the workers.
+
+    Raises:
+        ConfigError: there is no such script here.
+    """
+    if words[0] == "-m":
+        return None, ["python", "-u", *words]
+    if not words[0].endswith(".py"):
+        return None, list(words)
+    if PurePosixPath(words[0]).is_absolute():
+        return None, ["python", "-u", *words]
+    path = Path(words[0])
+    if not path.is_file():
+        raise ConfigError(f"there is no script {words[0]!r} here; one of the image's is named by its absolute path")
+    if not re.fullmatch(r"[-._A-Za-z0-9]+", path.name):
+        raise ConfigError(f"the script's name can have letters, digits, hyphens, dots and underscores, got {path.name!r}")
+    return path, ["python", "-u", f"{SCRIPT_DIR}/{path.name}", *words[1:]]
+
+
+def _read(script: Path) -> str:
+    try:
+        text = script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the script {script}: {error}") from error
+    nbytes = len(text.encode())
+    if nbytes > SCRIPT_BYTES_MAX - 4096:
+        raise ConfigError(
+            f"the script {script} has {nbytes} bytes, and Kubernetes sends at most 1 MiB in a ConfigMap; put it into the "
+            "image, and name it by its absolute path there"
+        )
+    return text
+
+
+def _escaped(text: str) -> str:
+    """Kubernetes expands $(NAME) in commands and values."""
+    return text.replace("$(", "$$(")

@@ -1,0 +1,189 @@
+"""One pod of the played cluster: a process with the command, the arguments, the environment and the volumes of its manifest.
+
+What is played and not real: paths of volumes, and of the image, are replaced by those of directories here; the pod's network is
+a loopback address of its own, so that 0.0.0.0 becomes that address; names are looked up by in_pod/sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from source_tree import ROOT
+
+COMMANDS = {
+    "python": [sys.executable],
+    "psd-server": [sys.executable, "-m", "psd.cli.server"],
+    "psdctl": [sys.executable, "-m", "psd.cli.ctl"],
+}
+IMAGE_PATHS = {"/opt/psd": str(ROOT)}
+SHARED = "/mnt/shared"
+"""Stands for storage outside of the cluster."""
+
+PROBE_EVERY_S = 0.1
+
+
+class Pod:
+    """A pod's container, started; started again when it ends, if `restarts`.
+
+    Args:
+        template: the pod template. name, labels: of this pod. address: its own.
+        volumes: directory of each volume by name. configs: data of a ConfigMap by name. names: see in_pod/sitecustomize.py.
+
+    Attributes:
+        statuses: exit statuses of the container's lives so far. log: where all its output goes. home: its HOME, here.
+        metrics_url: as its annotations tell Prometheus.
+    """
+
+    def __init__(
+        self,
+        template: dict[str, Any],
+        *,
+        name: str,
+        labels: Mapping[str, str],
+        address: str,
+        volumes: Mapping[str, Path],
+        configs: Callable[[str], Mapping[str, str]],
+        names: Mapping[str, str],
+        log: Path,
+        environ: Mapping[str, str],
+        restarts: bool,
+    ) -> None:
+        self.name, self.labels, self.address, self.log = name, labels, address, log
+        self.statuses: list[int] = []
+        self.ended = threading.Event()
+        self._spec = template["spec"]
+        (self.container,) = self._spec["containers"]
+        mounts = {mount["mountPath"]: str(volumes[mount["name"]]) for mount in self.container["volumeMounts"]}
+        self._paths = {**mounts, **IMAGE_PATHS, SHARED: str(log.parent.parent / "shared")}
+        self._environ = {**self._of_the_image(names), **self._given(configs), **environ}
+        scraped = {name.partition("/")[2]: value for name, value in template["metadata"].get("annotations", {}).items()}
+        self.metrics_url = f"http://{address}:{scraped['port']}{scraped['path']}" if scraped else ""
+        self.home = Path(self._environ["HOME"])
+        self._restarts = restarts
+        self._is_deleted = False
+        self._lock = threading.Lock()
+        self._process = self._start()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    # -- what the kubelet does -----------------------------------------------------------------------------------------
+
+    def _of_the_image(self, names: Mapping[str, str]) -> dict[str, str]:
+        path = [str(Path(__file__).parent / "in_pod"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path), "HOME": self._here("/tmp"), **names}
+
+    def _given(self, configs: Callable[[str], Mapping[str, str]]) -> dict[str, str]:
+        environ: dict[str, str] = {}
+        for source in self.container["envFrom"]:
+            environ |= configs(source["configMapRef"]["name"])
+        for variable in self.container["env"]:
+            field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            environ[variable["name"]] = self._field(field) if field else _expanded(variable["value"], environ)
+        return {name: self._here(value) for name, value in environ.items()}
+
+    def _field(self, path: str) -> str:
+        label = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
+        return self.labels[label[1]] if label else {"metadata.name": self.name}[path]
+
+    def _here(self, text: str) -> str:
+        """With the paths of this machine."""
+        insides = "|".join(map(re.escape, self._paths))
+        text = re.sub(rf"(^|=|file://)({insides})(?=/|$)", lambda found: found[1] + self._paths[found[2]], text)
+        return text.replace("0.0.0.0", self.address)
+
+    def command(self, words: list[str]) -> list[str]:
+        """A command as this machine can execute it."""
+        first, *others = [_expanded(self._here(word), self._environ) for word in words]
+        return [*COMMANDS[first], *others]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        words = self.command([*self.container["command"], *self.container.get("args", [])])
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                words, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent
+            )
+
+    def _keep(self) -> None:
+        while True:
+            self.statuses.append(self._process.wait())
+            with self._lock:
+                if self._is_deleted or not self._restarts:
+                    break
+                self._process = self._start()
+        self.ended.set()
+
+    # -- what others do to it ------------------------------------------------------------------------------------------
+
+    def signal(self, number: int) -> None:
+        """To the container's first process, as `kill` in the pod or the kernel's lack of memory."""
+        self._process.send_signal(number)
+
+    def delete(self, grace_s: float | None = None) -> float:
+        """As the kubelet: SIGTERM, and after the grace period SIGKILL. Returns when it has ended; the seconds that took."""
+        began = time.monotonic()
+        with self._lock:
+            self._is_deleted = True
+        self._process.send_signal(signal.SIGTERM)
+        if not self.ended.wait(self._spec["terminationGracePeriodSeconds"] if grace_s is None else grace_s):
+            self._process.kill()
+            assert self.ended.wait(30)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_deleted = True
+        if self._process.poll() is None:
+            self._process.kill()
+        assert self.ended.wait(30)
+
+    def execute(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+        """As kubectl exec."""
+        return subprocess.run(self.command(words), env=self._environ, capture_output=True, text=True, check=False, timeout=60)
+
+    def probe(self, kind: str) -> bool:
+        """The answer to a probe of the manifest: startupProbe, readinessProbe or livenessProbe."""
+        probe = self.container[kind]["grpc"]
+        with grpc.insecure_channel(f"{self.address}:{probe['port']}") as channel:
+            request = health_pb2.HealthCheckRequest(service=probe.get("service", ""))
+            timeout_s = self.container[kind].get("timeoutSeconds", 1)
+            try:
+                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+            except grpc.RpcError:
+                return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_for(self, kind: str, timeout_s: float = 60) -> None:
+        """Until a probe succeeds."""
+        deadline = time.monotonic() + timeout_s
+        while not self.probe(kind):
+            assert time.monotonic() < deadline, f"{self.name}: no {kind} in time:\n{self.log.read_text()}"
+            self.ended.wait(PROBE_EVERY_S)
+
+
+def _expanded(text: str, environ: Mapping[str, str]) -> str:
+    """$(NAME) as Kubernetes expands it; $$(NAME) is $(NAME), and what is unknown stays."""
+
+    def value(found: re.Match[str]) -> str:
+        return found[0][1:] if found[0].startswith("$$") else environ.get(found[1], found[0])
+
+    return re.sub(r"\$?\$\(([A-Za-z_][A-Za-z0-9_]*)\)", value, text)
+
+
+def decoded(secret: Mapping[str, Any]) -> dict[str, str]:
+    """A Secret's contents."""
+    return {
+        **{key: base64.b64decode(text).decode() for key, text in secret.get("data", {}).items()},
+        **secret.get("stringData", {}),
+    }

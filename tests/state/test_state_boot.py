@@ -1,0 +1,75 @@
+"""An arena that outlives its machine: believed only if the shard had ended in order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from shard_driver import Driver
+
+from psd.contract.config import ConfigError
+from psd.state import storage
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A shard with a state directory, which trains, on a machine whose boot id is a file that tests change."""
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("first\n")
+    monkeypatch.setattr(storage, "_BOOT_ID", boot_id)
+    driver = Driver(state_dir=str(tmp_path / "state"))
+    driver.seats = driver.start()
+    for seat in driver.seats:
+        driver.push(seat, 0, 2.0)
+    driver.boot_id = boot_id
+    return driver
+
+
+def test_a_process_that_was_killed_is_gone_on_from(driver):
+    """The machine has been up all the time."""
+    driver.restart(*driver.seats)
+
+    assert driver.shard.is_recovered
+
+
+def test_a_machine_that_went_down_is_not_believed(driver, tmp_path):
+    """The shard says so and does not start; nothing is removed."""
+    driver.boot_id.write_text("second\n")
+
+    with pytest.raises(ConfigError, match="the machine went down before the shard had ended"):
+        driver.restart()
+    assert (tmp_path / "state" / "arena").exists()
+
+
+def test_a_machine_that_went_down_lets_the_shard_begin_with_a_checkpoint(driver, tmp_path):
+    """Where there is a place for checkpoints the arena is given up, as if it had been lost."""
+    driver.boot_id.write_text("second\n")
+    driver.config = dataclasses.replace(driver.config, checkpoint_dir=str(tmp_path / "checkpoints"))
+
+    driver.restart()
+
+    assert not driver.shard.is_recovered
+    assert not (tmp_path / "state" / "arena").exists()
+
+
+def test_a_shard_that_has_ended_in_order_is_believed_on_any_machine(driver):
+    """As when a node is drained, and the volume attached to another one; but only until it is in use there."""
+    driver.shard.close(keep=True)
+    driver.boot_id.write_text("second\n")
+
+    driver.restart(*driver.seats)
+
+    assert driver.shard.is_recovered
+    driver.boot_id.write_text("third\n")
+    with pytest.raises(ConfigError, match="the machine went down"):
+        driver.restart()
+
+
+def test_a_system_that_does_not_say_is_believed(driver):
+    """Elsewhere than on Linux."""
+    driver.boot_id.unlink()
+    (driver.shard.core.storage.directory / "boot").write_bytes(b"")
+
+    driver.restart(*driver.seats)
+
+    assert driver.shard.is_recovered
