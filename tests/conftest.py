@@ -1,10 +1,11 @@
-"""Fixtures shared by all tests: real shards in this process, on free loopback ports."""
+"""Fixtures shared by all tests: real shards in this process, on free loopback ports, and threads as their workers."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import psd_client
 from psd.contract.config import ServerConfig
 from psd.contract.environment import memory_directory
 from psd.rim.server import ShardServer
@@ -73,3 +75,26 @@ def module_cluster() -> Iterator[Callable[..., Cluster]]:
     """As `_clusters`, for all tests of a module: for what they all need and none of them changes."""
     with _clusters() as start:
         yield start
+
+
+RunWorkers = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run_workers(cluster: Callable[..., Cluster]) -> RunWorkers:
+    """run_workers(world_size, shards, worker) -> what worker(ps) returned, in the order of the ranks; options go to connect.
+
+    Workers are threads of the test's process, each with a connection of its own to real shards.
+    """
+
+    def run(world_size: int, shards: int, worker: Callable[[psd_client.ParameterServer], Any], **options: Any) -> list[Any]:
+        servers = cluster(shards, lease_s=60.0).servers  # a busy machine must not look like a dead worker
+
+        def connected(rank: int) -> Any:
+            with psd_client.connect(servers, rank, world_size, **{"wait_timeout": 20, **options}) as ps:
+                return worker(ps)
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(connected, range(world_size)))
+
+    return run

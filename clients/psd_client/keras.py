@@ -194,7 +194,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     def __init__(self, given: Any, link: Link) -> None:
         rate = given._learning_rate  # noqa: SLF001 - the schedule itself; the property gives its value
         super().__init__(
-            learning_rate=float(rate.numpy()) if isinstance(rate, keras.Variable) else rate,
+            learning_rate=float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else rate,
             name=given.name,
             loss_scale_factor=given.loss_scale_factor,
         )

@@ -39,8 +39,8 @@ class Link:
         connection.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
 
     def _initialize(self, flat: FlatBuffers) -> None:
-        for view, variable in zip(flat.views, self.declaration.variables, strict=True):
-            view[...] = variable.numpy()
+        """Write the model's values into the buffers."""
+        raise NotImplementedError
 
     def load(self) -> None:
         """Copy all that is declared from the buffers into the model: once, and after a pull."""

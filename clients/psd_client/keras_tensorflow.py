@@ -42,6 +42,10 @@ class TensorFlowLink(Link):
         self._compiled_exchange = tf.function(self._exchange)
         self._compiled_load = tf.function(self._load)
 
+    def _initialize(self, flat: FlatBuffers) -> None:
+        for view, variable in zip(flat.views, self.declaration.variables, strict=True):
+            view[...] = variable.numpy()
+
     def load(self) -> None:
         """See Link."""
         self._compiled_load()

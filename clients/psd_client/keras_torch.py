@@ -23,10 +23,14 @@ class TorchLink(Link):
         super().__init__(*args, **kwargs)
         declared = self.declaration
         self._parameters = [variable.value for variable in declared.variables]
-        self._views = [torch.from_numpy(view) for view in self.ps.parameters.views]
+        self._views = _tensors(self.ps.parameters)
         trained = list(range(declared.trained))
         in_torch = Declaration(self._parameters, declared.tensors, declared.groups, (), trained, [])
         self._gradients = Gradients(in_torch, self.ps.gradients, None)
+
+    @torch.no_grad()
+    def _initialize(self, flat: FlatBuffers) -> None:
+        torch._foreach_copy_(_tensors(flat), [variable.value for variable in self.declaration.variables])
 
     @torch.no_grad()
     def load(self) -> None:
@@ -53,3 +57,8 @@ class TorchLink(Link):
         """See Link."""
         self._gradients.close()
         super().close()
+
+
+def _tensors(flat: FlatBuffers) -> list[torch.Tensor]:
+    """Torch's views of the flat buffers, one per tensor of the spec."""
+    return [torch.from_numpy(view) for view in flat.views]

@@ -1,0 +1,195 @@
+"""What programs do with model.fit: callbacks, frozen layers, statistics, mixed precision, saving; on either backend."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from helpers_keras import EPOCHS, STEPS, assert_close, data, distribute_in_order, fit, set_values, small_model, train_alone
+
+import psd_client
+import psd_client.keras as psd
+
+
+def test_callbacks_schedule_stop_and_store(run_workers, tmp_path):
+    """LearningRateScheduler changes the rate on all workers alike, ModelCheckpoint stores, EarlyStopping ends after 2 epochs."""
+
+    def callbacks(rank):
+        return [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 / (1 + epoch)),
+            keras.callbacks.ModelCheckpoint(str(tmp_path / f"{rank}.keras")),
+            keras.callbacks.EarlyStopping(monitor="loss", mode="max", patience=1),  # which falls, so: at once
+        ]
+
+    def worker(ps):
+        model = small_model()
+        optimizer = distribute_in_order(ps, model, keras.optimizers.SGD(0.5, momentum=0.9))
+        model.compile(optimizer=optimizer, loss="mse")
+        history = fit(model, ps.rank, ps.world_size, epochs=5, callbacks=callbacks(ps.rank))
+        return model.get_weights(), len(history.epoch), float(optimizer.learning_rate), int(optimizer.iterations), ps.clock
+
+    alone = small_model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.5, momentum=0.9), loss="mse")
+    fit(alone, epochs=5, callbacks=callbacks("alone"))
+    for weights, epochs, rate, iterations, clock in run_workers(2, 2, worker):
+        assert_close(weights, alone.get_weights())
+        assert (epochs, iterations, clock) == (2, 2 * STEPS, 2 * STEPS)
+        assert rate == pytest.approx(0.05)
+    stored = keras.models.load_model(tmp_path / "1.keras", compile=False)
+    assert_close(stored.get_weights(), alone.get_weights())
+
+
+def test_a_saved_model_has_the_given_optimizer(run_workers, tmp_path):
+    """It loads as one that knows nothing of psd, and trains on alone."""
+    path = tmp_path / "model.keras"
+
+    def worker(ps):
+        model = small_model()
+        optimizer = psd.distribute(model, keras.optimizers.Adam(0.01, epsilon=1e-4), ps=ps)
+        model.compile(optimizer=optimizer, loss="mse")
+        fit(model)
+        optimizer.learning_rate = 0.002
+        model.save(path)
+        return model.get_weights()
+
+    (weights,) = run_workers(1, 2, worker)
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # Adam's slots, which the shards have
+        model = keras.models.load_model(path)
+
+    assert_close(model.get_weights(), weights, 0)
+    assert isinstance(model.optimizer, keras.optimizers.Adam)
+    assert not isinstance(model.optimizer, psd.DistributedOptimizer)
+    assert model.optimizer.epsilon == 1e-4
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.002)
+    fit(model)
+
+
+def test_frozen_layers_are_shared_and_statistics_stay_local(run_workers):
+    """All workers get the first one's values of what nobody trains; BatchNormalization's means are those of its own data."""
+
+    def build(seed):
+        model = keras.Sequential(
+            [
+                keras.layers.Input((6,)),
+                keras.layers.Dense(8, name="frozen", trainable=False),
+                keras.layers.BatchNormalization(name="norm"),
+                keras.layers.Dropout(0.1, seed=1),
+                keras.layers.Dense(3, name="out"),
+            ]
+        )
+        layers = [model.get_layer(name) for name in ("frozen", "out")]
+        for number, layer in enumerate(layers):
+            set_values(layer, 10 * seed + number)
+        return model
+
+    def worker(ps):
+        model = build(1 + ps.rank)
+        model.compile(optimizer=distribute_in_order(ps, model, keras.optimizers.SGD(0.1)), loss="mse")
+        fit(model, ps.rank, ps.world_size)
+        norm = model.get_layer("norm")
+        return model.get_layer("frozen").get_weights(), norm.get_weights()[:2], norm.get_weights()[2:]
+
+    (frozen, trained, statistics), (frozen2, trained2, statistics2) = run_workers(2, 2, worker)
+
+    assert_close(frozen, build(1).get_layer("frozen").get_weights(), 0)
+    assert_close(frozen2, frozen, 0)
+    assert_close(trained2, trained, 0)
+    assert not np.allclose(statistics2[0], statistics[0])
+
+
+def test_loss_scaling_skips_a_step_on_all_workers(run_workers):
+    """An infinity on one worker halves all scales; without one training is that of one process."""
+    policy = keras.dtype_policies.DTypePolicy("mixed_float16")
+
+    def build():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, name="out", dtype=policy)], name="small")
+        model.dtype_policy = policy
+        set_values(model, 1)
+        return model
+
+    def worker(ps):
+        x, y = data()
+        model = build()
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0, dynamic_growth_steps=4)
+        optimizer = distribute_in_order(ps, model, scaled, nan_policy="skip")
+        model.compile(optimizer=optimizer, loss="mse")
+        assert model.optimizer is optimizer  # Keras has not wrapped it
+        mine = slice(8 * ps.rank, 8 * ps.rank + 8)
+        scales = []
+        for step in range(STEPS):
+            bad = np.inf if (ps.rank, step) == (1, 6) else 1
+            before = model.get_weights()
+            model.train_on_batch(x[step, mine] * bad, y[step, mine])
+            scales.append(float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)))
+            assert (step == 6) == all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+        return scales, model.get_weights(), ps.stats()["rounds_skipped"]
+
+    (scales, weights, skipped), (scales2, weights2, _) = run_workers(2, 2, worker)
+
+    assert scales == scales2 == [64, 64, 64, 128, 128, 128, 64, 64, 64, 64]
+    assert skipped == 1
+    assert_close(weights2, weights, 0)
+
+
+def test_mixed_precision_by_policy_equals_one_process(run_workers):
+    """With the policy alone, which has compile() scale the loss; bfloat16 needs no scaling."""
+
+    def build(policy):
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, name="out", dtype=policy)], name="small")
+        model.dtype_policy = keras.dtype_policies.DTypePolicy(policy)
+        set_values(model, 1)
+        return model
+
+    def worker(ps):
+        model = build("mixed_float16")
+        with pytest.raises(psd_client.InvalidRequest, match='nan_policy="skip"'):
+            psd.distribute(model, keras.optimizers.SGD(0.1), ps=ps)
+        model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1), ps=ps, nan_policy="skip"), loss="mse")
+        fit(model)
+        return model.get_weights(), type(model.optimizer)
+
+    ((weights, kind),) = run_workers(1, 1, worker)
+
+    assert kind is psd.DistributedLossScaleOptimizer
+    assert_close(weights, train_alone(lambda: keras.optimizers.SGD(0.1), lambda: build("mixed_float16")))
+
+
+def test_variables_of_low_precision_have_a_float32_master(run_workers):
+    """Steps too small for bfloat16 add up on the shards."""
+
+    def worker(ps):
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, name="out", dtype="bfloat16")])
+        optimizer = psd.distribute(model, keras.optimizers.SGD(1e-4), ps=ps)
+        model.compile(optimizer=optimizer, loss="mse")
+        fit(model)
+        master = ps.parameters.views[0]
+        return master.dtype.name, np.asarray(keras.ops.cast(model.weights[0], "float32")), master.copy()
+
+    ((dtype, mine, master),) = run_workers(1, 1, worker)
+
+    assert dtype == "float32"
+    assert not np.array_equal(mine, master)
+    np.testing.assert_allclose(mine, master, rtol=2**-8)
+
+
+def test_a_worker_that_joins_later_goes_on_at_the_clock(run_workers):
+    """Its schedules, too: iterations is the clock."""
+
+    def worker(ps):
+        model = small_model()
+        if ps.rank == 1:
+            ps.barrier("trained")
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+        optimizer = psd.distribute(model, keras.optimizers.SGD(schedule), ps=ps, consistency="async")
+        start = int(optimizer.iterations)
+        if ps.rank == 0:
+            model.compile(optimizer=optimizer, loss="mse")
+            fit(model)
+            ps.barrier("trained")
+        return start, float(optimizer.learning_rate), int(optimizer.iterations)
+
+    (start, rate, iterations), (start2, _, _) = run_workers(2, 1, worker)
+
+    assert (start, iterations) == (0, EPOCHS * STEPS)
+    assert rate == pytest.approx(0.1 / 8)
+    assert start2 >= 0
