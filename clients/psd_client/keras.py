@@ -148,7 +148,7 @@ class _Distributed:
     Attributes:
         batch_size: samples behind the gradients of the next step, 1 unless the program sets it. Workers with batches of
             different sizes set theirs before each step, so that the mean over all samples comes out right.
-        error: what the last step has raised, or None. In graph mode TensorFlow raises tf.errors.UnknownError in its place.
+        error: what the last step has raised, or None. In graph mode TensorFlow raises a tf.errors.OpError in its place.
     """
 
     _link: Link

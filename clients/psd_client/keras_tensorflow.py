@@ -2,8 +2,7 @@
 
 Its inputs are TensorFlow's own memory, one array per gradient; one numpy.concatenate per run of neighbours copies them into the
 flat buffers, from which they travel. Its outputs are the views of the flat parameter buffer, which TensorFlow copies into the
-variables with one assignment each, inside of the graph. So each number is copied once on either way, and Python does nothing
-per tensor but name it. (TensorFlow copies because it does not own that memory; the tests see to it that it does.)
+variables, inside of the graph. So each number is copied once on either way, and Python does nothing per tensor but name it.
 
 XLA cannot compile a call of Python; psd_client/keras.py keeps Keras from trying. Must not know shards, sessions or rules. Only
 this module imports TensorFlow.
@@ -96,7 +95,8 @@ class TensorFlowLink(Link):
             for index, start in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
                 if index not in gradients:
                     continue
-                # An embedding's IndexedSlices become a dense gradient here: psd's shards have no sparse one.
+                # An embedding's IndexedSlices become a dense gradient here. That is what they stand for; Keras's own rules
+                # differ from it where an id occurs twice in a batch: they add up the squares of its parts.
                 flat = tf.reshape(tf.cast(tf.convert_to_tensor(gradients[index]), space.dtype.name), [-1])
                 stop = start + self.declaration.tensors[index].size
                 if runs and runs[-1].space == number and runs[-1].stop == start:
@@ -120,4 +120,7 @@ class TensorFlowLink(Link):
         for index, value in zip(indices, values, strict=True):
             variable = self.declaration.variables[index]
             value.set_shape(variable.shape)
-            variable.assign(tf.cast(value, variable.dtype))
+            # TensorFlow takes what Python returns without copying it, and a variable likewise what it is assigned. So without
+            # a copy the variable would be the buffer, and change with the next pull.
+            is_master = self.declaration.tensors[index].master_dtype == variable.dtype
+            variable.assign(tf.raw_ops.DeepCopy(x=value) if is_master else tf.cast(value, variable.dtype))

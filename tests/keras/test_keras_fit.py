@@ -5,7 +5,17 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from helpers_keras import EPOCHS, STEPS, assert_close, data, distribute_in_order, fit, set_values, small_model, train_alone
+from helpers_keras import (
+    EPOCHS,
+    STEPS,
+    assert_close,
+    data,
+    distribute_in_order,
+    fit,
+    set_values,
+    small_model,
+    train_alone,
+)
 
 import psd_client
 import psd_client.keras as psd
@@ -163,7 +173,7 @@ def test_variables_of_low_precision_have_a_float32_master(run_workers):
         model.compile(optimizer=optimizer, loss="mse")
         fit(model)
         master = ps.parameters.views[0]
-        return master.dtype.name, np.asarray(keras.ops.cast(model.weights[0], "float32")), master.copy()
+        return master.dtype.name, keras.ops.convert_to_numpy(keras.ops.cast(model.weights[0], "float32")), master.copy()
 
     ((dtype, mine, master),) = run_workers(1, 1, worker)
 

@@ -45,9 +45,10 @@ def test_xla_is_switched_off_with_a_warning(run_workers):
     assert run_workers(1, 1, worker) == [False]
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("wrap", [tf.function, lambda step: step], ids=["graph", "eager"])
 def test_tapes_with_gradients_that_are_missing_or_sparse(run_workers, wrap):
-    """An embedding's IndexedSlices, with a row twice, and a layer that the loss does not depend on."""
+    """An embedding's IndexedSlices, with rows that occur twice, and a layer that the loss does not depend on."""
 
     def build():
         table = keras.layers.Embedding(7, 3, name="table")
@@ -60,7 +61,7 @@ def test_tapes_with_gradients_that_are_missing_or_sparse(run_workers, wrap):
         model.set_weights([rng.normal(size=w.shape).astype(w.dtype) for w in model.get_weights()])
         return model
 
-    def train(model, optimizer, rows, weight=1.0):
+    def train(model, optimizer, rows, given=lambda gradient: gradient):
         rng = np.random.default_rng(6)
 
         @wrap
@@ -68,7 +69,8 @@ def test_tapes_with_gradients_that_are_missing_or_sparse(run_workers, wrap):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((model(ids)[0] - targets) ** 2)
             variables = model.trainable_variables
-            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            gradients = [g if g is None else given(g) for g in tape.gradient(loss, variables)]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         for _ in range(6):
             ids, targets = rng.integers(0, 7, (8, 4)), rng.normal(size=(8, 4, 1)).astype(np.float32)
@@ -78,13 +80,11 @@ def test_tapes_with_gradients_that_are_missing_or_sparse(run_workers, wrap):
     def worker(ps):
         model = build()
         optimizer = distribute_in_order(ps, model, keras.optimizers.Adam(0.05))
-        with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
-            return train(model, optimizer, slice(4 * ps.rank, 4 * ps.rank + 4))
+        return train(model, optimizer, slice(4 * ps.rank, 4 * ps.rank + 4))
 
-    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
-        expected = train(build(), keras.optimizers.Adam(0.05), slice(0, 8))
-    (weights,) = [run_workers(2, 2, worker)[0]]
-    assert_close(weights, expected)
+    expected = train(build(), keras.optimizers.Adam(0.05), slice(0, 8), tf.convert_to_tensor)
+    for weights in run_workers(2, 2, worker):
+        assert_close(weights, expected)
 
 
 def test_variables_do_not_share_memory_with_the_buffers(run_workers):
@@ -116,7 +116,7 @@ def test_errors_keep_their_type_in_eager_mode_and_are_kept_in_graph_mode(run_wor
             optimizer.apply(bad)
         model.compile(optimizer=optimizer, loss="mse")
         x, y = data()
-        with pytest.raises(tf.errors.UnknownError, match="NonFiniteGradient: worker 0: the gradient of"):
+        with pytest.raises(tf.errors.OpError, match="NonFiniteGradient: worker 0: the gradient of"):
             model.train_on_batch(x[0] * np.nan, y[0])
         assert isinstance(optimizer.error, psd_client.NonFiniteGradient)
         model.train_on_batch(x[0], y[0])
@@ -128,7 +128,10 @@ def test_errors_keep_their_type_in_eager_mode_and_are_kept_in_graph_mode(run_wor
 
 def test_tf_distribute_is_refused():
     """psd takes its place."""
-    with tf.distribute.OneDeviceStrategy("cpu:0").scope(), pytest.raises(psd_client.InvalidRequest, match="psd takes its place"):
+    with (
+        tf.distribute.OneDeviceStrategy("cpu:0").scope(),
+        pytest.raises(psd_client.InvalidRequest, match="psd takes its place"),
+    ):
         psd.distribute(small_model(), momentum(), ps=object())
 
 

@@ -27,12 +27,16 @@ def stepped():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: keras.optimizers.Muon(), TypeError, "keras.optimizers.Muon is not supported by psd; supported: SGD, Adagrad"),
-        (lambda: keras.optimizers.Adafactor(), TypeError, "keras.optimizers.Adafactor is not supported"),
+        (keras.optimizers.Muon, TypeError, "keras.optimizers.Muon is not supported by psd; supported: SGD, Adagrad"),
+        (keras.optimizers.Adafactor, TypeError, "keras.optimizers.Adafactor is not supported"),
         (lambda: MySGD(0.1), TypeError, "MySGD is not one of keras.optimizers, and the shards cannot run its code"),
         (lambda: 0.1, TypeError, "expected one of keras.optimizers, or its name, got 0.1"),
         (lambda: psd_client.SGD(lr=0.1), TypeError, "expected one of keras.optimizers"),
-        (lambda: SGD(0.1, clipnorm=1.0), psd_client.InvalidRequest, "SGD: clipnorm=1.0 is not supported .* use global_clipnorm"),
+        (
+            lambda: SGD(0.1, clipnorm=1.0),
+            psd_client.InvalidRequest,
+            "SGD: clipnorm=1.0 is not supported .* use global_clipnorm",
+        ),
         (lambda: SGD(0.1, clipvalue=1.0), psd_client.InvalidRequest, "SGD: clipvalue=1.0 is not supported"),
         (lambda: SGD(0.1, use_ema=True), psd_client.InvalidRequest, "SGD: use_ema=True is not supported"),
         (lambda: SGD(0.1, gradient_accumulation_steps=2), psd_client.InvalidRequest, "gradient_accumulation_steps=2 is not"),
@@ -99,7 +103,7 @@ def test_a_learning_rate_out_of_range_is_refused(run_workers):
         model = small_model()
         optimizer = psd.distribute(model, SGD(0.1), ps=ps)
         optimizer.learning_rate = -1.0
-        with pytest.raises(psd_client.InvalidRequest, match="lr: must be >= 0, got -1.0"):
+        with pytest.raises(psd_client.InvalidRequest, match="must be >= 0, got -1"):
             optimizer.apply([keras.ops.ones(v.shape) for v in model.trainable_variables])
         return ps.clock
 

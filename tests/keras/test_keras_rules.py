@@ -5,7 +5,18 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from helpers_keras import BATCH, EPOCHS, STEPS, assert_close, data, distribute_in_order, fit, fit_worker, small_model, train_alone
+from helpers_keras import (
+    BATCH,
+    EPOCHS,
+    STEPS,
+    assert_close,
+    data,
+    distribute_in_order,
+    fit,
+    fit_worker,
+    small_model,
+    train_alone,
+)
 
 import psd_client.keras as psd
 
@@ -91,7 +102,8 @@ def test_uneven_batches_are_weighted_by_their_samples(run_workers):
 
 
 @pytest.mark.parametrize(
-    ("consistency", "kind"), [("async", keras.optimizers.SGD), ("async", keras.optimizers.Adam), ("ssp:2", keras.optimizers.Adam)]
+    ("consistency", "kind"),
+    [("async", keras.optimizers.SGD), ("async", keras.optimizers.Adam), ("ssp:2", keras.optimizers.Adam)],
 )
 def test_without_rounds_the_same_task_converges(run_workers, consistency, kind):
     """To what sync reaches, roughly: stale gradients cost something."""
