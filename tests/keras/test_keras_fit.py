@@ -22,7 +22,7 @@ import psd_client.keras as psd
 
 
 def test_callbacks_schedule_stop_and_store(run_workers, tmp_path):
-    """LearningRateScheduler changes the rate on all workers alike, ModelCheckpoint stores, EarlyStopping ends after 2 epochs."""
+    """LearningRateScheduler changes the rate on all workers alike, ModelCheckpoint stores, EarlyStopping ends it."""
 
     def callbacks(rank):
         return [

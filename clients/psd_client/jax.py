@@ -1,0 +1,132 @@
+"""The JAX face: `distribute` makes a pytree of parameters and an optimizer's slots live on the shards.
+
+    params, transformation = psd.distribute(params, psd_client.Adam(lr=1e-3))
+    state = transformation.init(params)
+    ...
+    updates, state = transformation.update(gradients, state, params)
+    params = optax.apply_updates(params, updates)  # or jax.tree.map(jax.numpy.add, params, updates)
+
+The transformation has optax's form and needs no optax. Its update is a push_pull: the updates are what leads from `params` to
+the shards' parameters (to the last bit but one: a sum of floating-point numbers rounds). It works under jax.jit, by an ordered
+io_callback. Must not know blocks, shards or messages. Only this module imports JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.staleness import parse_staleness
+from psd_client.client import ParameterServer, connect
+from psd_client.optimizers import Optimizer, scalar_values
+from psd_client.tensors import fill, tensor_specs
+
+__all__ = ["distribute", "GradientTransformation"]
+
+Params = Any
+State = Any
+
+
+class GradientTransformation(NamedTuple):
+    """As optax's: `init(params) -> state`, `update(gradients, state, params, batch_size=1) -> (updates, state)`.
+
+    The state is the worker's clock. batch_size: samples behind the gradients. Outside of jax.jit `update` raises psd's errors;
+    inside, JAX raises its own, with their text.
+    """
+
+    init: Callable[[Params], State]
+    update: Callable[..., tuple[Params, State]]
+
+
+def distribute(
+    params: Params,
+    optimizer: Optimizer,
+    *,
+    learning_rate: Callable[[int], float] | None = None,
+    ps: ParameterServer | None = None,
+    staleness: str = "",
+    connect_args: dict[str, Any] | None = None,
+    **declare_args: Any,
+) -> tuple[Params, GradientTransformation]:
+    """Declare parameters; returns the job's current ones, which are the first worker's at first, and the transformation.
+
+    Args:
+        params: a pytree of float32, float64, float16 or bfloat16 arrays.
+        optimizer: one of psd_client's, such as psd_client.Adam(lr=1e-3) or CustomRule.
+        learning_rate: a schedule, clock -> number, in the place of the optimizer's lr; computed outside of JAX.
+        ps: a connection; None connects with `connect_args`, as psd_client.connect does, or from the environment.
+        staleness: see ParameterServer.declare.
+        declare_args: consistency, reduce, quorum, aggregation, clip_norm, nan_policy of ParameterServer.declare.
+
+    Raises:
+        TypeError, InvalidRequest, InvalidTensor: an argument that psd cannot train; the message names it.
+        SpecMismatch: another worker has declared something else.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
+    if ps is not None and connect_args:
+        raise TypeError("distribute: pass either ps or connect_args; ps is connected already")
+    stale, stale_scalars = parse_staleness(staleness)
+    spec = replace(optimizer.group(), staleness=stale)
+    if learning_rate is not None and "lr" not in spec.info.scalars:
+        raise InvalidRequest(f"learning_rate: the rule {spec.rule!r} has none")
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="/") or "params": np.asarray(leaf) for path, leaf in paths}
+    if len(arrays) < len(paths):
+        raise InvalidTensor("params: two leaves have the same path; rename a key")
+    tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in tensors]
+    connection = ps if ps is not None else connect(**(connect_args or {}))
+    try:
+        connection.declare_tensors(tensors, [spec], initial=fill(arrays), **declare_args)
+    except BaseException:
+        if ps is None:
+            connection.close()
+        raise
+
+    def pulled(leaves: list[Any]) -> list[Any]:
+        """The shards' parameters, in the dtypes of the given leaves; copies, since the next pull writes to the buffer."""
+        views = connection.parameters.views
+        return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
+
+    def step(batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+        for view, gradient in zip(connection.gradients.views, gradients, strict=True):
+            view[...] = np.asarray(gradient)
+        options = {**optimizer.option_values(), **stale_scalars}
+        if learning_rate is not None:
+            options["lr"] = learning_rate(connection.clock)
+        connection.push_pull_flat([scalar_values(spec, options, 0)], float(batch_size))
+        return np.asarray(connection.clock, np.int32), *connection.parameters.views
+
+    def init(params: Params) -> State:
+        _leaves(params, tree, "params")
+        return jax.numpy.asarray(connection.clock, "int32")
+
+    def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
+        given, old = _leaves(gradients, tree, "gradients"), _leaves(params, tree, "params")
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
+            clock = jax.ShapeDtypeStruct((), "int32")
+            state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)
+            new = [value.astype(leaf.dtype) for value, leaf in zip(new, old, strict=True)]
+        else:
+            state = jax.numpy.array(step(batch_size, *given)[0])
+            new = pulled(old)
+        return jax.tree.unflatten(tree, [value - leaf for value, leaf in zip(new, old, strict=True)]), state
+
+    leaves = [jax.numpy.asarray(leaf) for _, leaf in paths]
+    return jax.tree.unflatten(tree, pulled(leaves)), GradientTransformation(init, update)
+
+
+def _leaves(values: Params, tree: Any, what: str) -> list[Any]:
+    leaves: list[Any]
+    leaves, found = jax.tree.flatten(values)
+    if found != tree:
+        raise InvalidTensor(f"{what}: expected the tree that was declared, {tree}, got {found}")
+    return leaves

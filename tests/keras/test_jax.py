@@ -1,0 +1,124 @@
+"""The JAX face: an optax-style transformation whose updates lead to what the shards hold."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import psd_client
+import psd_client.jax as psd
+
+STEPS = 12
+
+
+def start(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "hidden": {"w": jnp.asarray(rng.normal(size=(5, 4)), "float32"), "b": jnp.zeros(4)},
+        "out": [jnp.asarray(rng.normal(size=(4, 2)), "float32")],
+    }
+
+
+def batch(step):
+    rng = np.random.default_rng(100 + step)
+    return jnp.asarray(rng.normal(size=(8, 5)), "float32"), jnp.asarray(rng.normal(size=(8, 2)), "float32")
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"]) @ params["out"][0] - y) ** 2)
+
+
+def adam_alone(rate):
+    """Kingma and Ba, with epsilon where torch has it."""
+    params = start()
+    m = v = jax.tree.map(jnp.zeros_like, params)
+    for t in range(1, STEPS + 1):
+        g = jax.grad(loss)(params, *batch(t))
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
+        v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, v, g)
+        params = jax.tree.map(
+            lambda p, m, v, t=t: p - rate(t - 1) * m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8), params, m, v
+        )
+    return params
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize("rate", [lambda clock: 0.01, lambda clock: 0.02 / (1 + clock)], ids=["constant", "schedule"])
+def test_two_workers_on_two_shards_equal_one_process(run_workers, wrap, rate):
+    """Uneven shares of each batch; rank 1 begins with other values."""
+
+    def worker(ps):
+        if ps.rank == 1:
+            ps.barrier("declared")
+        params, transformation = psd.distribute(start(ps.rank), psd_client.Adam(), learning_rate=rate, ps=ps)
+        if ps.rank == 0:
+            ps.barrier("declared")
+        state = transformation.init(params)
+        rows = slice(0, 2) if ps.rank == 0 else slice(2, 8)
+
+        @wrap
+        def step(params, state, x, y):
+            gradients = jax.grad(loss)(params, x, y)
+            updates, state = transformation.update(gradients, state, params, batch_size=len(x))
+            return jax.tree.map(jnp.add, params, updates), state
+
+        for t in range(1, STEPS + 1):
+            x, y = batch(t)
+            params, state = step(params, state, x[rows], y[rows])
+        return params, int(state)
+
+    expected = adam_alone(rate)
+    for params, clock in run_workers(2, 2, worker):
+        assert clock == STEPS
+        jax.tree.map(lambda mine, right: np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5), params, expected)
+
+
+def test_large_arrays_pass_through_jit(run_workers):
+    """Callbacks with arrays of megabytes; what JAX holds is not the buffer of the next pull."""
+
+    def worker(ps):
+        params, transformation = psd.distribute(jnp.ones((1024, 1024)), psd_client.SGD(lr=1.0), ps=ps)
+        update = jax.jit(lambda params, state: transformation.update(0.25 * params, state, params))
+        kept = []
+        for _ in range(3):
+            updates, _ = update(params, jnp.int32(0))
+            params = params + updates
+            kept.append(params)
+        return [float(value[-1, -1]) for value in kept], ps.parameters.layout.spec.tensors[0].name
+
+    assert run_workers(1, 2, worker) == [([0.75, 0.5625, 0.421875], "params")]
+
+
+def test_errors_keep_their_type_outside_of_jit(run_workers):
+    """And their text inside."""
+
+    def worker(ps):
+        params, transformation = psd.distribute({"a": jnp.ones(3), "b/c": jnp.ones(2)}, psd_client.SGD(lr=0.1), ps=ps)
+        state = transformation.init(params)
+        bad = jax.tree.map(lambda p: p * jnp.nan, params)
+        with pytest.raises(psd_client.NonFiniteGradient, match="the gradient of 'a' at step 0"):
+            transformation.update(bad, state, params)
+        with pytest.raises(Exception, match="NonFiniteGradient: worker 0: the gradient of 'a' at step 0"):
+            jax.block_until_ready(jax.jit(transformation.update)(bad, state, params))
+        with pytest.raises(psd_client.InvalidTensor, match="gradients: expected the tree that was declared"):
+            transformation.update({"a": bad["a"]}, state, params)
+        return ps.clock
+
+    assert run_workers(1, 1, worker) == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"optimizer": 0.1}, TypeError, "expected one of psd_client's, such as psd_client.Adam"),
+        ({"ps": object(), "connect_args": {"servers": "x:1"}}, TypeError, "pass either ps or connect_args"),
+        ({"params": {"n": jnp.ones(2, "int32")}}, psd_client.InvalidTensor, "params\\['n'\\]: dtype must be one of"),
+        ({"params": {"a": [jnp.ones(2)], "a/0": jnp.ones(2)}}, psd_client.InvalidTensor, "two leaves have the same path"),
+    ],
+)
+def test_arguments_are_refused(arguments, error, message):
+    arguments = {"params": {"w": jnp.ones(2)}, "optimizer": psd_client.SGD(lr=0.1), **arguments}
+    with pytest.raises(error, match=message):
+        psd.distribute(**arguments)
