@@ -1,4 +1,5 @@
-# Development commands; `make` lists them. Each sets up .venv first, again only when something that it is made of has changed.
+# Development commands; `make` lists them. Each sets up .venv first (test-keras: .venv-keras), again only when something that it
+# is made of has changed.
 
 PYTHON ?=
 PIP_FLAGS ?=
@@ -6,15 +7,18 @@ DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 BIN := .venv/bin
+BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
+INSTALLED_KERAS := .venv-keras/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
 
-.PHONY: help setup demo test chaos bench lint clean
+.PHONY: help setup demo test test-keras chaos bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
-	@echo "make test    lint and run all tests"
+	@echo "make test    lint and run all tests but those of test-keras"
+	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
@@ -49,6 +53,18 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) || status=$$?; \
 	exit $$status
 
+$(INSTALLED_KERAS): $(SOURCES) .ci/constraints-keras.txt
+	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup keras
+
+# Keras has one backend in a process, so they run once on each.
+test-keras: $(INSTALLED_KERAS)
+	@status=0; \
+	for backend in tensorflow torch; do \
+		echo "== pytest, Keras on $$backend"; \
+		KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=2 $(BIN_KERAS)/python -m pytest tests/keras $(PYTEST_FLAGS) || status=$$?; \
+	done; \
+	exit $$status
+
 # What `make test` has in a short form, at length; every seed is printed.
 chaos: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/recovery -m chaos $(PYTEST_FLAGS)
@@ -63,6 +79,6 @@ bench: $(INSTALLED)
 	exit $$status
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-keras build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c
 	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
