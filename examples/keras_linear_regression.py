@@ -4,8 +4,8 @@ $ psd-run --shards 1 --workers 2 examples/keras_linear_regression.py
 $ psd-run --shards 1 --workers 2 examples/keras_linear_regression.py --mode async
 $ psd-run --shards 1 --workers 2 --checkpoint-dir run --checkpoint-secs 60 examples/keras_linear_regression.py
 
-The last line stores a checkpoint every minute and one at the end; given again, it goes on where the checkpoint is. All workers run
-the same lines: none is chief. docs/migrating.md has this script beside its TensorFlow 1 original. KERAS_BACKEND=torch does, too.
+The last line stores a checkpoint every minute and one at the end; given again, it goes on where the checkpoint is. All workers
+run the same lines: none is chief. docs/migrating.md has this script beside its TensorFlow 1 original.
 """
 
 from __future__ import annotations

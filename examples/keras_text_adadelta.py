@@ -46,7 +46,7 @@ def build(units: int) -> keras.Model:
 
 
 def batches(text: Codes, rank: int, step: int, size: int, length: int) -> Iterator[tuple[Codes, Codes]]:
-    """Pieces of the text and the same one character on, without end. They follow from rank and step: a restored run has others."""
+    """Pieces of the text, and the same one character on, without end. They follow from rank and step."""
     while True:
         starts = np.random.default_rng((rank, step)).integers(0, len(text) - length, size)
         pieces = text[starts[:, None] + np.arange(length + 1)]
