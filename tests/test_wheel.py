@@ -67,10 +67,10 @@ def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked)
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import psd, psd_core", {"torch", "tensorflow", "grpc", "psd_client"}),
+        ("import psd, psd_core", {"torch", "tensorflow", "keras", "jax", "grpc", "psd_client"}),
         ("import psd.state.shard, psd.contract.environment", {"torch", "tensorflow", "grpc", "psd_client"}),
-        ("import psd.rim.server, psd.cli.server, psd.cli.run", {"torch", "tensorflow", "psd_client"}),
-        ("import psd_client", {"torch", "tensorflow"}),
+        ("import psd.rim.server, psd.cli.server, psd.cli.run", {"torch", "tensorflow", "keras", "jax", "psd_client"}),
+        ("import psd_client", {"torch", "tensorflow", "keras", "jax"}),
     ],
 )
 def test_imports_from_the_wheel_load_no_more_than_they_need(unpacked, statement, absent):
