@@ -2,8 +2,8 @@
 
     .venv-keras/bin/python benchmarks/keras_step.py [--model mlp] [--transport shm] [--steps 200] [--json FILE]
 
-One worker, one shard each. Gradients are there already, as back-propagation leaves them, in memory of the framework's; a step copies
-them to where they are sent from, pushes, pulls, and copies the parameters into the model. Three take turns, a step each:
+One worker, one shard each. Gradients are there already, as back-propagation leaves them, in memory of the framework's; a step
+copies them to where they are sent from, pushes, pulls, and copies the parameters into the model. Three take turns, a step each:
 
     torch client      psd_client.torch, optimizer.step()
     keras, graph      psd_client.keras, optimizer.apply in a tf.function, as model.fit calls it
@@ -84,7 +84,7 @@ def with_keras(
     optimizer = psd_client.keras.distribute(model, keras.optimizers.SGD(work.LR), ps=ps)
     gradients = [tf.constant(gradient) for gradient in gradients_of(shapes)]
     apply = tf.function(optimizer.apply) if is_graph else optimizer.apply
-    return lambda: apply(gradients), lambda: model.get_weights()
+    return lambda: apply(gradients), model.get_weights
 
 
 def main() -> int:
