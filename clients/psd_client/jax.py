@@ -111,6 +111,9 @@ def distribute(
 
     def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
         given, old = _leaves(gradients, tree, "gradients"), _leaves(params, tree, "params")
+        for tensor, leaf in zip(tensors, given, strict=True):
+            if tuple(leaf.shape) != tensor.shape:
+                raise InvalidTensor(f"gradients[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
             clock = jax.ShapeDtypeStruct((), "int32")
             state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)

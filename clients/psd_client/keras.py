@@ -105,6 +105,7 @@ def distribute(
         raise
     model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
     result = DistributedOptimizer(given, link)
+    link.is_scaled = is_scaled
     if not is_scaled:
         return result
     return DistributedLossScaleOptimizer(result, link, scaler or keras.optimizers.LossScaleOptimizer(given))
@@ -202,6 +203,20 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         self._link = link
         self.build(link.declaration.variables[: link.declaration.trained])
         self._iterations.assign(link.ps.clock)
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """As in Keras: a fixed one. None can be set only by `distribute`: a LossScaleOptimizer around this one would do so."""
+        return self._loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        if value is None and getattr(self, "_link", None) is not None and not self._link.is_scaled:
+            raise InvalidRequest(
+                "LossScaleOptimizer: it would leave out steps for which the other workers wait; set the dtype policy, or pass "
+                'the LossScaleOptimizer to distribute(), with nan_policy="skip"'
+            )
+        self._loss_scale_factor = value
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         """Keras's hook for the update itself: gradients are there, and unscaled by a fixed loss_scale_factor."""

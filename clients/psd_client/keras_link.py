@@ -27,6 +27,7 @@ class Link:
         batch_size: samples behind the gradients of the next step.
         error: what the last step has raised, or None: in graph mode TensorFlow raises an error of its own in its place.
         is_skipped: whether the last step's round was skipped; a tensor of the backend, in graph mode a symbolic one.
+        is_scaled: the loss is scaled dynamically, by one who knows of rounds that are skipped.
     """
 
     def __init__(self, declaration: Declaration, connection: ParameterServer, **arguments: Any) -> None:
@@ -35,6 +36,7 @@ class Link:
         self.batch_size = 1.0
         self.error: BaseException | None = None
         self.is_skipped: Any = False
+        self.is_scaled = False
         self._lock = threading.Lock()
         connection.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
 

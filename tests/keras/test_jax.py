@@ -104,6 +104,8 @@ def test_errors_keep_their_type_outside_of_jit(run_workers):
             jax.block_until_ready(jax.jit(transformation.update)(bad, state, params))
         with pytest.raises(psd_client.InvalidTensor, match="gradients: expected the tree that was declared"):
             transformation.update({"a": bad["a"]}, state, params)
+        with pytest.raises(psd_client.InvalidTensor, match=r"gradients\['a'\]: shape must be \(3,\), got \(1,\)"):
+            transformation.update({**params, "a": jnp.ones(1)}, state, params)
         return ps.clock
 
     assert run_workers(1, 1, worker) == [0]

@@ -164,6 +164,18 @@ def test_mixed_precision_by_policy_equals_one_process(run_workers):
     assert_close(weights, train_alone(lambda: keras.optimizers.SGD(0.1), lambda: build("mixed_float16")))
 
 
+def test_a_loss_scale_optimizer_around_the_result_is_refused(run_workers):
+    """It would not push where it finds an infinity."""
+
+    def worker(ps):
+        optimizer = psd.distribute(small_model(), keras.optimizers.SGD(0.1, loss_scale_factor=8.0), ps=ps)
+        with pytest.raises(psd_client.InvalidRequest, match="LossScaleOptimizer: it would leave out steps"):
+            keras.optimizers.LossScaleOptimizer(optimizer)
+        return optimizer.loss_scale_factor
+
+    assert run_workers(1, 1, worker) == [8.0]
+
+
 def test_variables_of_low_precision_have_a_float32_master(run_workers):
     """Steps too small for bfloat16 add up on the shards."""
 
