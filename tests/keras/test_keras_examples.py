@@ -1,4 +1,4 @@
-"""The examples of docs/migrating.md, started as their docstrings say, in a short form."""
+"""The examples of docs/migrating.md and the benchmark, started as their docstrings say, in a short form."""
 
 from __future__ import annotations
 
@@ -85,3 +85,13 @@ def test_the_page_names_what_there_is():
     assert [option for option in options if option not in known] == []
     assert len(files) > 3
     assert [name for name in files if not (ROOT / "docs" / name).exists()] == []
+
+
+def test_the_benchmark_verifies_what_it_measures(tmp_path):
+    """To the bit, with gradients of several blocks; its figures mean nothing here."""
+    figures = tmp_path / "figures"
+
+    done = run(str(ROOT / "benchmarks/keras_step.py"), "--model", "mlp", "--steps", "3", "--json", str(figures))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(json.loads(figures.read_text())["median_s"]) == ["keras, eager", "keras, graph", "torch client"]
