@@ -56,6 +56,7 @@ class TensorFlowLink(Link):
         if not tf.executing_eagerly():
             clock, self.is_skipped = self._exchange(rate, named)
             return clock
+        self.error = None
         try:
             clock, self.is_skipped = self._compiled_exchange(rate, named)
         except tf.errors.OpError:
