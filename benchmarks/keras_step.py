@@ -9,8 +9,9 @@ copies them to where they are sent from, pushes, pulls, and copies the parameter
     keras, graph      psd_client.keras, optimizer.apply in a tf.function, as model.fit calls it
     keras, eager      the same outside of one
 
-It needs an interpreter that has Keras, TensorFlow and PyTorch, such as that of `make test-keras`. What has been computed is
-verified, to the bit. Exit status: 1 if it is wrong; the criterion does not decide.
+It needs an interpreter that has Keras, TensorFlow and PyTorch, such as that of `make test-keras`, and runs as psd-run starts
+workers: with malloc settings that spare fresh memory, which TensorFlow would else take for the variables in each step. What
+has been computed is verified, to the bit. Exit status: 1 if it is wrong; the criterion does not decide.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import torch
-from _processes import Shard, cleanly
+from _processes import Shard, cleanly, environment
 from _report import Criterion, ratio
 from numpy.typing import NDArray
 from peers import work
@@ -40,6 +41,7 @@ import psd_client.keras
 import psd_client.torch
 
 WARM_UP = 10
+STARTED = "PSD_KERAS_STEP_STARTED"
 MNIST = [(3, 1, 3, 3), (3,), (10, 192), (10,)]
 """The ConvNet of examples/mnist.py."""
 
@@ -96,6 +98,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="timed ones of each kind (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
+    if os.environ.get(STARTED) is None:  # malloc reads its settings when a process begins
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "KERAS_BACKEND": "tensorflow", STARTED: "1"})
     shapes = MNIST if args.model == "mnist" else work.shapes_of(args.model)
     about = report.machine()
     with cleanly() as stack:
