@@ -64,7 +64,8 @@ test-keras: $(INSTALLED_KERAS)
 	@status=0; \
 	for backend in tensorflow torch; do \
 		echo "== pytest, Keras on $$backend"; \
-		KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=2 $(BIN_KERAS)/python -m pytest tests/keras $(PYTEST_FLAGS) || status=$$?; \
+		KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=2 $(BIN_KERAS)/python -m pytest --numprocesses 2 --dist loadfile \
+			tests/keras $(PYTEST_FLAGS) || status=$$?; \
 	done; \
 	exit $$status
 
