@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from _contenders import Contender, Starter
-from _processes import ProcessFailed, Refused
+from _processes import ProcessFailed, Refused, cleanly
 from _report import progress
 
 from psd.contract.config import ConfigError
@@ -73,6 +74,28 @@ class Match:
         if not isinstance(error, Refused):
             self.failed.append(name)
         print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+
+
+def over_transports(
+    transports: list[str], measure: Callable[[str], list[dict[str, Any]]]
+) -> tuple[list[str], list[dict[str, Any]], dict[str, str], int]:
+    """Measure over one transport after the other.
+
+    Returns:
+        those that are usable; what `measure` has found, all together; why some are left out, by name; how many of these failed
+        by more than a refusal.
+    """
+    able, left_out = usable(transports)
+    results: list[dict[str, Any]] = []
+    failed = 0
+    with cleanly():
+        for transport in able:
+            try:
+                results += measure(transport)
+            except ProcessFailed as error:
+                left_out[f"psd {transport}"] = str(error)
+                failed += not isinstance(error, Refused)
+    return able, results, left_out, failed
 
 
 def usable(transports: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -33,9 +33,9 @@ from typing import Any
 import _contenders as contenders
 import _report as report
 from _contenders import Contender
-from _processes import Peer, ProcessFailed, Refused, cleanly, descriptors, private_bytes
+from _processes import Peer, descriptors, private_bytes
 from _report import Criterion, ratio
-from _turns import usable
+from _turns import over_transports
 
 ATTACKS = (
     *(f"silence {where}" for where in ("grpc", "tcp", "local", "metrics")),
@@ -168,16 +168,7 @@ def main() -> int:
     if unknown:
         parser.error(f"--attacks: there is no {unknown[0]!r}; there are {', '.join(ATTACKS)}")
     about = report.machine()
-    transports, left_out = usable(args.transports)
-    results: list[dict[str, Any]] = []
-    failed = 0
-    with cleanly():
-        for transport in transports:
-            try:
-                results += measure(transport, args)
-            except ProcessFailed as error:
-                left_out[f"psd {transport}"] = str(error)
-                failed += not isinstance(error, Refused)
+    _, results, left_out, failed = over_transports(args.transports, lambda transport: measure(transport, args))
     print(f"{args.megabytes} MB of parameters, {args.workers} workers; ms per step, MB and descriptors by which the shard grew")
     print(report.machine_line(about) + "\n")
     rows = [

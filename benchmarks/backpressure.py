@@ -32,9 +32,9 @@ from typing import Any
 import _contenders as contenders
 import _report as report
 from _contenders import Contender
-from _processes import ProcessFailed, Refused, attached_bytes, cleanly, private_bytes, resident_bytes
+from _processes import attached_bytes, private_bytes, resident_bytes
 from _report import Criterion
-from _turns import usable
+from _turns import over_transports
 from peers import work
 
 HELD_S, FREE_S = 0.9, 0.1
@@ -135,16 +135,7 @@ def main() -> int:
     if args.megabytes < 1 or args.seconds <= 0:
         parser.error("--megabytes, --seconds: expected more than 0")
     about = report.machine()
-    transports, left_out = usable(args.transports)
-    results: list[dict[str, Any]] = []
-    failed = 0
-    with cleanly():
-        for transport in transports:
-            try:
-                results += measure(transport, args)
-            except ProcessFailed as error:
-                left_out[f"psd {transport}"] = str(error)
-                failed += not isinstance(error, Refused)
+    transports, results, left_out, failed = over_transports(args.transports, lambda transport: measure(transport, args))
     print(f"{args.megabytes} MB of parameters, {args.workers} workers push without pause; resident memory in MB")
     print(report.machine_line(about) + "\n")
     columns = ("before_bytes", "most_bytes_free", "most_bytes_held", "most_private_bytes", "bound_bytes")

@@ -26,9 +26,8 @@ from typing import Any
 import _contenders as contenders
 import _report as report
 from _contenders import Contender
-from _processes import ProcessFailed, Refused, cleanly
 from _report import Criterion
-from _turns import usable
+from _turns import over_transports
 from peers import work
 
 SCRAPE_S = 1.0
@@ -130,16 +129,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     about = report.machine()
-    transports, left_out = usable(args.transports)
-    results: list[dict[str, Any]] = []
-    failed = 0
-    with cleanly():
-        for transport in transports:
-            try:
-                results += measure(transport, args)
-            except ProcessFailed as error:
-                left_out[f"psd {transport}"] = str(error)
-                failed += not isinstance(error, Refused)
+    _, results, left_out, failed = over_transports(args.transports, lambda transport: measure(transport, args))
     print(f"{args.model}, {args.workers} workers, {args.rounds} rounds; ms per step, and ratios to the plain job")
     print(report.machine_line(about) + "\n")
     rows = [

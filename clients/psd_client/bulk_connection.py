@@ -28,8 +28,6 @@ HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
 CANCEL_S = 5.0
 """After a call was cancelled, how long the shard may take to let go of this worker's memory. It takes one block."""
-SMALL_BYTES = 64 << 10
-"""A push up to this size fits the sockets' buffers: it is sent before anything is read, by one thread."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
@@ -140,7 +138,7 @@ class BulkConnection:
         if part is not None:
             if self._has(part.buffers) and part.feed is None:
                 self._send_names(part)
-            elif part.feed is None and sum(block.nbytes for block in part.blocks) <= SMALL_BYTES:
+            elif part.is_small:  # sent before anything is read, by one thread
                 self._send_blocks(part)
             else:
                 if self._sender is None:

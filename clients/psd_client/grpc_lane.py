@@ -33,9 +33,6 @@ from psd_client.grpc_errors import may_be_tls, psd_error
 from psd_client.grpc_frames import Answer, initial_frames, push_messages
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
 
-SMALL_BYTES = 64 << 10
-"""Up to so much, a push_pull is one message each way: two copies more, but without what it costs to keep up a stream."""
-
 MESSAGE_BYTES_MAX = 32 << 20
 """As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 1 MiB."""
 
@@ -277,7 +274,7 @@ class GrpcLane(Lane):
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """Push and fetch, full duplex; small ones in one message each way."""
-        if part.feed is None and sum(block.nbytes for block in part.blocks) <= SMALL_BYTES:
+        if part.is_small:  # two copies more, but without what it costs to keep up a stream
             return self._push_pull_small(part, parameters, call)
         messages = self._push_frames(part)
         rpc = self._begin(

@@ -6,6 +6,7 @@ Must not know a framework, shards or messages.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from psd_client.flat import FlatBuffers
 from psd_client.keras_declaration import Declaration
 
 
-class Link:
+class Link(ABC):
     """One model's variables and one connection. A backend's half says how gradients get into the buffers, and parameters out.
 
     Args:
@@ -40,14 +41,15 @@ class Link:
         self._lock = threading.Lock()
         connection.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
 
+    @abstractmethod
     def _initialize(self, flat: FlatBuffers) -> None:
         """Write the model's values into the buffers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self) -> None:
         """Copy all that is declared from the buffers into the model: once, and after a pull."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
         """One step: gradients to the shards, new parameters into the model.
 
@@ -57,7 +59,6 @@ class Link:
         Returns:
             the worker's clock after the step, for Keras's `iterations`; a number or a tensor of the backend.
         """
-        raise NotImplementedError
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more."""

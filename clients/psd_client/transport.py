@@ -23,6 +23,9 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.feed import Feed, Outgoing
 from psd_client.flat import FlatBuffers
 
+SMALL_BYTES = 64 << 10
+"""See GradientPart.is_small."""
+
 
 class Cancelled(Exception):
     """The call's scope was cancelled, because another shard's call failed or the user interrupted. Never reaches the user."""
@@ -95,6 +98,11 @@ class GradientPart:
     buffers: FlatBuffers
     present: NDArray[np.bool_] | None
     feed: Feed | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """True if it is all there, and fits the buffers of a socket, or one message."""
+        return self.feed is None and sum(block.nbytes for block in self.blocks) <= SMALL_BYTES
 
     def outgoing(self) -> Iterator[Outgoing]:
         """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
