@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _network import Network
-from _processes import Peer, ProcessFailed, Shard, cpu_s
+from _processes import Peer, ProcessFailed, Shard, cpu_s, start_all
 from peers import work
 
 WORKERS_BOUND = 8
@@ -120,11 +120,7 @@ def psd(
             host = f"s{index}"
             listen, prefix = _listen(network, host), _on(network, host)
             servers.append(Shard(*flags, index=index, count=shards, listen=listen, prefix=prefix))
-        for server in servers:
-            server.start()
-            stack.callback(server.end)
-        for server in servers:
-            server.wait_ready()
+        start_all(stack, servers)
         told = {
             "servers": ",".join(server.address for server in servers),
             "world_size": workers,

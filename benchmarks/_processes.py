@@ -293,3 +293,12 @@ class Shard:
         with grpc.insecure_channel(self.address) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=600).name
+
+
+def start_all(stack: ExitStack, shards: Sequence[Shard]) -> None:
+    """Start shards side by side, and have the stack end them; returns when all of them serve."""
+    for shard in shards:
+        shard.start()
+        stack.callback(shard.end)
+    for shard in shards:
+        shard.wait_ready()

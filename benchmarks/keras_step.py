@@ -31,7 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import torch
-from _processes import Shard, cleanly, environment
+from _processes import Shard, cleanly, environment, start_all
 from _report import Criterion, ratio
 from numpy.typing import NDArray
 from peers import work
@@ -104,10 +104,7 @@ def main() -> int:
     about = report.machine()
     with cleanly() as stack:
         shards = [Shard() for _ in range(3)]
-        for shard in shards:
-            shard.start()
-            shard.wait_ready()
-            stack.callback(shard.end)
+        start_all(stack, shards)
         connections = [stack.enter_context(psd_client.connect(s.address, 0, 1, transport=args.transport)) for s in shards]
         contenders = {
             "torch client": with_torch(connections[0], shapes),

@@ -27,7 +27,7 @@ from typing import Any
 
 import _report as report
 import torch
-from _processes import Shard, cleanly
+from _processes import Shard, cleanly, start_all
 from _report import Criterion, ratio
 from torch import nn
 
@@ -92,10 +92,7 @@ def main() -> int:
     about = report.machine()
     with cleanly() as stack:
         shards = [Shard() for _ in range(3)]
-        for shard in shards:
-            shard.start()
-            shard.wait_ready()
-            stack.callback(shard.end)
+        start_all(stack, shards)
         idle, in_turn, overlapped = (
             Contender(shard.address, args.transport, overlap=index == 2) for index, shard in enumerate(shards)
         )

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _report as report
-from _processes import Peer, ProcessFailed, Shard, cleanly, descriptors, private_bytes
+from _processes import Peer, ProcessFailed, Shard, cleanly, descriptors, private_bytes, start_all
 from _report import Criterion
 from peers.work import COUNTS
 
@@ -51,11 +51,7 @@ class Soak:
             Shard(*flags, "--checkpoint-keep", "2", f"--metrics-port={port}", index=index, count=args.shards)
             for index, port in enumerate(self.ports)
         ]
-        for shard in self.shards:
-            shard.start()
-            stack.callback(shard.end)
-        for shard in self.shards:
-            shard.wait_ready()
+        start_all(stack, self.shards)
         self.servers = ",".join(shard.address for shard in self.shards)
         self.counts: dict[int, list[Path]] = {rank: [] for rank in range(WORLD)}
         self.workers = {rank: self.start(rank) for rank in range(WORLD)}
