@@ -95,7 +95,7 @@ class Limits:
         workers_max: ranks of one job. A waiting worker costs a thread (about 50 KiB resident), hence a limit at all.
         tensors_max: tensors of one job.
         elements_max: parameters of one job over all shards.
-        message_bytes_max: one gRPC message. Frames need 1 MiB and a header; a declaration about 64 bytes a tensor.
+        message_bytes_max: one gRPC message. Frames need 2 MiB and a header; a declaration about 64 bytes a tensor.
         name_bytes_max: the name of a tensor or a barrier, in UTF-8.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.

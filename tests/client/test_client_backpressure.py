@@ -12,17 +12,17 @@ from client_faults import Thread, until
 
 import psd_client
 from psd.contract.frames import WINDOW_BYTES
+from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import BUFFER_BYTES
 from psd.state.tickets import WaitKind
 
 ELEMENTS = 8 << 20
 """float32: 32 MiB."""
 
-BLOCK_BYTES = 1 << 20
 UNDER_WAY_MAX = {
-    "grpc": WINDOW_BYTES + 4 * BLOCK_BYTES,
+    "grpc": WINDOW_BYTES + 4 * BLOCK_BYTES_MAX,
     # Linux takes twice what is asked for, at each side.
-    "tcp": 4 * BUFFER_BYTES + BLOCK_BYTES,
+    "tcp": 4 * BUFFER_BYTES + BLOCK_BYTES_MAX,
 }
 STALL_S = 0.5
 

@@ -12,7 +12,7 @@ from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Block, Layout
 from psd_client.feed import Aborted, Feed
 
-SIZES = (300_000, 10, 600_000, 5, 40_000)
+SIZES = (600_000, 10, 1_200_000, 5, 80_000)
 
 
 def layout_of(shard_count: int = 1) -> Layout:
