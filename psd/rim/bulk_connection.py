@@ -181,7 +181,7 @@ class BulkConnection:
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         method = call.method
         is_push = method in (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
-        pushed = _Pushed(self._stream, self._scratch, self._attached) if is_push else None
+        pushed = _Pushed(self._stream, self._scratch, self._attached, self.rank) if is_push else None
         try:
             self._shard.check_draining()
             self._check_caller(call.push.caller.rank if is_push else call.pull.caller.rank)
@@ -278,12 +278,17 @@ class _Outgoing(NamedTuple):
 
 
 class _Pushed:
-    """The blocks of one push, from the messages after its CALL. `memory` gives what is attached."""
+    """The blocks of one push, from the messages after its CALL.
 
-    def __init__(self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory]) -> None:
+    Args:
+        memory: gives what is attached. rank: of the worker.
+    """
+
+    def __init__(self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory], rank: int) -> None:
         self._stream = stream
         self._scratch = scratch
         self._memory = memory
+        self._rank = rank
         self._unread = 0  # payload bytes of the last message
         self._is_last = False
 
@@ -300,11 +305,15 @@ class _Pushed:
                 if self._unread:
                     raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
                 memory = self._memory()
-                for i, block in enumerate(message.blocks):
+                # What has come together has no order, and the update of a round that is complete is left to the first call that
+                # reads the block: each worker's begins elsewhere, and they share the work.
+                begin = count * self._rank // memory.world_size
+                for left, i in zip(range(count, 0, -1), (*range(begin, count), *range(begin)), strict=True):
+                    block = message.blocks[i]
                     present = message.present[i] if message.present else b""
                     is_empty = present and not any(present)
                     gradient = memoryview(b"") if is_empty else memory.gradient(block)
-                    yield PushedBlock(block, present, gradient, is_lent=True)
+                    yield PushedBlock(block, present, gradient, is_lent=True, is_followed=left > 1)
             else:
                 if count > 1 or (self._unread and not count):
                     raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")

@@ -35,7 +35,7 @@ class WorkerMemory:
         InvalidRequest: the file is not as `attach` says, or not sealed, or a space does not fit.
 
     Attributes:
-        nonce: the file's first bytes. layout_digest: of the layout for which it was attached.
+        nonce: the file's first bytes. layout_digest, world_size: of the job for which it was attached.
     """
 
     def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout) -> None:
@@ -48,6 +48,7 @@ class WorkerMemory:
             raise InvalidRequest(f"size: {attach.size} bytes cannot be mapped: {error}") from error
         self.nonce = self._mapping[:NONCE_BYTES]
         self.layout_digest = layout.digest
+        self.world_size = layout.spec.world_size
         self._layout = layout
         self._gradients = self._spaces(gradients)
         self._parameters = self._spaces(parameters)

@@ -26,12 +26,14 @@ class PushedBlock(NamedTuple):
     Attributes:
         present: as in PushFrame.
         payload: read until the next block is asked for; if `is_lent`, until the call has ended.
+        is_followed: the next block is here already: what rounds have for the caller may wait until it is counted, too.
     """
 
     block: int
     present: bytes
     payload: memoryview
     is_lent: bool = False
+    is_followed: bool = False
 
 
 class Answer:
@@ -100,8 +102,8 @@ class DataPlane:
     ) -> Generator[Answer | data_pb2.PushReply]:
         """See DataService.PushPull: the blocks, as they are there, and last the push's reply.
 
-        A block is answered once the push has covered it: what a worker reads contains its own gradient. In the order of
-        covering, so that what is there first leaves first.
+        A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
+        leaves first.
         """
         began = self._now()
         push = self._begin(header, waiter)
@@ -113,6 +115,8 @@ class DataPlane:
                 self._take(push, pushed, waiter)
                 if len(push.covered) > covered:
                     pending.append(self._exchange.block(pushed.block))
+                if pushed.is_followed and self._exchange.has_rounds:
+                    continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     yield Answer(pending.popleft(), found)
             reply = self._exchange.end_push(push)

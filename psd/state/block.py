@@ -10,6 +10,7 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
+from psd.state import pages
 from psd.state.consistency import Policy
 from psd.state.counts import RoundTimes
 from psd.state.measured import MeasuredRound, Unmeasured
@@ -30,7 +32,7 @@ from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
 from psd.state.version_waits import VersionWaits
-from psd_core.arena import Arena, Page
+from psd_core.arena import Arena, ArenaFull, Page
 
 
 class BlockState:
@@ -82,7 +84,7 @@ class BlockState:
         kind: Callable[..., FastRound | ExactRound] = ExactRound if is_exact else partial(FastRound, policy=policy)
         if has_verdicts:
             kind = partial(MeasuredRound, ratio_places=ratio_places)
-        self._open_round = partial(kind, is_mean=is_mean, accumulators=self)
+        self._open_round = partial(kind, is_mean=is_mean, accumulators=pages.Accumulators(arena, slot))
         self._is_exact = is_exact
         self._has_verdicts = has_verdicts
         self.ratio_places = ratio_places
@@ -109,15 +111,7 @@ class BlockState:
         Raises:
             ArenaFull: no space; the block is as it was.
         """
-        page = self._arena.spare(self._slot)
-        np.copyto(page.parameter, values)
-        for slot, start in zip(page.slots, self._slot_starts, strict=True):
-            slot.fill(start)
-        page.steps.fill(0)
-        page.sessions.fill(0)
-        page.clocks.fill(0)
-        with self.lock:
-            self._arena.publish(self._slot, page, 0)
+        self._begin(lambda page: pages.initialize(page, values, self._slot_starts), 0)
 
     def restore(self, stored: RestoredBlock) -> None:
         """Set everything from a checkpoint.
@@ -125,23 +119,25 @@ class BlockState:
         Raises:
             ArenaFull: no space; the block is as it was.
         """
+        self._begin(lambda page: pages.restore(page, stored), stored.version)
+
+    def _begin(self, write: Callable[[Page], None], version: int) -> None:
         page = self._arena.spare(self._slot)
-        np.copyto(page.parameter, stored.parameter)
-        for slot, values in zip(page.slots, stored.slots.values(), strict=True):
-            np.copyto(slot, values)
-        np.copyto(page.steps, stored.steps)
-        np.copyto(page.sessions, 0 if stored.sessions is None else stored.sessions)
-        np.copyto(page.clocks, 0 if stored.clocks is None else stored.clocks)
+        write(page)
         with self.lock:
-            self._arena.publish(self._slot, page, stored.version)
-            self.version = stored.version
+            self._arena.publish(self._slot, page, version)
+            self.version = version
 
     def contribute(self, part: Contribution) -> Outcome:
         """Count one worker's gradient, and apply the update if that completes one.
 
+        If the contribution is lent, that is left to the first one who asks for the result, or to `take_over`: the threads that
+        wait for a round's blocks then share the work.
+
         If it raises (no memory, no space), nothing was counted, and the push may be sent again.
         """
         with self.lock:
+            self._apply_due()
             page = self._page
             session = int(page.sessions[part.rank])
             if session == part.session and int(page.clocks[part.rank]) > part.clock:
@@ -166,24 +162,33 @@ class BlockState:
             return self._contribute_to_round(part)
 
     def take_over(self, rank: int) -> None:
-        """From now on this worker's contribution to the open round no longer lies in its own memory."""
+        """From now on this worker's contribution to the open round no longer lies in its own memory.
+
+        A round that is due is applied, unless there is no space: whoever asks for its result then tries again, and is told.
+        """
         with self.lock:
             if isinstance(self._round, FastRound):
                 self._round.take_over(rank)
+                with contextlib.suppress(ArenaFull):
+                    self._settle()
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
         round_ = self._round if self._round is not None else self._new_round(part.scalars)
         if round_.has(part):
             return Outcome.DUPLICATE
-        self.times.on_gradient(part.rank, self._waited_in(self.version))
-        if round_.is_complete_with(part):
-            self._close(round_, part)
-            self._settle()
-        else:
+        self.times.on_gradient(part.rank, lambda: self._waited_in(self.version))
+        if not round_.is_complete_with(part):
             round_.add(part)
             self._round = round_
             if self._has_verdicts:
                 self._settle()
+        elif part.is_lent and isinstance(round_, FastRound):
+            round_.complete(part)
+            self._round = round_
+            self._waits.within_reach(self.version + 1)
+        else:
+            self._close(round_, part)
+            self._settle()
         return Outcome.COUNTED
 
     def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
@@ -256,6 +261,16 @@ class BlockState:
         round_ = self._round
         return round_.loss(self.version, self._waited_in(self.version)) if isinstance(round_, ExactRound) else None
 
+    @property
+    def _is_due(self) -> bool:
+        return isinstance(self._round, FastRound) and self._round.is_due
+
+    def _apply_due(self) -> None:
+        """Apply the round that is complete, if there is one; raises what that raises, and may be called again."""
+        if self._round is not None and self._is_due:
+            self._close(self._round, None)
+            self._settle()
+
     def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
         gradient = round_.gradient(last)
@@ -286,15 +301,8 @@ class BlockState:
             if has_values and gradient.touched.any():
                 self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
             else:
-                np.copyto(after.parameter, before.parameter)
-                for old, new in zip(before.slots, after.slots, strict=True):
-                    np.copyto(new, old)
-                np.copyto(after.steps, before.steps)
-            np.copyto(after.sessions, before.sessions)
-            np.copyto(after.clocks, before.clocks)
-            for rank, session in counted.items():
-                after.sessions[rank] = session
-                after.clocks[rank] = clock + 1
+                pages.carry_over(before, after)
+            pages.count(before, after, counted, clock)
         except SegmentFailed as failed:
             self._arena.discard(after)
             tensor = self._tensor_at(self.plan, int(self.plan.segment_ends[failed.segment]) - 1)
@@ -341,25 +349,28 @@ class BlockState:
         """
         with self.lock:
             if self.version < version_min:
+                self._apply_due()
+            if self.version < version_min:
                 return None
             if reader is not None and self._rule.needs_backup:
-                self._give_back(self.readers.keep(reader, self._arena.pin(self._slot)))
+                self._keep(reader, self._arena.pin(self._slot))
             return self.version, self._arena.pin(self._slot)
 
     def forget_reader(self, rank: int) -> None:
         """What a worker has read does not matter any more: its session has ended."""
         if self._rule.needs_backup:
             with self.lock:
-                self._give_back(self.readers.keep(rank, None))
+                self._keep(rank, None)
 
-    def _give_back(self, page: Page | None) -> None:
-        if page is not None:
-            self._arena.unpin(page)
+    def _keep(self, reader: int, page: Page | None) -> None:
+        before = self.readers.keep(reader, page)
+        if before is not None:
+            self._arena.unpin(before)
 
     def when(self, version: int, ticket: Ticket) -> None:
         """Resolve the ticket when the block reaches the version."""
         with self.lock:
-            if self.version >= version:
+            if self.version + self._is_due >= version:
                 ticket.resolve()
             else:
                 self._waits.add(version, ticket)
@@ -378,14 +389,6 @@ class BlockState:
         """The clock up to which pushes of this session have been counted here: the window's, 0 for another session."""
         page = self._page
         return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
-
-    def lend(self) -> NDArray[Any]:
-        """Memory for a round; see rounds.Accumulators."""
-        return self._arena.lend_accumulator(self._slot)
-
-    def give_back(self, array: NDArray[Any]) -> None:
-        """See rounds.Accumulators."""
-        self._arena.return_accumulator(array)
 
     @property
     def _page(self) -> Page:

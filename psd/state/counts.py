@@ -148,11 +148,11 @@ class RoundTimes:
         """True if the open round has a gradient."""
         return self._opened_at is not None
 
-    def on_gradient(self, rank: int, waited: int) -> None:
-        """A gradient is to be counted in the open round, which waits for the workers of a mask."""
+    def on_gradient(self, rank: int, waited: Callable[[], int]) -> None:
+        """A gradient is to be counted in the open round; if it is the first, `waited` is asked for whom that waits (a mask)."""
         now = self._now()
         if self._opened_at is None:
-            self._opened_at, self._awaited = now, waited
+            self._opened_at, self._awaited = now, waited()
         elif self._on_awaited is not None:
             self._on_awaited(rank, now - self._opened_at)
         self._awaited &= ~(1 << rank)

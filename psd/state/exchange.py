@@ -200,17 +200,9 @@ class Exchange:
         else:
             self._check_session(push)
         push.worker.last_seen = self._core.now()
+        scalars, read = push.scalars[plan.group], push.versions.get(index)
         part = Contribution(
-            push.worker.rank,
-            push.session,
-            push.clock,
-            push.weight,
-            values,
-            mask,
-            push.scalars[plan.group],
-            push.versions.get(index),
-            push.scale,
-            is_lent,
+            push.worker.rank, push.session, push.clock, push.weight, values, mask, scalars, read, push.scale, is_lent
         )
         if is_lent:
             push.lent.append(block)
@@ -362,22 +354,33 @@ class Exchange:
         The caller gives the page back with `BlockState.unpin`.
         """
         self._check_session(pull)
-        version_min = pull.clock if self._core.initialized().policy.has_rounds and block.plan.trained else 0
-        found = block.read(version_min, pull.reader)
+        version_min = pull.clock if self.has_rounds and block.plan.trained else 0
+        found = _read(block, version_min, pull.reader)
         if found is not None:
             return found
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
-        policy = self._core.initialized().policy
-        if policy.has_rounds:
-            return block.read(pull.clock)
-        return block.read(0, pull.reader) if policy.lag(pull.clock) == 0 else None
+        if self.has_rounds:
+            return _read(block, pull.clock, None)
+        return _read(block, 0, pull.reader) if self._core.initialized().policy.lag(pull.clock) == 0 else None
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if the job's workers push in rounds; else each push is an update of its own, applied when it comes."""
+        return self._core.initialized().policy.has_rounds
 
     def block(self, index: int) -> BlockState:
         """The block of that index; BlockOutOfRange if it is not this shard's."""
         return self._core.initialized().block(index)
+
+
+def _read(block: BlockState, version_min: int, reader: int | None) -> Found | None:
+    try:
+        return block.read(version_min, reader)
+    except ArenaFull as error:
+        raise OutOfSpace(f"block {block.plan.index}: no room for its next version: {error}") from error
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

@@ -166,7 +166,11 @@ class _Sum:
 class FastRound(_Sum):
     """Adds contributions as they arrive. Closes when the policy says so of those that are waited for.
 
-    The first one is not copied if it is lent: the kernel that adds the second one reads it where it lies.
+    The first one is not copied if it is lent: the kernel that adds the second one reads it where it lies. Nor is the last one,
+    if it is lent: the update may be applied later, from where it lies, by whoever asks for its result first.
+
+    Attributes:
+        is_due: the round is complete, and yet to be applied.
     """
 
     def __init__(
@@ -180,6 +184,7 @@ class FastRound(_Sum):
         waited: Callable[[], int],
     ) -> None:
         super().__init__(scalars, segment_count, is_mean=is_mean)
+        self.is_due = False
         self._accumulators = accumulators
         self._policy = policy
         self._waited = waited
@@ -187,6 +192,7 @@ class FastRound(_Sum):
         self._total_weight = 0.0
         self._accumulator: NDArray[Any] | None = None
         self._lent: Contribution | None = None
+        self._last: Contribution | None = None
 
     def has(self, part: Contribution) -> bool:
         """See Round. Also of an earlier session of the rank, which has counted before it died."""
@@ -202,20 +208,35 @@ class FastRound(_Sum):
 
     def add(self, part: Contribution) -> None:
         """See Round."""
+        is_first = self._accumulator is None and self._lent is None
+        if is_first and part.is_lent and self._values(part) is not None and self._weight(part) == 1:
+            self._lent = part
+        else:
+            self._add_values(part)
+        self._count(part)
+
+    def _add_values(self, part: Contribution) -> None:
         values = self._values(part)
-        if values is not None:
-            if self._lent is not None:
-                self.take_over(self._lent.rank)
-            if self._accumulator is not None:
-                psd_core.accumulate(self._accumulator, values, self._weight(part))
-            elif part.is_lent and self._weight(part) == 1:
-                self._lent = part
-            else:
-                self._begin_sum(values, self._weight(part))
+        if values is None:
+            return
+        if self._lent is not None:
+            self.take_over(self._lent.rank)
+        if self._accumulator is not None:
+            psd_core.accumulate(self._accumulator, values, self._weight(part))
+        else:
+            self._begin_sum(values, self._weight(part))
+
+    def _count(self, part: Contribution) -> None:
         self._touched = self._grown(self._touched, part)
         self._contributors |= 1 << part.rank
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
+
+    def complete(self, part: Contribution) -> None:
+        """Take the contribution that completes the round, which is lent, and is added when the round is applied."""
+        self._count(part)
+        self._last = part
+        self.is_due = True
 
     def take_over(self, rank: int) -> None:
         """Copy what this worker has lent. If it fails, nothing has changed."""
@@ -223,6 +244,9 @@ class FastRound(_Sum):
             assert self._lent.values is not None
             self._begin_sum(self._lent.values, 1.0)
             self._lent = None
+        if self._last is not None and self._last.rank == rank:
+            self._add_values(self._last)
+            self._last = None
 
     def _begin_sum(self, values: NDArray[Any], weight: float) -> None:
         accumulator = self._accumulators.lend()
@@ -233,7 +257,7 @@ class FastRound(_Sum):
         """See Round."""
         sum_ = self._accumulator if self._lent is None else self._lent.values
         if last is None:
-            return self._reduced(sum_, None, self._total_weight, self._touched)
+            return self._reduced(sum_, self._last, self._total_weight, self._touched)
         touched = self._grown(self._touched, last)
         return self._reduced(sum_, last, self._total_weight + last.weight, touched)
 
@@ -243,7 +267,7 @@ class FastRound(_Sum):
 
     def end(self) -> None:
         """See Round."""
-        self._lent = None
+        self._lent = self._last = None
         if self._accumulator is not None:
             self._accumulators.give_back(self._accumulator)
             self._accumulator = None

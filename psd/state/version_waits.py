@@ -42,6 +42,10 @@ class VersionWaits:
         """The block has reached a version; `pinned` pins its page once more."""
         for take in self._takes.pop(version, {}).values():
             take(pinned())
+        self.within_reach(version)
+
+    def within_reach(self, version: int) -> None:
+        """Callers that ask for this version get it now; cuts still wait until the block has reached it."""
         for ticket in self._tickets.pop(version, ()):
             ticket.resolve()
 

@@ -250,6 +250,13 @@ class Driver:
         payload = b"" if value is None else np.broadcast_to(np.asarray(value, plan.dtype), plan.length).tobytes()
         return self.shard.exchange.push_block(push, block, present, memoryview(payload))
 
+    def lend_block(self, push: Push, block: int, value: float) -> NDArray[Any]:
+        """Push a block that stays where it is; returns the memory."""
+        plan = self.layout.blocks[block]
+        gradient = np.full(plan.length, value, plan.dtype)
+        assert self.shard.exchange.push_block(push, block, b"", memoryview(gradient).cast("B"), is_lent=True) is None
+        return gradient
+
     def push(self, seat: Seat, clock: int, value: Any, *, present: bytes = b"", **header: Any) -> data_pb2.PushReply:
         """A whole push that need not wait."""
         push = self.begin_push(seat, clock, **header)

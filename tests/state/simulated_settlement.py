@@ -1,4 +1,4 @@
-"""The part of a simulated worker that brings verdicts about: what psd_client/settlement.py does, as generators; and pushes."""
+"""The part of a simulated worker that brings verdicts about: what psd_client/settlement.py does, as generators."""
 
 from __future__ import annotations
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from shard_driver import Killed
-from simulated_settlement import Sent, SettlingWorker
+from simulated_exchange import ExchangingWorker
+from simulated_settlement import Sent
 
 from psd.contract.errors import BarrierTimeout, SessionFenced, ShardRestarted, StateLost
-from psd.state.rounds import Outcome
 from psd.state.shard import Shard
-from psd.state.tickets import Ticket
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, job_pb2
 
 if TYPE_CHECKING:
     from simulation import Simulation
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 RUN_ID = "simulated"
 
 
-class SimulatedWorker(SettlingWorker):
+class SimulatedWorker(ExchangingWorker):
     """One rank, in all its lives."""
 
     def __init__(self, world: Simulation, rank: int) -> None:
@@ -124,6 +123,9 @@ class SimulatedWorker(SettlingWorker):
             sent = Sent(self.session, self.clock, value, float(rng.choice((0, 1, 1, 2, 7))))
             if world.spec.nan_policy == "skip" and rng.random() < 0.1:
                 sent.weight, sent.skip = 0.0, True
+            if not world.is_exact and rng.random() < 0.5:
+                yield from self.push_pull_everywhere(sent)
+                continue
             yield from self.push_everywhere(sent)
             if world.has_rounds:
                 self.sent = sent
@@ -168,25 +170,6 @@ class SimulatedWorker(SettlingWorker):
         ticket.future.result(0)
         self.world.check_alive(0, caller)
         return False
-
-    def push_everywhere(self, sent: Sent) -> Iterator[Any]:
-        self.world.oracle.on_send(self.rank, sent)
-        clocks: list[int] = []
-        yield from self.at_all(lambda index: self.push(index, sent, clocks))
-        if self.world.trouble and self.world.rng.random() < 0.2:  # the reply was lost
-            yield from self.at_all(lambda index: self.push(index, sent, []))
-        self.world.oracle.on_acknowledged(self.rank, sent)
-        self.clock = max(self.clock + 1, *clocks)
-
-    def at_all(self, begin: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
-        """Do something at all shards at once; raises what the first one raised, when all have ended."""
-        tasks = [self.world.spawn(begin(index), self.rank) for index in range(len(self.world.shards))]
-        for task in tasks:
-            if not task.is_done:
-                yield task
-        for task in tasks:
-            if task.error is not None:
-                raise task.error
 
     def enter(self) -> Iterator[Any]:
         """Join everywhere, declare, and pull; again from the start where a shard died before it had its values."""
@@ -266,123 +249,3 @@ class SimulatedWorker(SettlingWorker):
             return accepted
 
         return initialize
-
-    # -- gradients and parameters --
-
-    def push(self, index: int, sent: Sent, clocks: list[int]) -> Iterator[Any]:
-        world = self.world
-        if world.trouble and world.rng.random() < 0.1:  # a first attempt whose connection was lost, and which is still running
-            world.spawn(self.ghost(index, self.caller(index), sent), self.rank, is_ghost=True)
-
-        def push(shard: Shard) -> Iterator[Any]:
-            caller = self.caller(index)
-            clock = yield from self.push_once(index, shard, caller, sent)
-            sent.incarnations[index] = caller.incarnation
-            return clock
-
-        clocks.append((yield from self.call(index, push, sent.session)))
-
-    def ghost(self, index: int, caller: job_pb2.Caller, sent: Sent) -> Iterator[Any]:
-        try:
-            shard = yield from self.world.running(index)
-            yield from self.push_once(index, shard, caller, sent)
-        except Killed:
-            self.world.kill(index)
-        except (ShardRestarted, SessionFenced):
-            pass
-
-    def push_once(self, index: int, shard: Shard, caller: job_pb2.Caller, sent: Sent) -> Iterator[Any]:
-        world, exchange = self.world, shard.exchange
-        push = exchange.begin_push(
-            data_pb2.PushHeader(
-                caller=caller,
-                clock=sent.clock,
-                weight=sent.weight,
-                layout_digest=world.layout.digest,
-                scalars=[data_pb2.GroupScalars(values=world.scalars) for _ in world.spec.groups],
-                decisions=self.decisions,
-            )
-        )
-        yield None
-        world.check_alive(index, caller)
-        while (ticket := exchange.gate(push, sent.clock)) is not None:
-            yield ticket
-            ticket.future.result(0)
-        blocks = list(world.layout.blocks_of(index))
-        world.rng.shuffle(blocks)
-        for block in blocks:
-            # A gradient of its own in each block and for each push, so that a sum tells what is in it.
-            payload = memoryview(np.full(block.length, sent.value + block.index).tobytes())
-            while True:
-                world.check_alive(index, caller)
-                before = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.DUPLICATE]
-                with world.oracle.counting(block.index, self.rank, sent) as counted:
-                    ticket = exchange.push_block(push, block.index, b"", payload)
-                    counted.is_counted = push.outcomes[Outcome.COUNTED] > before[0]
-                if ticket is None:
-                    break
-                yield ticket
-                ticket.future.result(0)
-            world.duplicates += push.outcomes[Outcome.DUPLICATE] - before[1]
-            yield None
-        world.check_alive(index, caller)
-        return exchange.end_push(push).clock
-
-    def push_again(self, index: int, shard: Shard) -> Iterator[Any]:
-        """The last push, to a shard that has lost it."""
-        sent = self.sent
-        if sent is not None and sent.incarnations[index] != self.incarnations[index]:
-            caller = self.caller(index)
-            yield from self.push_once(index, shard, caller, sent)
-            sent.incarnations[index] = caller.incarnation
-            self.world.pushes_again += 1
-
-    def commit(self, shard: Shard, *, without_waiting: bool) -> Iterator[Any]:
-        yield from self.push_again(0, shard)
-        assert self.sent is not None
-        clock, caller = self.sent.clock, self.caller(0)
-        self.world.check_alive(0, caller)
-        self.world.oracle.on_commit(self.rank, self.sent)
-        ticket = shard.exchange.commit(
-            control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting, skip=self.sent.skip)
-        )
-        if ticket is not None:
-            yield ticket
-            ticket.future.result(0)
-            self.world.check_alive(0, caller)
-        reply = shard.exchange.commit_reply(clock)
-        self.on_commit(clock, reply)
-        if not without_waiting:
-            self.clock = max(self.clock, reply.clock)
-
-    def pull(self, index: int) -> Iterator[Any]:
-        yield from self.call(index, lambda shard: self.pull_once(index, shard))
-
-    def pull_once(self, index: int, shard: Shard) -> Iterator[Any]:
-        yield from self.push_again(index, shard)
-        world, clock, exchange, caller = self.world, self.clock, shard.exchange, self.caller(index)
-        world.check_alive(index, caller)
-        pull, blocks = exchange.begin_pull(
-            data_pb2.PullRequest(
-                caller=caller,
-                clock=clock,
-                layout_digest=world.layout.digest,
-                decisions=self.decisions,
-                verdict=self.verdict,
-            )
-        )
-        while (ticket := exchange.gate(pull, clock)) is not None:
-            yield ticket
-            ticket.future.result(0)
-            world.check_alive(index, caller)
-        for block in blocks:
-            while isinstance(found := exchange.read(block, pull), Ticket):
-                yield found
-                found.future.result(0)
-                world.check_alive(index, caller)
-            version, page = found
-            world.oracle.on_read(self.rank, clock, block.plan.index, version, page)
-            block.unpin(page)
-            if block.plan.index % 3 == 2:
-                yield None
-                world.check_alive(index, caller)

@@ -77,7 +77,8 @@ class Simulation:
         self.shards: list[Shard | None] = [None] * shards
         self.fuses: dict[int, Fuse] = {}
         self.kills_left = kills
-        self.kills = self.resumes = self.pushes_again = self.rejoins = self.duplicates = self.waits_for_decisions = 0
+        self.push_pulls = self.pushes_again = self.duplicates = self.waits_for_decisions = 0
+        self.kills = self.resumes = self.rejoins = 0
         self.was_initialized = self.is_lost = False
         self.oracle = Oracle(self)
         # A worker that waits at a barrier pushes nothing, so barriers stand where all come by: at the end, if all have as many
@@ -93,6 +94,7 @@ class Simulation:
         self.suspended: dict[int, float] = {}
         self.finished: set[int] = set()
         self.troubles_left = 6 if trouble else 0
+        self.trouble_rate = 0.01 if self.is_exact else 0.02  # exact steps take more turns
 
     # -- the scheduler --
 
@@ -129,7 +131,7 @@ class Simulation:
         return task
 
     def one_step(self) -> None:
-        if self.troubles_left and self.rng.random() < 0.01:
+        if self.troubles_left and self.rng.random() < self.trouble_rate:
             self.make_trouble()
         if self.kills_left and self.rng.random() < 0.02:
             self.kill_some_shard()
@@ -207,6 +209,7 @@ class Simulation:
             return
         for task in [t for t in self.tasks if t.rank == rank]:
             self.tasks.remove(task)
+            task.generator.close()  # the shard notices that the connection has gone
         self.start(rank)  # its launcher starts it again, at once or when its lease has run out
         if self.rng.random() < 0.5:
             self.suspended[rank] = self.now + 2 * LEASE_S

@@ -1,0 +1,69 @@
+"""What is written into a block's next page before it becomes current: values, slots, steps, and the dedup window; and where a
+round's gradients are added up on the way there.
+
+Must not know rounds, rules or locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.checkpoint import RestoredBlock
+from psd_core.arena import Arena, Page
+
+
+def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -> None:
+    """Initial parameters; slots begin as their rule says, steps and the dedup window as zero."""
+    np.copyto(page.parameter, values)
+    for slot, start in zip(page.slots, slot_starts, strict=True):
+        slot.fill(start)
+    page.steps.fill(0)
+    page.sessions.fill(0)
+    page.clocks.fill(0)
+
+
+def restore(page: Page, stored: RestoredBlock) -> None:
+    """Everything from a checkpoint."""
+    np.copyto(page.parameter, stored.parameter)
+    for slot, values in zip(page.slots, stored.slots.values(), strict=True):
+        np.copyto(slot, values)
+    np.copyto(page.steps, stored.steps)
+    np.copyto(page.sessions, 0 if stored.sessions is None else stored.sessions)
+    np.copyto(page.clocks, 0 if stored.clocks is None else stored.clocks)
+
+
+def carry_over(before: Page, after: Page) -> None:
+    """Values, slots and steps as they were: an update of nothing."""
+    np.copyto(after.parameter, before.parameter)
+    for old, new in zip(before.slots, after.slots, strict=True):
+        np.copyto(new, old)
+    np.copyto(after.steps, before.steps)
+
+
+def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) -> None:
+    """The dedup window, in which the pushes of `clock` of these sessions, by rank, are counted now."""
+    np.copyto(after.sessions, before.sessions)
+    np.copyto(after.clocks, before.clocks)
+    for rank, session in sessions.items():
+        after.sessions[rank] = session
+        after.clocks[rank] = clock + 1
+
+
+class Accumulators:
+    """Memory of the arena for the rounds of one block; see rounds.Accumulators."""
+
+    def __init__(self, arena: Arena, slot: int) -> None:
+        self._arena = arena
+        self._slot = slot
+
+    def lend(self) -> NDArray[Any]:
+        """An array with undefined contents."""
+        return self._arena.lend_accumulator(self._slot)
+
+    def give_back(self, array: NDArray[Any]) -> None:
+        """Give it back."""
+        self._arena.return_accumulator(array)
