@@ -230,8 +230,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rules = [measure_rule(case, args.megabytes, args.rounds) for case in CASES if args.rule in case.name]
-    others = measure_others(args.megabytes, args.rounds)
+    blocks = max((args.megabytes << 20) // BLOCK_BYTES, 1)
+    rules = [measure_rule(case, blocks, args.rounds) for case in CASES if args.rule in case.name]
+    others = measure_others(blocks, args.rounds)
     result = {"torch": torch.__version__, "megabytes": args.megabytes, "rules": rules, "others": others}
     print(text(rules, others))
     _report.write_json(args.json, result, [])
