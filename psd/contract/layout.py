@@ -1,8 +1,8 @@
 """The layout: a pure function of the job spec and the shard count that says which block lives where.
 
 The tensors of one group and master dtype are laid end to end in one *flat space*; each space is cut into equal blocks of at
-most BLOCK_BYTES_MAX; block b of the job belongs to shard b mod N. Workers and shards compute the layout alike and compare its
-digest.
+most BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. Workers
+and shards compute the layout alike and compare its digest.
 
 A space of more than a few thousand elements is cut into a multiple of N blocks, so that shards differ by less than a block's
 rounding; tiny spaces stay whole, because a block costs a message. Elementwise rules give the same bits however it is cut.
@@ -23,6 +23,10 @@ from psd.contract.jobspec import JobSpec
 BLOCK_BYTES_MAX = 2 << 20
 """A block costs each side some 60 us of Python: with 1 MiB, shared memory and TCP took a tenth longer, gRPC the same; with 4
 MiB steps are no shorter, but what is under way takes twice as much memory."""
+PIPELINED_BLOCKS = 8
+"""A shard has so many blocks of a space, if they are not too small: it answers the first ones while the last ones still arrive,
+which is what counts where the network is slow."""
+PIPELINED_BYTES_MIN = 512 << 10
 BLOCK_ELEMENTS_MIN = 512  # 2 KiB: below this a message costs more than the balance between shards gains
 BLOCK_ELEMENTS_STEP = 16  # blocks start on 64-byte boundaries of the space, so that kernels run on whole cache lines
 
@@ -75,7 +79,8 @@ class Block:
 
 
 def _block_count(size: int, itemsize: int, shard_count: int) -> int:
-    count = -(-size * itemsize // BLOCK_BYTES_MAX)
+    nbytes = size * itemsize
+    count = max(-(-nbytes // BLOCK_BYTES_MAX), min(PIPELINED_BLOCKS * shard_count, nbytes // PIPELINED_BYTES_MIN))
     balanced = -(-count // shard_count) * shard_count
     if size < balanced * BLOCK_ELEMENTS_MIN:
         balanced = max(count, size // BLOCK_ELEMENTS_MIN, 1)

@@ -60,7 +60,7 @@ def test_blocks_when_a_tensor_is_larger_than_a_block_then_span_it() -> None:
 
     lengths = [buffers.block(block.index).size for block in buffers.layout.blocks]
     assert sum(lengths) == 700_000
-    assert len(lengths) == 4
+    assert len(lengths) == 6
     assert buffers.block(1)[0] == lengths[0]
 
 

@@ -69,6 +69,17 @@ def test_shards_of_a_large_space_are_balanced(spec, shards):
             assert max(loads) - min(loads) <= BLOCK_ELEMENTS_STEP * space.block_count
 
 
+@pytest.mark.parametrize(
+    ("megabytes", "shards", "blocks"),
+    [(0.1, 1, 1), (1, 1, 2), (3, 1, 6), (8, 1, 8), (40, 1, 20), (6, 4, 3), (48, 8, 8)],
+)
+def test_a_shard_has_several_blocks_where_they_are_not_too_small(megabytes, shards, blocks):
+    """Blocks of half a MiB to 2 MiB, and eight of them if there is enough."""
+    spec = JobSpec(1, (TensorSpec("w", (int(megabytes * (1 << 18)),)),), (GroupSpec("sgd"),))
+
+    assert {len(Layout(spec, shards).blocks_of(shard)) for shard in range(shards)} == {blocks}
+
+
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "group", "flags", "shards", "order"])
 def test_digests_differ_where_layouts_do(change):
     """Anything that moves a parameter, or changes what a block means, changes the digest."""
