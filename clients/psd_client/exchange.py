@@ -26,7 +26,7 @@ from psd_client.sent_push import SentPush
 from psd_client.session import Session
 from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
-from psd_client.transport import Call, GradientPart, Lane
+from psd_client.transport import Call, GradientPart, Lane, Share
 
 logger = logging.getLogger("psd_client")
 
@@ -38,7 +38,7 @@ class Exchange:
     """Moves gradients out and parameters in.
 
     Args:
-        sharing: lanes whose shards can see this process's memory.
+        sharing: for the shards that can see this process's memory.
 
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
@@ -56,7 +56,7 @@ class Exchange:
         session: Session,
         shards: Shards,
         layout: Layout,
-        sharing: Sequence[Lane] = (),
+        sharing: Sequence[Share] = (),
     ) -> None:
         self._rank = rank
         self._session = session
@@ -80,8 +80,8 @@ class Exchange:
         self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
         self.parameters = FlatBuffers(layout, segment=segment)
         if segment is not None:
-            for lane in sharing:
-                lane.share(self.gradients, self.parameters)
+            for share in sharing:
+                share(self.gradients, self.parameters)
         self.counts = dict.fromkeys(COUNTS, 0)
 
     # -- operations ----------------------------------------------------------------------------------------------------
