@@ -24,7 +24,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_lane import GrpcLane
-from psd_client.transport import Call, Cancelled, GradientPart
+from psd_client.transport import Call, Cancelled, GradientPart, Share
 
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
@@ -57,13 +57,12 @@ class BulkLane(GrpcLane):
         """See Lane. Only while nothing has to be asked over gRPC."""
         return self._bulk is not None and self._bulk.is_open
 
-    def prepare(self, caller: job_pb2.Caller, call: Call) -> bool:
+    def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
         """See Lane."""
         bulk = self._opened(caller, call)
-        return bulk is not None and bulk.is_local
+        return self._share if bulk is not None and bulk.is_local else None
 
-    def share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        """See Lane."""
+    def _share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
         self._shared = gradients, parameters
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:

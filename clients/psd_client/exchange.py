@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers, share_memory
 from psd_client.sent_push import SentPush
 from psd_client.session import Session
 from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
-from psd_client.transport import Call, GradientPart, Lane
+from psd_client.transport import Call, GradientPart, Lane, Share
 
 logger = logging.getLogger("psd_client")
 
@@ -38,7 +38,7 @@ class Exchange:
     """Moves gradients out and parameters in.
 
     Args:
-        sharing: lanes whose shards can see this process's memory.
+        sharing: for the shards that can see this process's memory.
 
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
@@ -56,7 +56,7 @@ class Exchange:
         session: Session,
         shards: Shards,
         layout: Layout,
-        sharing: Sequence[Lane] = (),
+        sharing: Sequence[Share] = (),
     ) -> None:
         self._rank = rank
         self._session = session
@@ -80,8 +80,8 @@ class Exchange:
         self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
         self.parameters = FlatBuffers(layout, segment=segment)
         if segment is not None:
-            for lane in sharing:
-                lane.share(self.gradients, self.parameters)
+            for share in sharing:
+                share(self.gradients, self.parameters)
         self.counts = dict.fromkeys(COUNTS, 0)
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -234,8 +234,10 @@ class Exchange:
         try:
             self._session.clock = sent.header.clock + 1
             self._pull(self._lanes)
-        except BaseException:
+        except BaseException as error:
             self._session.clock = sent.header.clock  # the same call may be made again, and is then the same push
+            if isinstance(error, SessionFenced):  # not any more
+                self._count(sent, replies)
             raise
         self._count(sent, replies)
 
@@ -366,12 +368,24 @@ class Exchange:
 
     def _drop(self, error: SessionFenced, sent: SentPush) -> None:
         """The session ended during a push: it belonged to that session, and is not sent again by the next one."""
+        heard = self._session.decisions
         self._sent = None
         self._session.rejoin(error)
         self._sent = sent  # for the next pull, which finds out what became of its round
+        if self._is_exact and self._is_committed(sent.header.clock, [*heard, *self._session.decisions]):
+            return
         self.counts["pushes_dropped"] += 1
         logger.warning(
-            "psd: worker %d: the gradient of step %d was dropped, because the worker's lease ran out before all shards had it",
+            "psd: worker %d: the gradient of step %d %s, because the worker's lease ran out before all shards had answered",
             self._rank,
             sent.header.clock,
+            "was dropped" if self._is_exact else "may have been dropped",
         )
+
+    def _is_committed(self, clock: int, decisions: Sequence[job_pb2.Decision]) -> bool:
+        """True if a round has, or will have, the gradient of the session before, or nobody's; this one begins after it."""
+        for decision in decisions:
+            if decision.round == clock:
+                members = int.from_bytes(decision.members, "little")
+                return not members or bool(members >> self._rank & 1)
+        return self._session.clock == clock + 1

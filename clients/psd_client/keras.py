@@ -153,6 +153,7 @@ class _Distributed:
     """
 
     _link: Link
+    iterations: Any
 
     @property
     def ps(self) -> ParameterServer:
@@ -177,6 +178,7 @@ class _Distributed:
         """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
         self._link.ps.pull_flat()
         self._link.load()
+        self.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
 
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""

@@ -23,7 +23,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.shards import Shards, transfer_s
 from psd_client.timeline import join_one_timeline
-from psd_client.transport import Call, Cancelled, Lane
+from psd_client.transport import Call, Cancelled, Lane, Share
 
 logger = logging.getLogger("psd_client")
 
@@ -208,13 +208,12 @@ class Session:
         (reply,) = self._shards.run(ask, timeout_s, self._shards.lanes[:1])
         self.decisions, self.clock = list(reply.decisions), max(self.clock, reply.clock)
 
-    def prepare_lanes(self) -> list[Lane]:
-        """Open the ways for bulk data; those lanes whose shards can see this process's memory."""
-        lanes = self._shards.lanes
-        shared = self.while_fenced(
+    def prepare_lanes(self) -> list[Share]:
+        """Open the ways for bulk data; how to share memory with those shards that can see this process's."""
+        shares = self.while_fenced(
             lambda: self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
         )
-        return [lane for lane, is_shared in zip(lanes, shared, strict=True) if is_shared]
+        return [share for share in shares if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         """Agree on the job, and provide `values` as its initial ones if it has none yet.

@@ -26,6 +26,9 @@ from psd_client.flat import FlatBuffers
 SMALL_BYTES = 64 << 10
 """See GradientPart.is_small."""
 
+Share = Callable[[FlatBuffers, FlatBuffers], None]
+"""Lets a shard see the gradients and the parameters, whose memory is shared, in all bulk calls from now on."""
+
 
 class Cancelled(Exception):
     """The call's scope was cancelled, because another shard's call failed or the user interrupted. Never reaches the user."""
@@ -132,15 +135,10 @@ class Lane(ABC):
         self.sent_bytes = 0
         self.received_bytes = 0
 
-    def prepare(self, caller: job_pb2.Caller, call: Call) -> bool:
-        """Open what bulk calls need; True if the shard can read and write this process's shared memory."""
+    def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
+        """Open what bulk calls need; how to share memory with the shard, None if it cannot see this process's."""
         del caller, call
-        return False
-
-    def share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        """Let the shard see these buffers, whose memory is shared, in all bulk calls from now on; if `prepare` said so."""
-        del gradients, parameters
-        raise NotImplementedError
+        return None
 
     def suspect(self) -> None:
         """The shard has been silent for long: end a call that would not notice if it had gone, with ShardUnavailable. From any

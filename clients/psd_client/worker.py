@@ -103,7 +103,7 @@ class Worker:
         """What this worker has done so far.
 
         Returns:
-            pushes: that all shards have. pushes_dropped: lost because the lease ran out. blocks_counted, blocks_duplicate,
+            pushes: that all shards have. pushes_dropped: whose lease ran out on the way. blocks_counted, blocks_duplicate,
             blocks_late: what the shards did with the pushes' blocks. rounds_skipped: see `is_skipped`. rejoins: new sessions
             after the first. sent_bytes, received_bytes: numbers moved.
         """

@@ -153,9 +153,70 @@ def test_push_when_the_lease_ran_out_then_is_dropped_and_training_goes_on(
 
     assert (before["w"] - after["w"]).tolist() == [1.0] * SIZE
     assert (stats["rejoins"], stats["pushes_dropped"]) == (1, 1)
-    assert [message for message in caplog.messages if "was dropped" in message] == [
-        "psd: worker 0: the gradient of step 1 was dropped, because the worker's lease ran out before all shards had it"
+    assert [message for message in caplog.messages if "dropped" in message] == [
+        "psd: worker 0: the gradient of step 1 may have been dropped, because the worker's lease ran out before all shards had "
+        "answered"
     ]
+
+
+@pytest.mark.parametrize(("method", "call"), [("push", "commit"), ("push_pull", "commit"), ("push_pull", "pull")])
+def test_push_when_the_lease_ran_out_after_its_commit_then_counts(
+    cluster: Start, caplog: pytest.LogCaptureFixture, method: str, call: str
+) -> None:
+    """Exact aggregation; the reply to the commit is lost, or that to the pull. Nobody says that the gradient was dropped."""
+    c = cluster(2)
+    ps, faults = connect_faulty(c.servers, wait_timeout_s=20)
+    with ps:
+        declare(ps, aggregation="exact")
+        faults.lose_reply(call, shard=0)
+        faults.run_before(call, shard=0, action=lambda: None)
+        faults.run_before(call, shard=0, action=lambda: [expire(shard, 0) for shard in c.shards])
+
+        getattr(ps, method)(ones())
+
+        assert set(ps.pull()["w"].tolist()) == {-1.0}
+        stats = ps.stats()
+    faults.assert_all_fired()
+    assert (stats["rejoins"], stats["pushes"], stats["pushes_dropped"]) == (1, 1, 0)
+    assert "dropped" not in caplog.text
+
+
+def test_push_pull_when_the_lease_ran_out_before_the_decision_then_counts(
+    cluster: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exact aggregation: it has committed, and begins after that round."""
+    c = cluster(2)
+    with connect(c.servers, 0, 2) as ps, connect(c.servers, 1, 2) as peer:
+        other = Thread(lambda: declare(peer, aggregation="exact"))
+        declare(ps, aggregation="exact")
+        other.result()
+        pushing = Thread(lambda: ps.push_pull(ones()))
+        until(lambda: bool(c.shards[0].shard.core.waiting.open()))
+        for shard in c.shards:
+            expire(shard, 0)
+        until(lambda: ps.stats()["rejoins"] == 1)
+        peer.push_pull({"w": np.full(SIZE, 3, np.float32)})
+
+        assert set(pushing.result()["w"].tolist()) == {-2.0}
+        stats = ps.stats()
+    assert (stats["pushes"], stats["pushes_dropped"]) == (1, 0)
+    assert "dropped" not in caplog.text
+
+
+def test_push_when_the_lease_ran_out_before_its_commit_then_is_dropped(
+    cluster: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exact aggregation: all shards have the gradient, and none counts it."""
+    c = cluster(2)
+    ps, faults = connect_faulty(c.servers, wait_timeout_s=20)
+    with ps:
+        declare(ps, aggregation="exact")
+        faults.run_before("commit", shard=0, action=lambda: [expire(shard, 0) for shard in c.shards])
+
+        assert set(ps.push_pull(ones())["w"].tolist()) == {0.0}
+
+        assert ps.stats()["pushes_dropped"] == 1
+    assert "the gradient of step 0 was dropped, because the worker's lease ran out" in caplog.text
 
 
 @pytest.mark.parametrize("shard", [0, 1])

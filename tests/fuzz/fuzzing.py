@@ -68,23 +68,29 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
 }
 
 
+_USUALLY = st.sampled_from([True] * 31 + [False])
+
+
 def messages(kind: type[Message], known: dict[str, Any] | None = None) -> st.SearchStrategy[Any]:
-    """Messages with any fields, of any values; those named in `known` often have that one."""
+    """Messages with any fields, of any values.
+
+    known: what usually stands there, by field, at any depth: a value; a strategy, whose None is nothing; for a message: what is
+        known in it alone.
+    """
     return _of(kind.DESCRIPTOR, known or {}, 4).map(lambda fields: kind(**fields))
 
 
-def _of(descriptor: Any, known: dict[str, Any], depth: int) -> st.SearchStrategy[dict[str, Any]]:
-    fields: dict[str, st.SearchStrategy[Any]] = {}
+@st.composite
+def _of(draw: st.DrawFn, descriptor: Any, known: dict[str, Any], depth: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     for field in descriptor.fields:
-        if field.message_type is not None:
-            if depth == 0:
-                continue
-            value = _of(field.message_type, known, depth - 1)
-        else:
-            value = _SCALARS[field.type]
-        if field.is_repeated:
-            value = st.lists(value, max_size=5)
-        if field.name in known:
-            value = st.just(known[field.name]) | st.just(known[field.name]) | value
-        fields[field.name] = value
-    return st.fixed_dictionaries({}, optional=fields)
+        hint = known.get(field.name)
+        if not draw(st.booleans() if hint is None else _USUALLY):
+            continue
+        inner = hint if isinstance(hint, dict) else {}
+        if hint is not None and hint is not inner and draw(_USUALLY):
+            fields[field.name] = draw(hint) if isinstance(hint, st.SearchStrategy) else hint
+        elif field.message_type is None or depth:
+            one = _of(field.message_type, known | inner, depth - 1) if field.message_type else _SCALARS[field.type]
+            fields[field.name] = draw(st.lists(one, max_size=5) if field.is_repeated else one)
+    return fields

@@ -11,7 +11,8 @@ from fuzzing import ends_in, fuzzed, messages
 from google.protobuf import message_factory
 from hypothesis import given
 from hypothesis import strategies as st
-from malformed_target import LAYOUT, LIMITS, ME, SPEC, WORLD, Aborted, Request, Target
+from known_fields import known_fields
+from malformed_target import LIMITS, SPEC, WORLD, Aborted, Request, Target
 
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import JobSpec
@@ -38,21 +39,9 @@ specs = messages(
 def test_requests(method: Any, target: Callable[..., Target], data: st.DataObject, is_exact: bool) -> None:
     """Whatever a message says, or whatever bytes stand in its place; in a job of either aggregation."""
     shard = target(is_exact)
-    caller = shard.callers[ME]
-    known = {
-        "caller": {"run_id": caller.run_id, "incarnation": 77, "rank": ME, "session": caller.session},
-        "layout_digest": LAYOUT.digest,
-        "shard_count": 2,
-        "world_size": WORLD,
-        "rank": ME,
-        "clock": 0 if is_exact else 2,
-        "round": 0,
-        "members": b"\7",
-        "block": 0,
-        "spec": {"world_size": WORLD},
-    }
     kind = message_factory.GetMessageClass(method.input_type)
-    one = messages(kind, known).map(lambda message: message.SerializeToString()) | st.binary(max_size=60)
+    made = messages(kind, known_fields(shard)).map(lambda message: message.SerializeToString())
+    one = st.one_of(*[made] * 7, st.binary(max_size=60))
     sent = data.draw(st.lists(one, max_size=3) if method.client_streaming else st.tuples(one).map(list))
 
     assert code(shard, Request(f"/{method.containing_service.full_name}/{method.name}", sent)) not in DEFECTS

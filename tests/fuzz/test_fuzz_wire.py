@@ -11,6 +11,7 @@ import numpy as np
 from fuzzing import allocates_at_most, ends_in, fuzzed, messages
 from hypothesis import given
 from hypothesis import strategies as st
+from known_fields import known_fields
 from malformed_target import LAYOUT, ME, Target
 
 from psd.contract import frames
@@ -19,7 +20,7 @@ from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stre
 from psd.rim.bulk_connection import BulkConnection
 from psd.rim.calls import Frame, Guard, frame_parser
 from psd.rim.data_plane import DataPlane
-from psd.v1 import bulk_pb2, data_pb2, job_pb2
+from psd.v1 import bulk_pb2, data_pb2
 from psd_client.bulk_connection import BulkConnection as ClientConnection
 from psd_client.flat import FlatBuffers
 from psd_client.transport import Call, Scope
@@ -101,15 +102,8 @@ def any_of(*kinds: tuple[Kind, Any]) -> st.SearchStrategy[bytes]:
 payloads = st.just(b"") | st.binary(max_size=16) | st.just(bytes(44))
 
 
-def sent_by_a_worker(caller: job_pb2.Caller) -> st.SearchStrategy[list[bytes]]:
-    known = {
-        "caller": {field.name: value for field, value in caller.ListFields()},
-        "layout_digest": LAYOUT.digest,
-        "clock": 2,
-        "method": 3,
-        "blocks": [0],
-        "timeout_s": 0.0,
-    }
+def sent_by_a_worker(target: Target) -> st.SearchStrategy[list[bytes]]:
+    known = known_fields(target) | {"method": st.sampled_from([1, 2, 3]), "timeout_s": 0.0, "present": [b""]}
     return st.lists(
         any_of(
             (Kind.HELLO, messages(bulk_pb2.BulkHello)),
@@ -126,7 +120,7 @@ def sent_by_a_worker(caller: job_pb2.Caller) -> st.SearchStrategy[list[bytes]]:
 def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) -> None:
     """A connection of the bulk lane ends when its bytes do; nothing escapes it, and the shard's log has no defect."""
     shard = target()
-    sent = data.draw(sent_by_a_worker(shard.callers[ME]))
+    sent = data.draw(sent_by_a_worker(shard))
     guard = StrictGuard(shard.shard)
 
     def admit(connection: BulkConnection, key: bytes) -> int:

@@ -19,6 +19,7 @@ from helpers_keras import (
 
 import psd_client
 import psd_client.keras as psd
+from psd.checkpoint import CheckpointDirectory, CheckpointState
 
 
 def test_callbacks_schedule_stop_and_store(run_workers, tmp_path):
@@ -215,3 +216,36 @@ def test_a_worker_that_joins_later_goes_on_at_the_clock(run_workers):
     assert (start, iterations) == (0, EPOCHS * STEPS)
     assert rate == pytest.approx(0.1 / 8)
     assert start2 >= 0
+
+
+def test_fit_goes_on_from_a_checkpoint_when_the_shard_has_lost_its_memory(cluster, tmp_path):
+    """The error is RolledBack; after pull() another fit ends as if nothing had happened, with a schedule of the rate, too."""
+    settings = {"checkpoint_dir": str(tmp_path), "checkpoint_steps": STEPS, "lease_s": 60}
+    running = cluster(1, **settings)
+
+    def make():
+        return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5), momentum=0.9)
+
+    def lose_memory(batch, logs):
+        if ps.clock != STEPS + 5:
+            return
+        while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(str(tmp_path)).checkpoints()):
+            ps.barrier("until the checkpoint is complete")
+        running.shards[0].stop()
+        cluster(1, listen=running.shards[0].address, **settings)
+
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+        model = small_model()
+        optimizer = psd.distribute(model, make(), ps=ps)
+        model.compile(optimizer=optimizer, loss="mse")
+        losing = keras.callbacks.LambdaCallback(on_train_batch_begin=lose_memory)
+        with pytest.raises(Exception, match=f"the job went back to a checkpoint at step {STEPS}"):
+            fit(model, callbacks=[losing])
+        assert isinstance(optimizer.error, psd_client.RolledBack)
+
+        optimizer.pull()
+
+        assert int(optimizer.iterations) == ps.clock == STEPS
+        fit(model, initial_epoch=1)
+        assert ps.clock == EPOCHS * STEPS
+    assert_close(model.get_weights(), train_alone(make))

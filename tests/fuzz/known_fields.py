@@ -1,0 +1,56 @@
+"""What a worker in mid-training says in its messages, by field, so that random ones get past the first checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fuzzing import messages
+from hypothesis import strategies as st
+from malformed_target import LAYOUT, LENGTH, ME, SCALARS, STATIC, TRAINED, WORLD, Target
+
+from psd.v1 import data_pb2
+
+
+def known_fields(target: Target) -> dict[str, Any]:
+    """Of worker ME, now; see `messages`."""
+    core = target.shard.core
+    is_exact = core.declared().spec.aggregation == "exact"
+    session = core.members.worker(ME).session
+    spec = core.declared().spec.to_message()
+    known = {
+        "caller": {"session": session},
+        "run_id": core.run_id,
+        "incarnation": core.incarnation,
+        "rank": ME,
+        "session": st.sampled_from([0, session]),
+        "shard_index": 0,
+        "shard_count": 2,
+        "world_size": WORLD,
+        "spec": {field.name: value for field, value in spec.ListFields()},
+        "layout_digest": LAYOUT.digest,
+        "clock": 0 if is_exact else core.members.worker(ME).clock,
+        "round": 0,
+        "members": st.sampled_from([b"\3", b"\7", b""]),
+        "choice": target.choice,
+        "weight": 1.0,
+        "block": st.sampled_from([TRAINED, TRAINED, STATIC]),
+        "blocks": [TRAINED],
+        "payload": bytes(4 * LENGTH),
+        "present": st.sampled_from([b"", b"\3", b"\1"]),
+        "last": True,
+        "name": "b",
+        "seq": 1,
+        "cut": {"id": "c7"},
+        "cuts": {"id": "c7"},
+        "created_at": 1.0,
+        "step": st.sampled_from([2, 3, 5]),
+        "scale": 0.5,
+        "ratios": [],
+        "is_final": True,
+        "checkpoint": "",
+        "timeline": st.sampled_from([0, 1]),
+        "pull": {},
+        "push": {"scalars": [data_pb2.GroupScalars(values=values) for values in SCALARS], "scale": st.none()},
+    }
+    known["frames"] = messages(data_pb2.PushFrame, known).map(lambda frame: [frame])
+    return known
