@@ -22,6 +22,7 @@ from psd.contract.errors import (
     DETAIL_KEY,
     REASON_KEY,
     BarrierTimeout,
+    CutMissed,
     InternalError,
     InvalidRequest,
     PsdError,
@@ -43,6 +44,10 @@ WAIT_S_MAX = 3600.0
 MESSAGE_BYTES_MAX = 1500
 """Longest status message, in UTF-8. It travels in HTTP/2 headers, where a byte that is not ASCII takes three; peers that limit
 headers to 8 KiB, gRPC's default, must still get it together with the detail."""
+
+
+UNPACED = (WaitTimeout, CutMissed)
+"""Refusals that are told at once: what a wait has come to, for workers and readers who then ask again."""
 
 
 class Frame(NamedTuple):
@@ -152,7 +157,7 @@ class Guard:
         # Without the frames, of which one holds an error that a parser has returned: a cycle, which would keep the call until
         # it is collected, and gRPC counts it against --max-streams as long.
         found = self.as_error(error).with_traceback(None)
-        if not self._shard.is_draining:
+        if not (isinstance(found, UNPACED) or self._shard.is_draining):
             self._pace.wait(context)
         abort(context, found)
 

@@ -149,6 +149,18 @@ def test_a_flood_is_slow_and_workers_and_probes_are_not(
     assert worker.control.Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S).run_id
 
 
+def test_a_wait_that_ends_in_vain_is_told_at_once(
+    cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd of workers may wait in slices, and has waited long enough."""
+    monkeypatch.setattr(Pace, "wait", lambda *_: pytest.fail("this one must not wait"))
+    worker = RawWorker(dial(cluster(1).servers), 0, 2)
+
+    error = failure(worker.control.Barrier, worker.barrier_request("b"), timeout=2)
+
+    assert reason(error) == "BarrierTimeout"
+
+
 def test_a_method_that_there_is_not_is_unimplemented(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> None:
     """As gRPC has it, whatever kind of method the caller takes it for."""
     channel = dial(cluster(1).servers)
