@@ -12,6 +12,7 @@ own.
     drip      a byte at a time                         streams   calls of which nothing comes
     promise   4 GiB announced, nothing sent            calls     Status, Join, an unknown method
     oversize  messages of 64 MiB                       scrapes   the metrics, asked for without end
+    crowds    streams, on many connections
 
 Throughput under attack must be 80 % of that in peace, the shard's memory may grow by --own-mb, its open descriptors by
 --descriptors. What the workers have computed is verified, to the bit. Exit status: 1 if psd failed or was wrong; the
@@ -43,6 +44,7 @@ ATTACKS = (
     *(f"drip {where}" for where in ("tcp", "local")),
     *(f"garbage {where}" for where in ("grpc", "tcp", "local", "metrics")),
     *(f"streams {where}" for where in ("push", "watch", "reflection")),
+    *(f"crowds {where}" for where in ("push", "watch")),
     *(f"calls {where}" for where in ("status", "join", "nothing")),
     "oversize Push",
     "scrapes metrics",

@@ -121,14 +121,21 @@ class Attacker:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def streams(self, where: str, until: float) -> int:
-        """Open streams of calls and send nothing on them; another one for each that ends."""
+        """Open streams of calls on a few connections and send nothing on them; another one for each that ends."""
+        return self._streams(where, until, 4)
+
+    def crowds(self, where: str, until: float) -> int:
+        """As streams, on so many connections that what a shard allows each of them does not hold them back."""
+        return self._streams(where, until, 64)
+
+    def _streams(self, where: str, until: float, connections: int) -> int:
         method = {
             "push": DATA + "PushPull",
             "watch": "/grpc.health.v1.Health/Watch",
             "reflection": "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         }[where]
         over = threading.Event()
-        channels = [self._channel() for _ in range(4)]
+        channels = [self._channel() for _ in range(connections)]
         held: list[Any] = []
         tried = 0
         for _ in _paced(RATE, until):

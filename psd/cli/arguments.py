@@ -188,8 +188,9 @@ LIMIT_OPTIONS = {
     "message_bytes_max": "one gRPC message; large declarations may need more",
     "name_bytes_max": "the name of a tensor or a barrier",
     "reads_max": "readers that are fetching parameters at a time; each may keep another version of them in memory",
-    "calls": "gRPC calls at a time; each has a thread (default: 4 for each of --max-workers, and 64)",
+    "calls": "gRPC calls at a time; each has a thread (default: 4 for each of --max-workers, and 576)",
     "connections": "gRPC connections at a time (default: 2 for each of --max-workers, and 64)",
+    "streams_max": "gRPC calls at a time on one connection; 8 for each worker if they share one (default: %(default)s)",
 }
 """Each field of Limits, and what its flag's help says."""
 

@@ -100,6 +100,8 @@ class Limits:
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
+        streams_max: gRPC calls at a time on one connection; further ones wait where they are made, or are refused, because gRPC
+            counts one that has ended until its thread has. A worker of psd_client has its own connection, and up to 4 calls.
     """
 
     workers_max: int = 1024
@@ -110,12 +112,13 @@ class Limits:
     reads_max: int = 16
     calls: int = 0
     connections: int = 0
+    streams_max: int = 32
 
     @property
     def calls_max(self) -> int:
         """A worker has up to 4: a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them. The others
-        are for status, health, readers."""
-        return self.calls or 4 * self.workers_max + 64
+        are as many as strangers may hold (psd/rim/strangers.py, pace.py), and 64 for status, health, readers."""
+        return self.calls or 4 * self.workers_max + 576
 
     @property
     def connections_max(self) -> int:
@@ -131,6 +134,7 @@ class Limits:
         _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)
         _check_count("--max-connections", self.connections, 0, 1_000_000)
+        _check_count("--max-streams", self.streams_max, 8, 1_000_000)
 
 
 @dataclass(frozen=True)

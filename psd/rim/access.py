@@ -19,6 +19,7 @@ from psd.contract.errors import PermissionDenied, PsdError, Unauthenticated
 from psd.contract.tokens import Role, presented, read_tokens
 from psd.contract.watched import Watched
 from psd.rim.calls import abort
+from psd.rim.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +122,12 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
     """Refuses calls that `access` does not allow; once per call, before its first message.
 
     Args:
-        on_refusal: told of each.
+        pace: of refusals. on_refusal: told of each.
     """
 
-    def __init__(self, access: Access, on_refusal: Callable[[PsdError], object] = lambda _: None) -> None:
+    def __init__(self, access: Access, pace: Pace, on_refusal: Callable[[PsdError], object] = lambda _: None) -> None:
         self._access = access
+        self._pace = pace
         self._on_refusal = on_refusal
         self._open_calls = threading.BoundedSemaphore(OPEN_CALLS_MAX)
         self._refusals = _Refusals()
@@ -146,6 +148,7 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
             del requests
             self._on_refusal(error)
             self._refusals.log(method, context.peer(), error)
+            self._pace.wait(context)
             abort(context, error)
 
         # Whatever kind the method is of: a handler of this one begins before the first message, and so waits for nothing.

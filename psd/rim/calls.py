@@ -22,6 +22,7 @@ from psd.contract.errors import (
     DETAIL_KEY,
     REASON_KEY,
     BarrierTimeout,
+    CutMissed,
     InternalError,
     InvalidRequest,
     PsdError,
@@ -29,6 +30,7 @@ from psd.contract.errors import (
 )
 from psd.contract.wording import describe_wait
 from psd.rim import views
+from psd.rim.pace import Pace
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket, WaitKind
 
@@ -42,6 +44,10 @@ WAIT_S_MAX = 3600.0
 MESSAGE_BYTES_MAX = 1500
 """Longest status message, in UTF-8. It travels in HTTP/2 headers, where a byte that is not ASCII takes three; peers that limit
 headers to 8 KiB, gRPC's default, must still get it together with the detail."""
+
+
+UNPACED = (WaitTimeout, CutMissed)
+"""Refusals that are told at once: what a wait has come to, for workers and readers who then ask again."""
 
 
 class Frame(NamedTuple):
@@ -123,10 +129,15 @@ class Caller(Protocol):
 
 
 class Guard:
-    """Wraps the methods of a service: refuses while draining, translates errors, counts refusals."""
+    """Wraps the methods of a service: refuses while draining, translates errors, counts refusals.
 
-    def __init__(self, shard: Shard) -> None:
+    Args:
+        pace: of refusals, and of methods that are `paced`.
+    """
+
+    def __init__(self, shard: Shard, pace: Pace) -> None:
         self._shard = shard
+        self._pace = pace
 
     def _before(self, request: Any, *, while_draining: bool) -> Any:
         if not while_draining:
@@ -143,16 +154,24 @@ class Guard:
         return error
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
-        abort(context, self.as_error(error))
+        # Without the frames, of which one holds an error that a parser has returned: a cycle, which would keep the call until
+        # it is collected, and gRPC counts it against --max-streams as long.
+        found = self.as_error(error).with_traceback(None)
+        if not (isinstance(found, UNPACED) or self._shard.is_draining):
+            self._pace.wait(context)
+        abort(context, found)
 
     def unary(
-        self, method: Callable[[Any, grpc.ServicerContext], Any], *, while_draining: bool = False
+        self, method: Callable[[Any, grpc.ServicerContext], Any], *, while_draining: bool = False, paced: bool = False
     ) -> Callable[[Any, grpc.ServicerContext], Any]:
         """For methods that return one reply."""
 
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return method(self._before(request, while_draining=while_draining), context)
+                checked = self._before(request, while_draining=while_draining)
+                if paced:
+                    self._pace.wait(context)
+                return method(checked, context)
             except grpc.RpcError:  # the caller hung up; nobody is there to answer, and gRPC knows its own error
                 raise
             except Exception as error:  # noqa: BLE001 - the rim is where every error becomes a status
@@ -174,6 +193,25 @@ class Guard:
                 self._refuse(context, error)
 
         return call
+
+
+class Unknown(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only its stub is generic
+    """Refuses methods that there are not, in gRPC's own words, but at a pace. Must be the last handler of a server."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        # Whatever kind the caller takes it for: a handler of this one waits for no message.
+        self._handler = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        """See grpc.GenericRpcHandler."""
+        del handler_call_details
+        return self._handler
+
+    def _refuse(self, requests: Iterator[Any], context: grpc.ServicerContext) -> NoReturn:
+        del requests
+        self._pace.wait(context)
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 class Waiter:

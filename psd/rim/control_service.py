@@ -19,6 +19,8 @@ _DESCRIPTOR = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
 SERVICE = _DESCRIPTOR.full_name
 
 ALLOWED_WHILE_DRAINING = frozenset({"Heartbeat", "Leave", "Status"})
+PACED = frozenset({"Status"})
+"""What is no worker's business, nor a reader's."""
 
 
 class ControlService:
@@ -34,6 +36,7 @@ class ControlService:
     def __init__(
         self,
         shard: Shard,
+        guard: Guard,
         *,
         address: Callable[[], str],
         on_leave: Callable[[], None],
@@ -41,6 +44,7 @@ class ControlService:
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self._shard = shard
+        self._guard = guard
         self._open_bulk = open_bulk
         self._checkpointer = checkpointer
         self._address = address
@@ -48,7 +52,6 @@ class ControlService:
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """All methods of the service's descriptor, ready to be added to a server."""
-        guard = Guard(self._shard)
         methods: dict[str, Callable[[Any, grpc.ServicerContext], Any]] = {
             "Join": self.join,
             "Declare": self.declare,
@@ -67,7 +70,11 @@ class ControlService:
             SERVICE,
             {
                 method.name: grpc.unary_unary_rpc_method_handler(
-                    guard.unary(methods[method.name], while_draining=method.name in ALLOWED_WHILE_DRAINING),
+                    self._guard.unary(
+                        methods[method.name],
+                        while_draining=method.name in ALLOWED_WHILE_DRAINING,
+                        paced=method.name in PACED,
+                    ),
                     message_parser(getattr(control_pb2, method.input_type.name)),
                     getattr(control_pb2, method.output_type.name).SerializeToString,
                 )

@@ -31,15 +31,16 @@ AnswerT = TypeVar("AnswerT")
 class DataService:
     """The data plane of one shard."""
 
-    def __init__(self, shard: Shard, plane: DataPlane) -> None:
+    def __init__(self, shard: Shard, plane: DataPlane, guard: Guard) -> None:
         self._shard = shard
+        self._guard = guard
         self._plane = plane
         self._reads = threading.BoundedSemaphore(shard.core.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods with psd's own (de)serializers, ready to be added to a server."""
-        guard, bounded = Guard(self._shard), self._bounded
+        guard, bounded = self._guard, self._bounded
         push, pull, init = data_pb2.PushFrame, data_pb2.PullRequest, data_pb2.InitializeFrame
         return grpc.method_handlers_generic_handler(
             SERVICE,

@@ -15,13 +15,19 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from psd.rim.pace import Pace
 from psd.rim.strangers import CALLS_MAX, Strangers
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
-    """Says of each service what it was told last. Thread-safe."""
+    """Says of each service what it was told last. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        pace: of watchers that come. Probes ask by Check, and never wait.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
         self._statuses: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._wakers: dict[object, threading.Event] = {}  # by watcher
@@ -46,6 +52,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
 
     def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         """The status of a service now, and whenever it changes, until the caller hangs up."""
+        self._pace.wait(context)
         watcher, waker, told = object(), threading.Event(), None
         with self._lock:
             self._wakers[watcher] = waker
@@ -68,14 +75,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
 
 
 class Reflection(reflection.ReflectionServicer):
-    """gRPC's reflection service, with a bound on its streams."""
+    """gRPC's reflection service, with a bound on its streams.
 
-    def __init__(self, service_names: tuple[str, ...]) -> None:
+    Args:
+        pace: of streams that come.
+    """
+
+    def __init__(self, service_names: tuple[str, ...], pace: Pace) -> None:
         super().__init__(service_names)
+        self._pace = pace
         self._streams = Strangers(CALLS_MAX)
 
     def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802, gRPC's name
         """See gRPC's reflection protocol."""
+        self._pace.wait(context)
         answers: Any = super().ServerReflectionInfo(request_iterator, context)
         stranger = object()
         self._streams.enter(stranger, context.cancel)

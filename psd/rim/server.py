@@ -21,7 +21,7 @@ from psd.contract.config import ServerConfig, is_loopback, parse_address
 from psd.contract.frames import WINDOW_OPTIONS
 from psd.rim.access import Access, AccessInterceptor
 from psd.rim.bulk_server import BulkServer
-from psd.rim.calls import Guard
+from psd.rim.calls import Guard, Unknown
 from psd.rim.checkpointer import Checkpointer
 from psd.rim.control_service import SERVICE as CONTROL
 from psd.rim.control_service import ControlService
@@ -30,6 +30,7 @@ from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.rim.health import Health, Reflection
 from psd.rim.metrics_server import PATH, MetricsServer
+from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
@@ -79,9 +80,11 @@ class ShardServer:
         self.metrics_port = 0
         self._config = config
         self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
+        pace = Pace()
+        guard = Guard(self.shard, pace)
         self._server = grpc.server(
             self._pool,
-            interceptors=[] if access is None else [AccessInterceptor(access, Guard(self.shard).as_error)],
+            interceptors=[] if access is None else [AccessInterceptor(access, pace, guard.as_error)],
             maximum_concurrent_rpcs=config.limits.calls_max,
             options=[
                 ("grpc.max_receive_message_length", config.limits.message_bytes_max),
@@ -95,7 +98,7 @@ class ShardServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.http2.max_ping_strikes", 0),
                 # Who connects and says nothing, or too much at once, must not use up what others need.
-                ("grpc.max_concurrent_streams", config.limits.calls_max),
+                ("grpc.max_concurrent_streams", config.limits.streams_max),
                 ("grpc.max_allowed_incoming_connections", config.limits.connections_max),
                 ("grpc.max_connection_idle_ms", IDLE_S * 1000),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
@@ -103,21 +106,23 @@ class ShardServer:
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
             ],
         )
-        self._health = Health()
+        self._health = Health(pace)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
-        self._bulk = BulkServer(self.shard, planes, Guard(self.shard), config, access, self._tls)
+        self._bulk = BulkServer(self.shard, planes, guard, config, access, self._tls)
         control = ControlService(
             self.shard,
+            guard,
             address=lambda: config.advertise or self.address,
             on_leave=self._check_done,
             open_bulk=self._bulk.open,
             checkpointer=self._checkpointer,
         )
-        self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"]).handler(), control.handler()))
-        shown = Reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"], guard).handler(), control.handler()))
+        shown = Reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), pace)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)
+        self._server.add_generic_rpc_handlers((Unknown(pace),))
         self._metrics: MetricsServer | None = None
         self._is_ending = False
         self._stopping = threading.Event()

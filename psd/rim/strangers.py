@@ -12,7 +12,7 @@ from typing import TypeVar
 
 ItemT = TypeVar("ItemT")
 
-CALLS_MAX = 64
+CALLS_MAX = 128
 """Calls whose first message has not come, or that look on without end; of each kind."""
 
 

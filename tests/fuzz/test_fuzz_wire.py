@@ -20,6 +20,7 @@ from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stre
 from psd.rim.bulk_connection import BulkConnection
 from psd.rim.calls import Frame, Guard, frame_parser
 from psd.rim.data_plane import DataPlane
+from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.bulk_connection import BulkConnection as ClientConnection
 from psd_client.flat import FlatBuffers
@@ -139,7 +140,7 @@ class StrictGuard(Guard):
     """Notes what it would log as a defect of the shard."""
 
     def __init__(self, shard: Any) -> None:
-        super().__init__(shard)
+        super().__init__(shard, Pace())
         self.defects: list[Exception] = []
 
     def as_error(self, error: Exception) -> PsdError:

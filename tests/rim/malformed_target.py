@@ -22,6 +22,7 @@ from psd.rim.calls import Guard
 from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
+from psd.rim.pace import Pace
 from psd.state.counts import LANES
 from psd.state.rounds import FastRound
 from psd.state.shard import Shard
@@ -101,9 +102,10 @@ class Target:
     def __init__(self, shard: Shard | None = None, spec: JobSpec = SPEC, steps: Sequence[tuple[int, int]] = STEPS) -> None:
         self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
-        bulk = BulkServer(self.shard, planes, Guard(self.shard), self.shard.core.config)
-        control = ControlService(self.shard, address=str, on_leave=int, open_bulk=bulk.open).handler()
-        self._handlers = (control, DataService(self.shard, planes["grpc"]).handler())
+        guard = Guard(self.shard, Pace())
+        bulk = BulkServer(self.shard, planes, guard, self.shard.core.config)
+        control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
+        self._handlers = (control, DataService(self.shard, planes["grpc"], guard).handler())
         self.callers = [self._join(rank) for rank in range(WORLD)]
         for caller in self.callers:
             self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=spec.to_message()))

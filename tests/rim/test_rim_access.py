@@ -19,6 +19,7 @@ from raw_client import failure, reason, spec
 from psd.contract.errors import PsdError, error_from
 from psd.contract.wire import PREFIX, Disconnected, Kind, Stream
 from psd.rim import access, bulk_server
+from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, control_pb2, control_pb2_grpc, job_pb2
 
 TOKENS = {role: f"{role}-" + role * 4 for role in ("worker", "reader", "admin")}
@@ -178,7 +179,7 @@ def test_a_call_without_a_token_that_says_nothing_is_cut_off(
 
 def test_calls_without_a_token_are_few_at_a_time(token_file: Path) -> None:
     """Those beyond the limit are refused, and leave the threads to the workers."""
-    interceptor = access.AccessInterceptor(access.Access(str(token_file)))
+    interceptor = access.AccessInterceptor(access.Access(str(token_file)), Pace())
     stock = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
     details = SimpleNamespace(method="/grpc.health.v1.Health/Check", invocation_metadata=())
 

@@ -13,6 +13,7 @@ from malformed_target import LIMITS, WORLD, Aborted, Target
 from raw_client import reason
 
 from psd.contract.errors import reasons
+from psd.rim import pace
 
 WRONG, MANGLED, OVER_SOCKETS = (int(os.environ.get("PSD_TEST_REQUESTS", "11000")) * k // 11 for k in (6, 4, 1))
 ACCEPTED = {"WaitTimeout", "BarrierTimeout"}  # valid, and would wait for others
@@ -102,8 +103,9 @@ def test_mangled_requests_are_refused_or_valid_and_never_a_defect():
     target.close()
 
 
-def test_wrong_requests_over_a_real_socket(cluster, dial):
+def test_wrong_requests_over_a_real_socket(cluster, dial, monkeypatch):
     """The same wrong requests through gRPC: status, reason and message arrive, and the shard's state stays as it was."""
+    monkeypatch.setattr(pace, "BURST", OVER_SOCKETS)
     shard = cluster(2, limits=LIMITS, lease_s=600.0).shards[0]
     target, undisturbed = Target(shard.shard), Target()
     channel = dial(shard.address)

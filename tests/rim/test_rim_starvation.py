@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from raw_client import TIMEOUT_S, RawWorker, spec
 
+from psd.contract.config import Limits
 from psd.v1 import control_pb2, control_pb2_grpc
 
 WAITING = 256
@@ -20,7 +21,7 @@ def crowd(cluster, dial):
     """Starts a world of 257: crowd(job) -> the shard, 256 workers on a few connections, and one more on its own."""
 
     def start(job):
-        shard = cluster(1, lease_s=600.0).shards[0]
+        shard = cluster(1, lease_s=600.0, limits=Limits(streams_max=8 * WAITING // CHANNELS)).shards[0]
         channels = [dial(shard.address) for _ in range(CHANNELS)]
         world = WAITING + 1
         last = RawWorker(dial(shard.address), WAITING, world)

@@ -19,14 +19,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
 from psd.contract import wire
+from psd.contract.config import Limits
 from psd.contract.wire import PREFIX, Kind, Stream
 from psd.rim import bulk_server
 from psd.rim.bulk_connection import HELLO_BYTES_MAX
 from psd.rim.bulk_server import STRANGERS_MAX
 from psd.rim.health import Health
+from psd.rim.pace import Pace
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.v1 import bulk_pb2, control_pb2, data_pb2
 
+CONNECTIONS = 4 * CALLS_MAX // Limits().streams_max
 READY = health_pb2.HealthCheckRequest(service="psd.ready")
 
 
@@ -83,9 +86,10 @@ def test_calls_of_which_nothing_comes_give_way_to_a_worker(
 ) -> None:
     """Twice as many as the limit, from several connections: the oldest are cancelled, and a worker trains."""
     shard = cluster(1).shards[0]
-    channels = [dial(shard.address) for _ in range(4)]
+    channels = [dial(shard.address) for _ in range(CONNECTIONS)]
     calls = [
-        channels[i % 4].stream_stream(f"/psd.v1.DataService/{method}")(silent(), timeout=120) for i in range(2 * CALLS_MAX)
+        channels[i % CONNECTIONS].stream_stream(f"/psd.v1.DataService/{method}")(silent(), timeout=120)
+        for i in range(2 * CALLS_MAX)
     ]
     assert ends(calls, CALLS_MAX) == {grpc.StatusCode.CANCELLED}
 
@@ -103,14 +107,19 @@ def test_watchers_and_reflections_are_bounded(
 ) -> None:
     """One of too many is cancelled; a probe is answered all the same."""
     shard = cluster(1).shards[0]
-    channel = dial(shard.address)
-    stub = health_pb2_grpc.HealthStub(channel)
-    watches = [stub.Watch(READY, timeout=120) for _ in range(CALLS_MAX + 1)]
+    channels = [dial(shard.address) for _ in range(CONNECTIONS)]
     name = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    reflections = [channel.stream_stream(name)(silent(), timeout=120) for _ in range(CALLS_MAX + 1)]
+    watches, reflections = [], []
+    for i in range(CALLS_MAX + 1):
+        channel = channels[i % CONNECTIONS]
+        watches.append(health_pb2_grpc.HealthStub(channel).Watch(READY, timeout=120))
+        reflections.append(channel.stream_stream(name)(silent(), timeout=120))
 
     assert ends(watches, 1) == ends(reflections, 1) == {grpc.StatusCode.CANCELLED}
-    assert stub.Check(READY, timeout=TIMEOUT_S).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert (
+        health_pb2_grpc.HealthStub(dial(shard.address)).Check(READY, timeout=TIMEOUT_S).status
+        == health_pb2.HealthCheckResponse.NOT_SERVING
+    )
     for call in (*watches, *reflections):
         call.cancel()
 
@@ -144,7 +153,7 @@ def test_a_status_that_changes_while_watchers_hang_up_stops_nobody(
 
 def test_a_watcher_is_told_what_changes_and_a_service_that_is_none_is_unknown() -> None:
     """As gRPC's health protocol has it; names that somebody made up are not kept."""
-    found, context = Health(), Context()
+    found, context = Health(Pace()), Context()
     found.set("a", health_pb2.HealthCheckResponse.SERVING)
     watch, unknown = (found.Watch(health_pb2.HealthCheckRequest(service=name), context) for name in ("a", "b"))
 

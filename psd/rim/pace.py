@@ -1,0 +1,72 @@
+"""What anybody may ask for without end is answered no faster than a shard can bear beside its workers.
+
+Refusals, the status, watchers, reflection, methods that there are not: where more of them come than a rate, each waits for its
+turn, a second at most. What the same connection asks for meanwhile waits where it is made, because gRPC lets a connection have
+few calls at a time (--max-streams). A call that waits has a thread, so that only so many wait, and others are answered at once.
+Never on a worker's way, nor on a probe's. Must not know what is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+PER_S = 20.0
+"""Answers a second, each of which costs a millisecond or so,"""
+BURST = 100
+"""beyond so many at once: a world of workers that are all refused in the same moment, or started, does not wait."""
+WAIT_S = 1.0
+WAITING_MAX = 128
+
+
+class Asker(Protocol):
+    """Who has made a call; a gRPC context is one."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Have `callback` called when the caller hangs up; False if it has."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None: it has none."""
+        ...
+
+
+class Pace:
+    """The turns of all who wait for one. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = -math.inf  # the turn that was given out last, had all come at the rate
+        self._waiting = 0
+
+    def wait(self, asker: Asker) -> None:
+        """Until it is the asker's turn, half of its time has passed, or it has hung up."""
+        wait_s = self._take_turn()
+        if wait_s == 0:
+            return
+        try:
+            remaining = asker.time_remaining()
+            hung_up = threading.Event()
+            if asker.add_callback(hung_up.set):
+                hung_up.wait(wait_s if remaining is None else min(wait_s, remaining / 2))
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _take_turn(self) -> float:
+        """How long to wait for it; if that is long, the asker is one of those who wait."""
+        with self._lock:
+            now = self._clock()
+            turn = max(self._last, now - BURST / PER_S) + 1 / PER_S
+            if turn <= now:
+                self._last = turn
+                return 0.0
+            if self._waiting >= WAITING_MAX:
+                return 0.0
+            self._waiting += 1
+            self._last = min(turn, now + WAIT_S)
+            return self._last - now
