@@ -347,6 +347,8 @@ class BlockState:
 
         reader: the rank of a worker that computes its next gradient from the page; so it is kept for rules that ask for it.
         """
+        if self.version < version_min and not self._is_due:
+            return None  # without the lock, which another call may hold while its kernel works
         with self.lock:
             if self.version < version_min:
                 self._apply_due()
