@@ -41,8 +41,9 @@ PREDECESSOR_S = 30.0
 """How long a new connection waits for its rank's earlier one to end."""
 STRANGERS_MAX = 64
 """Connections that have not shown a ticket yet."""
-CROWDED_PAUSE_S = 0.01
-"""After a connection that has displaced another one: a flood of them costs the shard no more than some."""
+CROWDED_PAUSE_S = 0.1
+"""After a connection that has displaced another one, while nobody with a ticket is expected: a flood costs the shard next to
+nothing, and waits in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class BulkServer:
         self._guard = guard
         self._config = config
         self._lock = threading.Lock()
+        self._ticket_given = threading.Condition(self._lock)
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, BulkConnection] = {}
         self._connections: dict[int, BulkConnection] = {}  # by file descriptor
@@ -152,11 +154,15 @@ class BulkServer:
             worker = self._shard.core.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
         with self._lock:
-            self._tickets = {key: kept for key, kept in self._tickets.items() if kept.expires > now}
+            self._forget_old_tickets(now)
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
                 raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
             self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S, is_welcome)
+            self._ticket_given.notify_all()
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
+
+    def _forget_old_tickets(self, now: float) -> None:
+        self._tickets = {key: kept for key, kept in self._tickets.items() if kept.expires > now}
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -171,7 +177,10 @@ class BulkServer:
                 select.select([], [], [], 0.1)
                 continue
             if not is_alone:
-                select.select([], [], [], CROWDED_PAUSE_S)
+                with self._lock:
+                    self._forget_old_tickets(time.monotonic())
+                    if not (self._tickets or self._is_stopping):
+                        self._ticket_given.wait(CROWDED_PAUSE_S)
 
     def _begin(self, sock: socket.socket) -> bool:
         """Serve a connection, unless there are too many; False if they are crowded."""
@@ -265,7 +274,9 @@ class BulkServer:
         """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
         if self._is_stopping:
             return
-        self._is_stopping = True
+        with self._lock:
+            self._is_stopping = True
+            self._ticket_given.notify_all()
         for listener in self._listeners:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)

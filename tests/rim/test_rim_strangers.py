@@ -18,6 +18,7 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
+import psd_client
 from psd.contract import wire
 from psd.contract.config import Limits
 from psd.contract.wire import PREFIX, Kind, Stream
@@ -226,6 +227,23 @@ def test_connections_without_a_ticket_are_bounded(
     eventually(lambda: bulk.connections()[lane].refused == 10, "ten have been turned away")
     assert bulk.connections()[lane].open == STRANGERS_MAX
     assert len(bulk._threads) == STRANGERS_MAX
+
+
+def test_a_crowd_waits_until_somebody_with_a_ticket_is_expected(
+    knock: Callable[..., Any], eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers beyond the bound are not even accepted for long, but for the sake of a worker behind them they are, at once."""
+    monkeypatch.setattr(bulk_server, "CROWDED_PAUSE_S", 10 * TIMEOUT_S)
+    bulk = knock.shard._bulk
+    for _ in range(STRANGERS_MAX + 20):
+        knock(False)
+    eventually(lambda: bulk.connections()["tcp"].refused == 1, "the first one too many has displaced another one")
+
+    with psd_client.connect(knock.shard.address, 0, 1, transport="tcp") as ps:
+        ps.declare({"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0))
+
+        assert ps.push_pull({"w": np.ones(3, np.float32)})["w"].tolist() == [-1.0] * 3
+        assert bulk.connections()["tcp"].refused >= 20
 
 
 def test_a_byte_at_a_time_does_not_prolong_the_welcome(knock: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
