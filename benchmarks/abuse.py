@@ -4,9 +4,10 @@
 
 The workers train, synchronously, in turns: one turn in peace, one under attack, and so on, so that a noisy machine hurts both
 alike; the best turns count. The attacker (peers/attacker.py) knows where the shard listens, and no more; it opens 200
-connections or calls a second, and holds 1,500 of them where it can. It runs on this machine with low priority, which takes
-from the others. "shard CPU" is what the shard used per step, as a multiple of that in peace: the part of the damage that is its
-own.
+connections or calls a second, and holds 1,500 of them where it can. It runs on this machine, but only when
+nobody else wants to (SCHED_IDLE); "attempts" shows whether it came to its turn. What it takes all the same, caches and the
+kernel's work, counts. "shard CPU" is what the shard used per step, as a multiple of that in peace: the part of the damage that
+is its own.
 
     silence   connections that say nothing             garbage   random bytes, at each port
     drip      a byte at a time                         streams   calls of which nothing comes
