@@ -210,10 +210,11 @@ class Session:
 
     def prepare_lanes(self) -> list[Share]:
         """Open the ways for bulk data; how to share memory with those shards that can see this process's."""
-        shares = self.while_fenced(
-            lambda: self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
-        )
-        return [share for share in shares if share is not None]
+
+        def prepare() -> list[Share | None]:
+            return self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
+
+        return [share for share in self.while_fenced(lambda: self._beginning(prepare)) if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         """Agree on the job, and provide `values` as its initial ones if it has none yet.
@@ -221,17 +222,18 @@ class Session:
         Returns:
             True if `values` are the job's parameters now; False if those are to be pulled.
         """
-        provided = self.while_fenced(lambda: self._declare_first(spec, values))
+        provided = self.while_fenced(lambda: self._beginning(lambda: self._declare(spec, values)))
         self._spec, self._values = spec, values
         return provided
 
-    def _declare_first(self, spec: JobSpec, values: FlatBuffers) -> bool:
+    def _beginning(self, operation: Callable[[], ResultT]) -> ResultT:
+        """The result of an operation of a worker that has not declared yet: if shards have forgotten the job, it joins anew."""
         deadline = time.monotonic() + self._config.wait_timeout_s
         rejoins = 0
         while True:
             before = self._membership
             try:
-                return self._declare(spec, values)
+                return operation()
             except StateLost:
                 if rejoins == REJOINS_MAX or time.monotonic() > deadline:
                     raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,26 @@ def test_exact_when_shards_are_killed_between_push_and_pull_then_training_ends_i
     assert_same_bits(undisturbed, disturbed)
     for one, other in zip(undisturbed_pulls, disturbed_pulls, strict=True):
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(("transport", "deaths"), [("shm", 1), ("tcp", 2), ("grpc", 1)])
+def test_a_shard_that_is_killed_between_join_and_declaration_is_joined_anew(
+    shard_processes: Callable[..., list[ShardProcess]], transport: str, deaths: int
+) -> None:
+    """It knows nothing, and has another run: so has the job, which has not begun."""
+    (shard,) = shard_processes(1)
+    with (
+        psd_client.connect(shard.address, 0, 2, transport=transport, retry_timeout=60) as ps,
+        psd_client.connect(shard.address, 1, 2, transport=transport, retry_timeout=60) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        for _ in range(deaths):
+            shard.kill()
+            shard.start()
+
+        workers = (ps, other)
+        for job in [pool.submit(w.declare, {"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0)) for w in workers]:
+            job.result(60)
+        found = [pool.submit(w.push_pull, {"w": np.ones(3, np.float32)}) for w in workers]
+
+        assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
