@@ -29,11 +29,14 @@ OPERATIONS = {
 def newest_step(url: str) -> int:
     """Of the newest checkpoint that can be relied on: every byte of it is read. 0 if there is none."""
     directory = CheckpointDirectory(url)
-    manifest = directory.newest()
-    if manifest is None:
-        return 0
-    assert directory.verify(manifest.name) == []
-    return manifest.step
+    while (manifest := directory.newest()) is not None:
+        problems = directory.verify(manifest.name)
+        if not problems:
+            return manifest.step
+        after = directory.newest()  # meanwhile newer ones may have been stored, and this one removed
+        assert after is not None, problems
+        assert after.step > manifest.step, problems
+    return 0
 
 
 def die_at_each(shards: Sequence[ShardProcess], operations: Sequence[str], stop: crash_job.Stop, url: str) -> None:
