@@ -13,7 +13,7 @@ is its own.
     drip      a byte at a time                         streams   calls of which nothing comes
     promise   4 GiB announced, nothing sent            calls     Status, Join, an unknown method
     oversize  messages of 64 MiB                       scrapes   the metrics, asked for without end
-    crowds    streams, on many connections
+    crowds    streams, on many connections             bystander nothing but a busy processor; what sharing the machine costs
 
 Throughput under attack must be 80 % of that in peace, the shard's memory may grow by --own-mb, its open descriptors by
 --descriptors. What the workers have computed is verified, to the bit. Exit status: 1 if psd failed or was wrong; the
@@ -39,7 +39,9 @@ from _processes import Peer, descriptors, private_bytes
 from _report import Criterion, ratio
 from _turns import over_transports
 
+BYSTANDER = "bystander"
 ATTACKS = (
+    BYSTANDER,
     *(f"silence {where}" for where in ("grpc", "tcp", "local", "metrics")),
     *(f"promise {where}" for where in ("grpc", "tcp", "local")),
     *(f"drip {where}" for where in ("tcp", "local")),
@@ -187,10 +189,9 @@ def main() -> int:
         for r in results
     ]
     print(report.table(["", "in peace", "attacked", "kept", "shard CPU", "attempts", "grown", "descriptors"], rows))
+    kept = [r["kept"] for r in results if r["attack"] != BYSTANDER]
     checked = [
-        Criterion(
-            4, "throughput under the worst attack / in peace", min((r["kept"] for r in results), default=None), 0.8, True
-        ),
+        Criterion(4, "throughput under the worst attack / in peace", min(kept, default=None), 0.8, True),
         Criterion(4, "memory grown / --own-mb", _most(results, "grown_bytes", args.own_mb * 1e6), 1),
         Criterion(4, "descriptors grown / --descriptors", _most(results, "grown_descriptors", args.descriptors), 1),
     ]

@@ -49,6 +49,13 @@ class Attacker:
         kind, _, where = attack.partition(" ")
         return int(getattr(self, kind)(where, until))
 
+    def bystander(self, where: str, until: float) -> int:
+        """Touch nobody, and keep a processor busy."""
+        del where
+        while time.monotonic() < until:
+            pass
+        return 0
+
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def silence(self, where: str, until: float) -> int:
