@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
-from psd.contract.verdicts import clip_scale
+from psd.contract.verdicts import clip_scale, members_mask
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers, share_memory
@@ -386,6 +386,6 @@ class Exchange:
         """True if a round has, or will have, the gradient of the session before, or nobody's; this one begins after it."""
         for decision in decisions:
             if decision.round == clock:
-                members = int.from_bytes(decision.members, "little")
+                members = members_mask(decision.members)
                 return not members or bool(members >> self._rank & 1)
         return self._session.clock == clock + 1

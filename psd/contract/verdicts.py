@@ -1,7 +1,7 @@
 """Verdicts: how a round is applied where that follows from the whole gradient, although tensors are cut over shards.
 
-Each shard *measures* its part of a round, as sums of squares that add up without rounding (psd_core.square_sum); the verdict
-follows from the sums of all shards. So it is the same bits for any number of shards, and whoever computes it.
+Which workers make up the round is its Decision, made before. Each shard *measures* its part of a round, as sums of squares that
+add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So it is the same bits for any number of shards, and whoever computes it.
 
 Pure functions on values; who asks whom is in psd/state/verdicts.py and psd_client/settlement.py.
 """
@@ -25,6 +25,11 @@ SQUARES_BYTES_MAX = 320
 
 Squares = list[int] | None
 """Sums of squares in units of 2**-1074; None: something is not finite."""
+
+
+def members_mask(members: bytes) -> int:
+    """A Decision's workers as a bit mask."""
+    return int.from_bytes(members, "little")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -30,7 +30,7 @@ from psd.contract.errors import (
 )
 from psd.contract.wording import describe_wait
 from psd.rim import views
-from psd.rim.pace import Pace
+from psd.rim.pace import Caller, Pace
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket, WaitKind
 
@@ -114,18 +114,6 @@ def settle(future: Future[Any], outcome: Any) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-
-class Caller(Protocol):
-    """Who waits for a call's answer; a gRPC context is one."""
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called when the caller hangs up; False if it has."""
-        ...
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None: it has none."""
-        ...
 
 
 class Guard:

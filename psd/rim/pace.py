@@ -22,7 +22,7 @@ WAIT_S = 1.0
 WAITING_MAX = 128
 
 
-class Asker(Protocol):
+class Caller(Protocol):
     """Who has made a call; a gRPC context is one."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
@@ -43,22 +43,22 @@ class Pace:
         self._last = -math.inf  # the turn that was given out last, had all come at the rate
         self._waiting = 0
 
-    def wait(self, asker: Asker) -> None:
-        """Until it is the asker's turn, half of its time has passed, or it has hung up."""
+    def wait(self, caller: Caller) -> None:
+        """Until it is the caller's turn, half of its time has passed, or it has hung up."""
         wait_s = self._take_turn()
         if wait_s == 0:
             return
         try:
-            remaining = asker.time_remaining()
+            remaining = caller.time_remaining()
             hung_up = threading.Event()
-            if asker.add_callback(hung_up.set):
+            if caller.add_callback(hung_up.set):
                 hung_up.wait(wait_s if remaining is None else min(wait_s, remaining / 2))
         finally:
             with self._lock:
                 self._waiting -= 1
 
     def _take_turn(self) -> float:
-        """How long to wait for it; if that is long, the asker is one of those who wait."""
+        """How long to wait for it; if that is long, the caller is one of those who wait."""
         with self._lock:
             now = self._clock()
             turn = max(self._last, now - BURST / PER_S) + 1 / PER_S

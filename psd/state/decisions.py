@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
+from psd.contract.verdicts import members_mask
 from psd.state.consistency import Policy
 from psd.state.membership import Membership, Worker
 from psd.state.tickets import Ticket
@@ -23,11 +24,6 @@ KEPT = 8
 """Decisions that the arena keeps. Shards are at most one round apart; two would do."""
 
 _WORD = "decided"
-
-
-def members_mask(members: bytes) -> int:
-    """A Decision's workers as a bit mask."""
-    return int.from_bytes(members, "little")
 
 
 class Decisions:

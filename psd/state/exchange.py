@@ -209,7 +209,7 @@ class Exchange:
         try:
             outcome = block.contribute(part)
         except ArenaFull as error:
-            raise OutOfSpace(f"block {index}: no room for its next version: {error}") from error
+            raise _out_of_space(block, error) from error
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
         if index not in push.covered:
@@ -380,7 +380,11 @@ def _read(block: BlockState, version_min: int, reader: int | None) -> Found | No
     try:
         return block.read(version_min, reader)
     except ArenaFull as error:
-        raise OutOfSpace(f"block {block.plan.index}: no room for its next version: {error}") from error
+        raise _out_of_space(block, error) from error
+
+
+def _out_of_space(block: BlockState, error: ArenaFull) -> OutOfSpace:
+    return OutOfSpace(f"block {block.plan.index}: no room for its next version: {error}")
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

@@ -198,17 +198,8 @@ class ExchangingWorker(SettlingWorker):
         clock, caller = self.sent.clock, self.caller(0)
         self.world.check_alive(0, caller)
         self.world.oracle.on_commit(self.rank, self.sent)
-        ticket = shard.exchange.commit(
-            control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting, skip=self.sent.skip)
-        )
-        if ticket is not None:
-            yield ticket
-            ticket.future.result(0)
-            self.world.check_alive(0, caller)
-        reply = shard.exchange.commit_reply(clock)
-        self.on_commit(clock, reply)
-        if not without_waiting:
-            self.clock = max(self.clock, reply.clock)
+        request = control_pb2.CommitRequest(caller=caller, clock=clock, without_waiting=without_waiting, skip=self.sent.skip)
+        yield from self.decided(shard, request)
 
     def pull(self, index: int) -> Iterator[Any]:
         yield from self.call(index, lambda shard: self.pull_once(index, shard))

@@ -55,14 +55,19 @@ class SettlingWorker:
     def only_wait(self, shard: Shard) -> Iterator[Any]:
         caller, clock = self.caller(0), self.clock - 1
         self.world.check_alive(0, caller)
-        ticket = shard.exchange.commit(control_pb2.CommitRequest(caller=caller, clock=clock, only_wait=True))
+        yield from self.decided(shard, control_pb2.CommitRequest(caller=caller, clock=clock, only_wait=True))
+
+    def decided(self, shard: Shard, request: control_pb2.CommitRequest) -> Iterator[Any]:
+        """Commit, or only wait, and hear what was decided."""
+        ticket = shard.exchange.commit(request)
         if ticket is not None:
             yield ticket
             ticket.future.result(0)
-            self.world.check_alive(0, caller)
-        reply = shard.exchange.commit_reply(clock)
-        self.on_commit(clock, reply)
-        self.clock = max(self.clock, reply.clock)
+            self.world.check_alive(0, request.caller)
+        reply = shard.exchange.commit_reply(request.clock)
+        self.on_commit(request.clock, reply)
+        if not request.without_waiting:
+            self.clock = max(self.clock, reply.clock)
 
     def catch_up(self) -> Iterator[Any]:
         """Whoever made the last round may be gone before all shards had its verdict."""

@@ -19,7 +19,7 @@ import numpy as np
 from shard_driver import Killed
 from simulated_settlement import Sent
 
-from psd.state.decisions import members_mask
+from psd.contract.verdicts import members_mask
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import job_pb2
