@@ -95,12 +95,6 @@ class Session:
         assert self._membership is not None
         return self._membership.caller(shard)
 
-    @property
-    def lease_s(self) -> float:
-        """How long the shards tolerate silence."""
-        assert self._membership is not None
-        return self._membership.lease_s
-
     def join(self) -> None:
         """Enter at shard 0, which issues the session, then at the others."""
         config = self._config
@@ -234,18 +228,24 @@ class Session:
             before = self._membership
             try:
                 return operation()
-            except StateLost:
+            except (StateLost, ForeignRun):
                 if rejoins == REJOINS_MAX or time.monotonic() > deadline:
                     raise
-            except ForeignRun:
-                if rejoins == REJOINS_MAX or self._config.run_id:
-                    raise
-                self._membership = None  # the others have begun under another name that nobody has given
             # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning
             # anew, however often it is killed; but if it has not been, that must end.
-            self.join()
+            self._join_anew()
             if before is not None and self._membership is not None:
                 rejoins += before.incarnations == self._membership.incarnations
+
+    def _join_anew(self) -> None:
+        """Join; before the job has values, also one that others have begun under another name that nobody has given."""
+        try:
+            self.join()
+        except ForeignRun:
+            if self._spec is not None or self._config.run_id or self._membership is None:
+                raise
+            self._membership = None
+            self.join()
 
     def _declare(self, spec: JobSpec, values: FlatBuffers) -> bool:
         message = spec.to_message()
@@ -321,7 +321,7 @@ class Session:
         if error.detail.get("cause") != "expired":
             raise error
         before = self._membership
-        self.join()
+        self._join_anew()
         after = self._membership
         if self._spec is not None and before is not None and after is not None and after.timeline != before.timeline:
             raise RolledBack(
@@ -332,9 +332,9 @@ class Session:
             self._declare(self._spec, self._values)
         self.rejoins += 1
         logger.warning(
-            "psd: worker %d: its lease of %g s had run out; it has joined again and goes on at step %d",
+            "psd: worker %d: %s; it has joined again and goes on at step %d",
             self._config.rank,
-            self.lease_s,
+            error,
             self.clock,
         )
 

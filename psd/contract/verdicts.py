@@ -1,7 +1,8 @@
 """Verdicts: how a round is applied where that follows from the whole gradient, although tensors are cut over shards.
 
 Which workers make up the round is its Decision, made before. Each shard *measures* its part of a round, as sums of squares that
-add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So it is the same bits for any number of shards, and whoever computes it.
+add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So it is
+the same bits for any number of shards, and whoever computes it.
 
 Pure functions on values; who asks whom is in psd/state/verdicts.py and psd_client/settlement.py.
 """

@@ -5,6 +5,7 @@ test_recovery_convnet.py does the same to push_pull, test_recovery_async.py to j
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from shard_processes import ShardProcess
 
 import psd_client
+from psd.contract.errors import SessionFenced
+from psd_client.session import Session
 
 pytestmark = pytest.mark.process
 
@@ -92,3 +95,33 @@ def test_a_shard_that_is_killed_between_join_and_declaration_is_joined_anew(
         found = [pool.submit(w.push_pull, {"w": np.ones(3, np.float32)}) for w in workers]
 
         assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
+
+
+def test_a_worker_that_is_fenced_before_it_declares_finds_the_run_that_others_have_begun(
+    shard_processes: Callable[..., list[ShardProcess]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker has given the restarted shard its values, and reads them between the refusal and the new join."""
+    (shard,) = shard_processes(1)
+    initial, sgd = {"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+
+        def connect(rank: int) -> psd_client.ParameterServer:
+            return stack.enter_context(psd_client.connect(shard.address, rank, 2, transport="grpc", retry_timeout=60))
+
+        ps = connect(0)
+        shard.kill()
+        shard.start()
+        other = connect(1)
+        other.declare(initial, sgd)
+        rejoin = Session.rejoin
+
+        def rejoin_late(session: Session, error: SessionFenced) -> None:
+            other.pull()
+            rejoin(session, error)
+
+        monkeypatch.setattr(Session, "rejoin", rejoin_late)
+        ps.declare(initial, sgd)
+        found = [pool.submit(w.push_pull, {"w": np.ones(3, np.float32)}) for w in (ps, other)]
+
+        assert [f.result(60)["w"].tolist() for f in found] == [[-1.0] * 3] * 2
+        assert ps.stats()["rejoins"] == 1
