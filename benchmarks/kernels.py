@@ -9,7 +9,7 @@ torch     the same update by torch's optimizer, fused where torch has that, in p
 others    the sums of a round, the finite check, and the widening of half-precision gradients, which workers do by torch
 
 `bound` is the share of the bandwidth of the copy, by bytes moved. The quickest of some rounds counts, in processor time, and
-all are measured in turns, so that ratios hold on a busy machine, too. Arrays are float32 in blocks of 2 MiB; with the default
+all are measured in turns, so that ratios hold on a busy machine, too. Arrays are float32 in blocks of 4 MiB; with the default
 they are larger than caches together, with --megabytes 1 they are not.
 """
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import psd_core
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 4 << 20
 LENGTH = BLOCK_BYTES // 4
 
 Array = NDArray[Any]

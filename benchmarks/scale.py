@@ -9,7 +9,7 @@ less than max(1, W / S) x the time of that many bytes over one link, which is me
 directions at once, between two of the hosts. "of bound" is that bound divided by the step's time.
 
 "most bytes" is what the links of the busiest shard carried, by the kernel's counters, compared with the mean of all shards.
-The model should have several blocks of 2 MiB for each shard: with a single one a shard could not send while it receives. With
+The model should have several blocks of 4 MiB for each shard: with a single one a shard could not send while it receives. With
 the defaults a transport takes about 12 minutes, with --quick half of that.
 All numbers that are computed are verified, to the bit. Exit status: 1 if psd failed or was wrong, 2 where no
 such network can be made; the criteria do not decide.

@@ -34,7 +34,7 @@ from psd_client.grpc_frames import Answer, initial_frames, push_messages
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
 
 MESSAGE_BYTES_MAX = 32 << 20
-"""As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 2 MiB."""
+"""As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),

@@ -27,7 +27,7 @@ from psd.contract.layout import Block, Layout
 
 READERS = 4
 RECORDS_AHEAD_MAX = 8
-"""Of at most 2 MiB times one plus the slots each: enough to hide a store's latency, little beside a shard's memory."""
+"""Of at most 4 MiB times one plus the slots each: enough to hide a store's latency, little beside a shard's memory."""
 
 Advance = Callable[[int], None]
 """Is told how many bytes more have been read."""

@@ -95,7 +95,7 @@ class Limits:
         workers_max: ranks of one job. A waiting worker costs a thread (about 50 KiB resident), hence a limit at all.
         tensors_max: tensors of one job.
         elements_max: parameters of one job over all shards.
-        message_bytes_max: one gRPC message. Frames need 2 MiB and a header; a declaration about 64 bytes a tensor.
+        message_bytes_max: one gRPC message. Frames need 4 MiB and a header; a declaration about 64 bytes a tensor.
         name_bytes_max: the name of a tensor or a barrier, in UTF-8.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
@@ -129,7 +129,7 @@ class Limits:
         _check_count("--max-workers", self.workers_max, 1, 100_000)
         _check_count("--max-tensors", self.tensors_max, 1, 10_000_000)
         _check_count("--max-elements", self.elements_max, 1, 1 << 48)
-        _check_count("--max-message-bytes", self.message_bytes_max, 2 << 20, 1 << 30)
+        _check_count("--max-message-bytes", self.message_bytes_max, 5 << 20, 1 << 30)
         _check_count("--max-name-bytes", self.name_bytes_max, 1, 4096)
         _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)

@@ -26,8 +26,8 @@ FIELDS_MAX = 64
 busy for seconds."""
 
 WINDOW_BYTES = 2 << 20
-"""Of frames that one gRPC stream may have under way to a side that does not read: a block of the largest size. More than that
-waits at the sender."""
+"""Of frames that one gRPC stream may have under way to a side that does not read: half a block of the largest size, and more of
+one that is being read. The rest waits at the sender."""
 
 WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
 """For both sides' channels. gRPC's own windows grow with what the connection has once moved: to tens of megabytes each, which a

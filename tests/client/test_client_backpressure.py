@@ -51,6 +51,6 @@ def test_push_when_the_shard_makes_it_wait_then_little_is_under_way(cluster: Cal
         until(lambda: [wait.kind for wait in running.shards[0].shard.core.waiting.open(0)] == [WaitKind.STALENESS])
         threading.Event().wait(STALL_S)
 
-        assert 0 < connection.sent_bytes - before <= UNDER_WAY_MAX[transport]
+        assert connection.sent_bytes - before <= UNDER_WAY_MAX[transport]
         other.push(ones)
         waiting.result()

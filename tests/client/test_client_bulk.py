@@ -268,7 +268,7 @@ class ToldLane(BulkLane):
 def test_suspect_when_a_push_is_blocked_in_a_send_then_it_fails_at_once() -> None:
     """Of a peer that has vanished nothing would be heard before the call's deadline."""
     silent = Silent()
-    layout = Layout(JobSpec(1, (TensorSpec("w", (8_000_000,), "float32", 0),), (GroupSpec("sgd"),)), 1)
+    layout = Layout(JobSpec(1, (TensorSpec("w", (2_000_000,), "float32", 0),), (GroupSpec("sgd"),)), 1)
     lane = ToldLane(silent.port)
     part = GradientPart(data_pb2.PushHeader(), layout.blocks_of(0), FlatBuffers(layout), None)
     pushing = Thread(lambda: lane.push(part, Call(1000, Scope())))

@@ -71,10 +71,10 @@ def test_shards_of_a_large_space_are_balanced(spec, shards):
 
 @pytest.mark.parametrize(
     ("megabytes", "shards", "blocks"),
-    [(0.1, 1, 1), (1, 1, 2), (3, 1, 6), (8, 1, 8), (40, 1, 20), (6, 4, 3), (48, 8, 8)],
+    [(0.1, 1, 1), (1, 1, 2), (3, 1, 6), (8, 1, 8), (40, 1, 10), (6, 4, 3), (48, 8, 8)],
 )
 def test_a_shard_has_several_blocks_where_they_are_not_too_small(megabytes, shards, blocks):
-    """Blocks of half a MiB to 2 MiB, and eight of them if there is enough."""
+    """Blocks of half a MiB to 4 MiB, and eight of them if there is enough."""
     spec = JobSpec(1, (TensorSpec("w", (int(megabytes * (1 << 18)),)),), (GroupSpec("sgd"),))
 
     assert {len(Layout(spec, shards).blocks_of(shard)) for shard in range(shards)} == {blocks}
