@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from psd.rim.calls import Waiter
 from psd.state.block import BlockState
-from psd.state.exchange import Found, Pull, Push
 from psd.state.shard import Shard
+from psd.state.transfers import Found, Pull, Push
 from psd.v1 import data_pb2
 
 
@@ -82,8 +82,11 @@ class DataPlane:
         """See DataService.Push."""
         began = self._now()
         push = self._begin(header, waiter)
-        for block in blocks:
-            self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
+        try:
+            for block in blocks:
+                self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
+        finally:
+            self.counts.count_bytes(received=push.arrived_bytes)
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
         return reply
@@ -114,8 +117,8 @@ class DataPlane:
                 covered = len(push.covered)
                 self._take(push, pushed, waiter)
                 if len(push.covered) > covered:
-                    pending.append(self._exchange.block(pushed.block))
-                if pushed.is_followed and self._exchange.has_rounds:
+                    pending.append(push.job.block(pushed.block))
+                if pushed.is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     yield Answer(pending.popleft(), found)
@@ -127,6 +130,7 @@ class DataPlane:
             push.lent.clear()  # all rounds have closed
         finally:
             self._exchange.take_over(push)
+            self.counts.count_bytes(received=push.arrived_bytes)
         self.counts.count_call("push_pull", self._now() - began)
         yield reply
 
@@ -136,12 +140,11 @@ class DataPlane:
         return push
 
     def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
-        self._exchange.check_arrival(push)
+        self._exchange.check_arrival(push, block.payload.nbytes)
         while (
             ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
         ) is not None:
             waiter.wait(ticket)
-        self.counts.count_bytes(received=block.payload.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:

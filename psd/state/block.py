@@ -236,7 +236,8 @@ class BlockState:
             self._settle()
 
     def _settle(self) -> None:
-        self._fail_if_lost()
+        if self._is_exact:
+            self._fail_if_lost()
         while True:
             round_ = self._round
             if round_ is None:
@@ -297,8 +298,7 @@ class BlockState:
         before = self._page
         after = self._arena.spare(self._slot)
         try:
-            has_values = gradient.last is not None or gradient.accumulator is not None
-            if has_values and gradient.touched.any():
+            if gradient.last is not None or gradient.accumulator is not None:
                 self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
             else:
                 pages.carry_over(before, after)

@@ -5,8 +5,6 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,58 +19,13 @@ from psd.state.block import BlockState
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
-from psd.state.job import Job, Scalars
-from psd.state.membership import Worker, WorkerState
+from psd.state.job import Job
+from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.transfers import Found, Pull, Push
 from psd.v1 import control_pb2, data_pb2
-from psd_core.arena import ArenaFull, Page
-
-Found = tuple[int, Page]
-"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`."""
-
-
-@dataclass(slots=True)
-class Push:
-    """A push in progress: what its header said, and which blocks it has covered.
-
-    Attributes:
-        is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
-        is_finite: the worker has looked for NaN and infinity itself.
-        versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
-        lent: the blocks that may read the gradient where the worker has it.
-        arrived: blocks that have come, also those that were covered before.
-    """
-
-    worker: Worker
-    session: int
-    clock: int
-    weight: float
-    scalars: Scalars
-    scale: float
-    is_finite: bool = False
-    client_state: bytes = b""
-    cuts: tuple[data_pb2.Cut, ...] = ()
-    is_entered: bool = False
-    versions: Mapping[int, int] = field(default_factory=dict)
-    lent: list[BlockState] = field(default_factory=list)
-    covered: set[int] = field(default_factory=set)
-    arrived: int = 0
-    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """A pull in progress: who reads, and at which clock.
-
-    Attributes:
-        reader: rank of the worker, if it will compute gradients from what it reads; None: it only waits.
-    """
-
-    worker: Worker
-    session: int
-    clock: int
-    reader: int | None
+from psd_core.arena import ArenaFull
 
 
 class Exchange:
@@ -107,6 +60,7 @@ class Exchange:
         if skipped:
             self._core.settle()
         return Push(
+            job,
             worker,
             header.caller.session,
             header.clock,
@@ -159,10 +113,11 @@ class Exchange:
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
 
-    def check_arrival(self, push: Push) -> None:
+    def check_arrival(self, push: Push, nbytes: int) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
         push.arrived += 1
-        limit = 2 * len(self._core.initialized().blocks)
+        push.arrived_bytes += nbytes
+        limit = 2 * len(push.job.blocks)
         if push.arrived > limit:
             raise InvalidRequest(f"block: the push has brought more than {limit} blocks, twice as many as the shard has")
 
@@ -174,7 +129,7 @@ class Exchange:
         Args:
             is_lent: the payload stays as it is until `take_over`, or until the block's round has closed.
         """
-        job = self._core.initialized()
+        job = push.job
         block = job.block(index)
         plan = block.plan
         if not plan.trained:
@@ -282,7 +237,7 @@ class Exchange:
         if skipped:
             self._core.settle()
         reader = None if request.versions_only else worker.rank
-        return Pull(worker, request.caller.session, request.clock, reader), blocks
+        return Pull(job, worker, request.caller.session, request.clock, reader), blocks
 
     def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
         """EXACT: note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
@@ -342,11 +297,11 @@ class Exchange:
         Raises:
             InvalidRequest: aggregation is exact; a round then closes by a decision, which comes after the push.
         """
-        if self._core.initialized().is_exact:
+        if push.job.is_exact:
             raise InvalidRequest("PushPull: not with exact aggregation; use Push, Commit and Pull")
         with self._core.lock:
             self._core.counters.pulls += 1
-        return Pull(push.worker, push.session, push.clock + 1, push.worker.rank)
+        return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
 
     def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
         """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
@@ -354,7 +309,7 @@ class Exchange:
         The caller gives the page back with `BlockState.unpin`.
         """
         self._check_session(pull)
-        version_min = pull.clock if self.has_rounds and block.plan.trained else 0
+        version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
         found = _read(block, version_min, pull.reader)
         if found is not None:
             return found
@@ -362,18 +317,9 @@ class Exchange:
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
-        if self.has_rounds:
+        if pull.has_rounds:
             return _read(block, pull.clock, None)
-        return _read(block, 0, pull.reader) if self._core.initialized().policy.lag(pull.clock) == 0 else None
-
-    @property
-    def has_rounds(self) -> bool:
-        """True if the job's workers push in rounds; else each push is an update of its own, applied when it comes."""
-        return self._core.initialized().policy.has_rounds
-
-    def block(self, index: int) -> BlockState:
-        """The block of that index; BlockOutOfRange if it is not this shard's."""
-        return self._core.initialized().block(index)
+        return _read(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
 
 
 def _read(block: BlockState, version_min: int, reader: int | None) -> Found | None:

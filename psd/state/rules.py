@@ -36,7 +36,8 @@ class Gradient:
     Attributes:
         accumulator: sum of the weighted earlier contributions, or None.
         last: the contribution that closes the round, or None.
-        touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged.
+        touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged. Not all
+            zero, if there is an accumulator or a last contribution.
         age: updates that the block has seen since the worker read it; 0 where rounds hold the workers together.
         backup: the parameters that the worker had read, if the rule asks for them and they are known.
         ratios: (k,) float64, for a layer-wise rule: the trust ratio of each segment's tensor.

@@ -15,10 +15,10 @@ from simulated_settlement import Sent, SettlingWorker
 
 from psd.contract.errors import SessionFenced, ShardRestarted
 from psd.state.block import BlockState
-from psd.state.exchange import Pull, Push
 from psd.state.rounds import Outcome
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
+from psd.state.transfers import Pull, Push
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class ExchangingWorker(SettlingWorker):
                 ticket.future.result(0)
                 world.check_alive(index, caller)
             for block in world.layout.blocks_of(index):
-                yield from self.read(index, shard, caller, answer, exchange.block(block.index))
+                yield from self.read(index, shard, caller, answer, push.job.block(block.index))
             push.lent.clear()
         except Killed:
             push.lent.clear()  # the dead do nothing any more

@@ -9,8 +9,8 @@ import pytest
 from shard_driver import SGD, Driver, Seat, job_spec
 
 from psd.contract.errors import OutOfSpace
-from psd.state.exchange import Push
 from psd.state.tickets import Ticket
+from psd.state.transfers import Push
 from psd_core.arena import ArenaFull
 
 
@@ -23,7 +23,7 @@ def lend(driver: Driver, seat: Seat, value: float, *, clock: int = 0, **header: 
 def read(driver: Driver, push: Push) -> Any:
     """What the answer to a push finds: numbers, or what it waits for."""
     exchange = driver.shard.exchange
-    block = exchange.block(0)
+    block = push.job.block(0)
     found = exchange.read(block, exchange.begin_answer(push))
     if isinstance(found, Ticket):
         return found

@@ -1,0 +1,72 @@
+"""A push or a pull in progress: what it was begun with, and how far it is.
+
+Exchange moves them on, and the data plane holds them. Must not know messages or waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from psd.state.block import BlockState
+from psd.state.job import Job, Scalars
+from psd.state.membership import Worker
+from psd.state.rounds import Outcome
+from psd.v1 import data_pb2
+from psd_core.arena import Page
+
+Found = tuple[int, Page]
+"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`."""
+
+
+@dataclass(slots=True)
+class Push:
+    """A push in progress: what its header said, and which blocks it has covered.
+
+    Attributes:
+        job: as it was when the push began; the call ends where there is another one, see Exchange.
+        is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
+        is_finite: the worker has looked for NaN and infinity itself.
+        versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
+        lent: the blocks that may read the gradient where the worker has it.
+        arrived: blocks that have come, also those that were covered before. arrived_bytes: of their payloads.
+    """
+
+    job: Job
+    worker: Worker
+    session: int
+    clock: int
+    weight: float
+    scalars: Scalars
+    scale: float
+    is_finite: bool = False
+    client_state: bytes = b""
+    cuts: tuple[data_pb2.Cut, ...] = ()
+    is_entered: bool = False
+    versions: Mapping[int, int] = field(default_factory=dict)
+    lent: list[BlockState] = field(default_factory=list)
+    covered: set[int] = field(default_factory=set)
+    arrived: int = 0
+    arrived_bytes: int = 0
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A pull in progress: who reads, and at which clock.
+
+    Attributes:
+        job: as it was when the pull began; the call ends where there is another one, see Exchange.
+        reader: rank of the worker, if it will compute gradients from what it reads; None: it only waits.
+    """
+
+    job: Job
+    worker: Worker
+    session: int
+    clock: int
+    reader: int | None
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if the job's workers push in rounds; else each push is an update of its own, applied when it comes."""
+        return self.job.policy.has_rounds
