@@ -32,6 +32,7 @@ OUTSIDE = {
         "psd_client.torch",
         "psd_client.torch_declaration",
         "psd_client.torch_gradients",
+        "psd_client.torch_parameters",
         "psd_client.keras_torch",
     ),
     "tensorflow": ("psd_client.keras_tensorflow",),

@@ -111,6 +111,7 @@ class BulkConnection:
             push=part.header,
             timeout_s=call.timeout_s,
             into_memory=self._has(parameters),
+            announce=parameters.on_received is not None,
         )
         reply: data_pb2.PushReply = self._run(call, lambda: self._call(message, part, part.blocks, parameters))
         return reply
@@ -118,7 +119,11 @@ class BulkConnection:
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
         message = bulk_pb2.BulkCall(
-            method=bulk_pb2.BULK_METHOD_PULL, pull=request, timeout_s=call.timeout_s, into_memory=self._has(parameters)
+            method=bulk_pb2.BULK_METHOD_PULL,
+            pull=request,
+            timeout_s=call.timeout_s,
+            into_memory=self._has(parameters),
+            announce=parameters.on_received is not None,
         )
         awaited = () if request.versions_only else blocks
         self._run(call, lambda: self._call(message, None, awaited, parameters))
@@ -189,20 +194,21 @@ class BulkConnection:
             raise
 
     def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
-        awaited = {} if into_memory else {block.index: block for block in blocks}
+        awaited = {block.index: block for block in blocks}
         while True:
             kind, head, payload_bytes = self._stream.receive()
             if kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
                 block = awaited.pop(frame.block, None)
-                if block is None or payload_bytes != block.nbytes:
+                if block is None or payload_bytes != (0 if into_memory else block.nbytes):
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
-                self._stream.read_into(parameters.block(block.index).data.cast("B"))
-                parameters.versions[block.index] = frame.version
-                self.received_bytes += block.nbytes
+                if not into_memory:
+                    self._stream.read_into(parameters.block(block.index).data.cast("B"))
+                    self.received_bytes += block.nbytes
+                parameters.received(block.index, frame.version)
             elif kind is Kind.REPLY:
-                if awaited:
+                if awaited and not into_memory:
                     raise InternalError(f"shard {self._shard} at {self._address}: {len(awaited)} blocks are missing")
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +39,7 @@ class FlatBuffers:
             tensor without elements has an array of its own.
         segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
         versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
+        on_received: called with a block's index when it has been received, in whatever thread; None: nobody asks.
     """
 
     def __init__(self, layout: Layout, *, segment: Segment | None = None, has_static: bool = True) -> None:
@@ -57,6 +59,7 @@ class FlatBuffers:
                     spec = tensors[tensor]
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
         self.versions = [0] * len(layout.blocks)
+        self.on_received: Callable[[int], None] | None = None
         self._scanner: ThreadPoolExecutor | None = None
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
 
@@ -70,6 +73,22 @@ class FlatBuffers:
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
         return self._blocks[index]
+
+    def received(self, index: int, version: int) -> None:
+        """Note that block `index` has been received."""
+        self.versions[index] = version
+        if self.on_received is not None:
+            self.on_received(index)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, slice]]:
+        """What block `index` is made of: tensors of the spec, and which of their elements, counted in C order."""
+        block = self.layout.blocks[index]
+        space = self.layout.spaces[block.space]
+        end = 0
+        for tensor, following in zip(block.segment_tensors.tolist(), block.segment_ends.tolist(), strict=True):
+            begin, end = end, following
+            first = block.offset + begin - int(space.starts[np.searchsorted(space.tensors, tensor)])
+            yield tensor, slice(first, first + end - begin)
 
     def norm(self) -> float:
         """The Euclidean norm of all that is trained; infinity beyond the range of float64. What it holds is finite."""

@@ -72,7 +72,7 @@ class Answer:
         if self._parameters is not None:
             numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
             self._parameters.block(block.index)[...] = numbers
-            self._parameters.versions[block.index] = message.version
+            self._parameters.received(block.index, message.version)
             self.received_bytes += block.nbytes
 
     def take_frame(self, frame: bytes) -> None:

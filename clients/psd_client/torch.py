@@ -1,14 +1,11 @@
 """The PyTorch face: `distribute` makes a torch optimizer's parameters and slots live on the shards.
 
 A step is one push_pull: gradients lie in the client's flat gradient space (torch_gradients.py) and travel to the shards, which
-apply the rule, and the new parameters are copied back into the model in place. Copies convert dtypes and strides on the way, so
-parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the last two the shards hold
-a float32 master).
+apply the rule, and the new parameters are copied back into the model in place (torch_parameters.py). Copies convert dtypes and
+strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the
+last two the shards hold a float32 master).
 
-The copies are torch._foreach_copy_, one call for all tensors. It has no public name; its public neighbours either lay out a new
-vector at each step (torch.cat, parameters_to_vector) or replace the parameters' memory (vector_to_parameters).
-
-torch_declaration.py decides what is declared. Must not know blocks, shards or messages. Only these three modules import torch.
+torch_declaration.py decides what is declared. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from psd_client.optimizers import Optimizer, group_spec, scalar_values
 from psd_client.torch_declaration import Declaration, Options, check_optimizer, read_declaration
 from psd_client.torch_gradients import Gradients
 from psd_client.torch_options import check_no_slots
+from psd_client.torch_parameters import Parameters
 
 __all__ = ["distribute", "DistributedOptimizer"]
 
@@ -153,9 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.ps = ps
         self._given = optimizer
         self._declaration = declaration
-        self._trained = [declaration.parameters[i] for i in declaration.trained]
-        parameters = _tensors(ps.parameters)
-        self._parameter_views = [parameters[i] for i in declaration.trained]
+        self._parameters = Parameters(declaration, ps.parameters)
         self._is_overlapping = overlap
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
@@ -176,7 +172,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """Push the gradients and pull the new parameters into the model.
 
-        Returns when the round that the gradients belong to has closed (sync), or as soon as the staleness bound allows.
+        Returns when the round that the gradients belong to has closed (sync), or as soon as the staleness bound allows. If it
+        fails, the model is as it was; with overlap, parts of it may be new, and `pull` makes it whole.
 
         Args:
             closure: evaluates the model again and returns the loss, as in torch; called once.
@@ -199,13 +196,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._exchange(size, grad_scaler)
         finally:
             self._size_of_step = None
-        torch._foreach_copy_(self._trained, self._parameter_views)
         # A scheduler that was built on the given optimizer would warn that nobody has called its step.
         self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         return loss
 
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
-        """Push the gradients, and pull into the flat buffer."""
+        """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
         if self._is_overlapping:
             self._finish_overlapped(size)
@@ -214,14 +210,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
             present = self._gradients.gather()
             self.ps.push_pull_flat(scalars, size, present, skip=is_infinite)
+            self._parameters.copy()
             if grad_scaler is not None:
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
 
-    @torch.no_grad()
     def pull(self) -> None:
         """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
         self.ps.pull_flat()
-        torch._foreach_copy_(self._trained, self._parameter_views)
+        self._parameters.copy()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -232,12 +228,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._gradients.no_sync():
             yield
 
-    def _prepare_push(self) -> Callable[[Feed], None]:
+    def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """Overlap: what travels in front of the gradients, as it is when the first one is there; the push itself."""
         scalars = self._scalars()
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
-        return lambda feed: self.ps.push_pull_feed(scalars, size, feed)
+        return lambda feed, on_received: self.ps.push_pull_feed(scalars, size, feed, on_received)
 
     def _finish_overlapped(self, size: float) -> None:
         sent, self._sent = self._sent, None
@@ -248,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "the optimizer's attribute batch_size, before backward()"
                 )
             try:
-                self._gradients.finish()
+                self._gradients.finish(self._parameters.copy_as_received)
             finally:
                 self._sent = None  # of a step without back-propagation
 

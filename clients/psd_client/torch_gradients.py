@@ -11,6 +11,7 @@ Must not know shards, sessions or optimizers' options.
 
 from __future__ import annotations
 
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,11 @@ from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.torch_declaration import Declaration
+from psd_client.torch_parameters import is_alike
 
-PreparePush = Callable[[], Callable[[Feed], None]]
-"""Called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of its own."""
+PreparePush = Callable[[], Callable[[Feed, Callable[[int], None]], None]]
+"""Called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of its own,
+and tells which blocks of the parameters have been received."""
 
 
 class Gradients:
@@ -44,7 +47,7 @@ class Gradients:
         self._is_broken = False
         self._parameters = [declaration.parameters[i] for i in declaration.trained]
         self._views = [torch.from_numpy(buffers.views[i]) for i in declaration.trained]
-        self._may_view = [_is_alike(p, view) for p, view in zip(self._parameters, self._views, strict=True)]
+        self._may_view = [is_alike(p, view) for p, view in zip(self._parameters, self._views, strict=True)]
         self._is_syncing = True
         self._push: _Push | None = None
         self._lock = threading.RLock()  # back-propagation has a thread for each device
@@ -93,8 +96,11 @@ class Gradients:
         present[missing] = False
         return present
 
-    def finish(self) -> None:
+    def finish(self, take: Callable[[Iterator[int]], None]) -> None:
         """Overlap: send what has not left yet, and wait for the parameters.
+
+        Args:
+            take: is given the blocks of the parameters, by index, as they are received.
 
         Raises:
             InvalidRequest: a gradient was changed after it had been sent.
@@ -120,7 +126,7 @@ class Gradients:
             push.feed.finish(present)
         self._push = None
         try:
-            push.wait()
+            take(push.received())
         except NonFiniteGradient as error:
             self._is_broken = True
             raise NonFiniteGradient(
@@ -231,10 +237,11 @@ class _Push:
         sent: by number of the parameter, its gradient, and that one's version.
     """
 
-    def __init__(self, feed: Feed, begin: Callable[[Feed], None]) -> None:
+    def __init__(self, feed: Feed, begin: Callable[[Feed, Callable[[int], None]], None]) -> None:
         self.feed = feed
         self.sent: dict[int, tuple[torch.Tensor, int]] = {}
         self._begin = begin
+        self._received: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         # A daemon: the end of the program, which closes the connection, ends it.
         self._thread = threading.Thread(target=self._run, name="psd-overlap", daemon=True)
@@ -242,20 +249,19 @@ class _Push:
 
     def _run(self) -> None:
         try:
-            self._begin(self.feed)
-        except BaseException as error:  # noqa: BLE001 - raised by wait
+            self._begin(self.feed, self._received.put)
+        except BaseException as error:  # noqa: BLE001 - raised by received
             self._error = error
+        finally:
+            self._received.put(None)
 
-    def wait(self) -> None:
-        """Return when the parameters are there; raises what has failed."""
+    def received(self) -> Iterator[int]:
+        """The blocks of the parameters, as they are received; ends when all are there, and raises what has failed."""
+        while (block := self._received.get()) is not None:
+            yield block
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def _is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """True if a view of the buffer can be the parameter's gradient."""
-    return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
 
 
 def _remove(hooks: list[Any]) -> None:

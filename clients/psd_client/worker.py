@@ -305,21 +305,26 @@ class Worker:
         with self._operation("push_pull"):
             self._declared.push_pull(scalars, weight, present, skip=skip)
 
-    def push_pull_feed(self, scalars: Sequence[Sequence[float]], weight: float, feed: Feed) -> None:
+    def push_pull_feed(
+        self, scalars: Sequence[Sequence[float]], weight: float, feed: Feed, on_received: Callable[[int], None]
+    ) -> None:
         """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
 
         Args:
             feed: says which blocks of `gradients` are ready. The shards look for NaN.
+            on_received: told the index of each block of `parameters` that has been received, in any thread; again, if it is
+                received again.
         """
         spec = self.gradients.layout.spec
         if spec.clip_norm and spec.consistency.mode != "sync":
             raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
         with self._operation("push_pull"):
             self._feed = feed
+            self.parameters.on_received = on_received
             try:
                 self._declared.push_pull(scalars, weight, None, feed=feed)
             finally:
-                self._feed = None
+                self._feed = self.parameters.on_received = None
 
     @property
     def _declared(self) -> Exchange:

@@ -227,7 +227,7 @@ class BulkConnection:
                     if call.into_memory:
                         reply.blocks.append(item.block)
                         reply.versions.append(item.version)
-                    put(_Outgoing(item, call.into_memory))
+                    put(_Outgoing(item, call.into_memory, call.announce))
                 else:
                     item.release()
         finally:
@@ -249,11 +249,13 @@ class BulkConnection:
     def _deliver(self, out: _Outgoing) -> None:
         answer = out.answer
         try:
-            if out.into_memory:
-                np.copyto(self._attached().parameter(answer.block), answer.values)
-            else:
-                head = data_pb2.PullFrame(block=answer.block, version=answer.version)
-                self._stream.send(Kind.ANSWER, head.SerializeToString(), answer.values, more=True)  # at least the REPLY
+            head = data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
+            if not out.into_memory:
+                self._stream.send(Kind.ANSWER, head, answer.values, more=True)  # at least the REPLY
+                return
+            np.copyto(self._attached().parameter(answer.block), answer.values)
+            if out.is_announced:
+                self._stream.send(Kind.ANSWER, head)
         finally:
             answer.release()
 
@@ -275,6 +277,7 @@ class BulkConnection:
 class _Outgoing(NamedTuple):
     answer: Answer
     into_memory: bool
+    is_announced: bool
 
 
 class _Pushed:

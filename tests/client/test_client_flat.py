@@ -42,6 +42,28 @@ def test_blocks_when_copied_one_by_one_then_carry_every_tensor(
 
 
 @given(drawn=tensors, shard_count=st.integers(1, 5))
+def test_pieces_when_copied_one_by_one_then_carry_every_tensor(
+    drawn: list[tuple[tuple[int, ...], str, int]], shard_count: int
+) -> None:
+    """The pieces of all blocks are all elements of all tensors, each once, and those of the block."""
+    buffers = FlatBuffers(layout_of(drawn, shard_count))
+    for index, view in enumerate(buffers.views):
+        view[...] = np.arange(view.size).reshape(view.shape) + 1000 * index + 1
+    found = [np.zeros(view.size, view.dtype) for view in buffers.views]
+
+    for block in buffers.layout.blocks:
+        pieces = list(buffers.pieces(block.index))
+        for tensor, elements in pieces:
+            assert not found[tensor][elements].any()
+            found[tensor][elements] = buffers.views[tensor].ravel()[elements]
+        inside = np.concatenate([buffers.views[tensor].ravel()[elements] for tensor, elements in pieces])
+        np.testing.assert_array_equal(inside, buffers.block(block.index))
+
+    for expected, tensor in zip(buffers.views, found, strict=True):
+        np.testing.assert_array_equal(tensor, expected.ravel())
+
+
+@given(drawn=tensors, shard_count=st.integers(1, 5))
 def test_spaces_when_allocated_then_are_aligned_and_zero(
     drawn: list[tuple[tuple[int, ...], str, int]], shard_count: int
 ) -> None:

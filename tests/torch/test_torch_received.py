@@ -1,0 +1,99 @@
+"""Parameters on their way into a model, while others are still being received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.optim import SGD  # noqa: E402
+
+import psd_client.torch as psd  # noqa: E402
+from psd.contract.jobspec import JobSpec  # noqa: E402
+from psd.contract.layout import BLOCK_BYTES_MAX, Layout  # noqa: E402
+from psd_client.flat import FlatBuffers  # noqa: E402
+from psd_client.torch_declaration import check_optimizer, read_declaration  # noqa: E402
+from psd_client.torch_parameters import Parameters  # noqa: E402
+
+TRANSPORTS = ("shm", "tcp", "grpc")
+
+
+class Model(nn.Module):
+    """A parameter of several blocks, one that is no plain memory, and one of another dtype than its master's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(3, BLOCK_BYTES_MAX // 4))
+        self.turned = nn.Parameter(torch.zeros(5, 7).t())
+        self.low = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def received() -> tuple[Model, FlatBuffers, Parameters]:
+    """A model, buffers that hold 1, 2, 3, ... for its tensors, and what copies them."""
+    model = Model()
+    always, template = check_optimizer(SGD(model.parameters(), lr=0.1))
+    declaration = read_declaration(model, SGD(model.parameters(), lr=0.1), template, always)
+    buffers = FlatBuffers(Layout(JobSpec(1, tuple(declaration.tensors), tuple(declaration.groups)), 1))
+    for number, view in enumerate(buffers.views):
+        view[...] = number + 1
+    return model, buffers, Parameters(declaration, buffers)
+
+
+def assert_whole(model: Model) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        assert parameter.eq(number + 1).all()
+
+
+def test_copy_as_received_when_a_block_is_there_then_its_elements_are_in_the_model(received: Any) -> None:
+    """Before the next one has come."""
+    model, buffers, parameters = received
+    length = buffers.layout.blocks[0].length
+
+    def blocks() -> Iterator[int]:
+        assert not model.large.any()
+        yield 0
+        assert int(model.large.count_nonzero()) == length
+        yield 2
+        assert int(model.large.count_nonzero()) == 2 * length
+
+    parameters.copy_as_received(blocks())
+
+    assert_whole(model)
+
+
+def test_copy_as_received_when_a_block_is_received_anew_then_the_model_has_the_new_one(received: Any) -> None:
+    """As when another shard was late, and what had been received was not the latest."""
+    model, buffers, parameters = received
+    buffers.block(1)[...] = 99
+
+    def blocks() -> Iterator[int]:
+        yield 1
+        buffers.block(1)[...] = 1
+        buffers.versions[1] = 2
+
+    parameters.copy_as_received(blocks())
+
+    assert_whole(model)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_pull_when_somebody_asks_then_is_told_of_each_block(run_workers: Any, transport: str) -> None:
+    """Whichever way they come; then nothing is told any more."""
+
+    def body(ps: Any) -> None:
+        model = Model()
+        psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps)
+        told: list[int] = []
+        ps.parameters.on_received = told.append
+        ps.pull_flat()
+        ps.parameters.on_received = None
+        ps.pull_flat()
+
+        assert sorted(told) == [block.index for block in ps.parameters.layout.blocks]
+
+    run_workers(1, 2, body, transport=transport)
