@@ -148,12 +148,14 @@ class Exchange:
         *,
         skip: bool = False,
         feed: Feed | None = None,
+        versions_read: Sequence[int] | None = None,
     ) -> None:
         """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`.
 
-        feed: gives the blocks, and which tensors have a gradient; the shards look for NaN.
+        feed: gives the blocks, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
         sent = self._begin(scalars, weight, present, skip=skip, feed=feed)
+        sent.versions_read = versions_read
         try:
             if self._is_exact:
                 self._push_commit_pull(sent)
@@ -338,7 +340,8 @@ class Exchange:
 
     def _part(self, lane: Lane, sent: SentPush) -> GradientPart:
         blocks = self._blocks[lane.shard]
-        versions = () if self._has_rounds else [self.parameters.versions[block.index] for block in blocks]
+        read = self.parameters.versions if sent.versions_read is None else sent.versions_read
+        versions = () if self._has_rounds else [read[block.index] for block in blocks]
         return sent.part(lane.shard, self._session.caller(lane.shard), blocks, self.gradients, versions)
 
     def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:

@@ -1,11 +1,13 @@
 """A push that is still being computed: blocks leave as soon as all their tensors have a gradient, while others are computed.
 
-Made anew for each push. Back-propagation says `ready`, and then `finish`; the lanes' threads take the blocks,
-each from the first one on, as often as a call is repeated. Must not know what computes gradients, nor how they travel.
+Of those that are there the first one of the model leaves first: back-propagation makes it last, and the next forward pass needs
+it first. Made anew for each push. Back-propagation says `ready`, and then `finish`; the lanes' threads take the blocks, each
+from the first one on, as often as a call is repeated. Must not know what computes gradients, nor how they travel.
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -23,12 +25,18 @@ class Aborted(Exception):
 
 
 class Feed:
-    """The blocks of one push, in the order in which they become ready."""
+    """The blocks of one push, as they become ready.
+
+    Attributes:
+        is_finished: nothing is computed any more.
+    """
 
     def __init__(self, layout: Layout) -> None:
+        self.is_finished = False
         self._layout = layout
         self._changed = threading.Condition()
-        self._ready: list[list[Outgoing]] = [[] for _ in range(layout.shard_count)]
+        self._given: list[list[Outgoing]] = [[] for _ in range(layout.shard_count)]
+        self._waiting: list[list[tuple[int, Outgoing]]] = [[] for _ in range(layout.shard_count)]  # heaps
         self._is_aborted = False
         self._blocks_of: dict[int, list[Block]] = {}
         self._lacking: dict[int, int] = {}
@@ -54,6 +62,7 @@ class Feed:
                 if self._lacking.get(block.index):
                     self._put(block, None if present is None else present[block.segment_tensors])
                     self._lacking[block.index] = 0
+            self.is_finished = True
             self._changed.notify_all()
 
     def abort(self) -> None:
@@ -63,19 +72,22 @@ class Feed:
             self._changed.notify_all()
 
     def take(self, blocks: Sequence[Block]) -> Iterator[Outgoing]:
-        """The blocks of one shard, each when it is ready.
+        """The blocks of one shard, each when it is ready; once more, in the same order as the first time.
 
         Raises:
             Aborted: see `abort`.
         """
-        ready = self._ready[self._layout.shard_of(blocks[0].index)]
+        shard = self._layout.shard_of(blocks[0].index)
+        given, waiting = self._given[shard], self._waiting[shard]
         for number in range(len(blocks)):
             with self._changed:
-                while len(ready) <= number and not self._is_aborted:
+                while len(given) <= number and not waiting and not self._is_aborted:
                     self._changed.wait()
                 if self._is_aborted:
                     raise Aborted
-            yield ready[number]
+                if len(given) <= number:
+                    given.append(heapq.heappop(waiting)[1])
+            yield given[number]
 
     def _put(self, block: Block, present: NDArray[np.bool_] | None) -> None:
-        self._ready[self._layout.shard_of(block.index)].append((block, present))
+        heapq.heappush(self._waiting[self._layout.shard_of(block.index)], (block.index, (block, present)))

@@ -26,7 +26,8 @@ class SentPush:
         session: that it belongs to; another one neither sends nor commits it again, but notes whether its round was skipped.
         header: without its caller. client_state: goes to shard 0.
         present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is not in it.
-        feed: gives the blocks, if they are still being computed.
+        feed: gives the blocks, if they are still being computed. versions_read: by block, of the parameters that the gradients
+            were computed from; None: of those that were received last.
         incarnations: by shard, of those that have it.
     """
 
@@ -36,6 +37,7 @@ class SentPush:
     present: NDArray[np.bool_] | None
     skip: bool
     feed: Feed | None
+    versions_read: Sequence[int] | None = None
     incarnations: dict[int, int] = field(default_factory=dict)
 
     def part(

@@ -18,6 +18,8 @@ from typing import Any, overload
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from psd.contract.consistency import Consistency
+from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
 from psd_client import torch_amp
@@ -46,7 +48,7 @@ def distribute(
     staleness: str = "",
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
-    overlap: bool = False,
+    overlap: bool | str = False,
     buffers: str = "local",
     **connect_args: Any,
 ) -> DistributedOptimizer:
@@ -77,7 +79,9 @@ def distribute(
             needs "skip": `scaler.step(optimizer)` then skips rounds on all workers alike, and so their scales stay equal.
         overlap: send each block of gradients as soon as backward() has made it, while it makes the others; step() waits for the
             rest. What is sent cannot be changed any more: clipping or unscaling after backward(), and a second backward()
-            without `no_sync()`, are refused, and such an error ends this worker's part in the job.
+            without `no_sync()`, are refused, and such an error ends this worker's part in the job. "forward", in async only:
+            step() does not wait either, and the next forward pass begins with what has arrived; the rest is one step older, and
+            never two. Errors of a push are then raised by the next backward() or step(); `pull` makes the model whole.
         buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
             then those of the data it has seen. To save a model, save any worker's.
 
@@ -90,6 +94,13 @@ def distribute(
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
     if buffers != "local":
         raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
+    if overlap not in (False, True, "forward"):
+        raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
+    mode = Consistency.parse(consistency) if consistency is not None else job_defaults().consistency
+    if overlap == "forward" and mode.mode != "async":
+        raise InvalidRequest(
+            f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
+        )
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if isinstance(optimizer, Optimizer):
@@ -142,7 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # see torch_amp.py
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: Declaration, *, overlap: bool
+        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: Declaration, *, overlap: bool | str
     ) -> None:
         self._is_declared = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies
@@ -152,11 +163,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._given = optimizer
         self._declaration = declaration
         self._parameters = Parameters(declaration, ps.parameters)
-        self._is_overlapping = overlap
+        self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
         self.batch_size = 1.0
-        self._gradients = Gradients(declaration, ps.gradients, self._prepare_push if overlap else None)
+        prepare = self._prepare_push if overlap else None
+        self._gradients = Gradients(declaration, ps.gradients, prepare, goes_on=overlap == "forward")
 
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
@@ -203,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
-        if self._is_overlapping:
+        if self._overlap:
             self._finish_overlapped(size)
         else:
             scalars = self._scalars()
@@ -216,6 +228,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def pull(self) -> None:
         """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
+        self._gradients.settle()
         self.ps.pull_flat()
         self._parameters.copy()
 
@@ -233,7 +246,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scalars = self._scalars()
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
-        return lambda feed, on_received: self.ps.push_pull_feed(scalars, size, feed, on_received)
+        versions = list(self._parameters.versions)
+        return lambda feed, on_received: self.ps.push_pull_feed(scalars, size, feed, on_received, versions)
 
     def _finish_overlapped(self, size: float) -> None:
         sent, self._sent = self._sent, None
@@ -244,14 +258,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "the optimizer's attribute batch_size, before backward()"
                 )
             try:
-                self._gradients.finish(self._parameters.copy_as_received)
+                self._gradients.finish(self._take_parameters)
             finally:
                 self._sent = None  # of a step without back-propagation
 
+    def _take_parameters(self, next_block: Callable[[bool], int | None]) -> None:
+        self._parameters.copy_as_received(next_block, is_all=self._overlap != "forward")
+
     def close(self) -> None:
         """Finish: no other worker waits for this one any more. The end of the program does the same."""
-        self._gradients.close()
-        self.ps.close()
+        try:
+            self._gradients.close()
+        finally:
+            self.ps.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The param_groups and the clock. The slots, such as momentum, live on the shards and are not in it."""

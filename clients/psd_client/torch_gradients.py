@@ -4,7 +4,8 @@ As soon as back-propagation has finished a parameter's gradient a hook copies it
 the processor's cache, and makes `.grad` a view of the buffer. So nothing is copied at the push, and what the program does to
 `.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device, dtype or
 memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is
-complete.
+complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook of the next
+back-propagation changes what is sent, and that one waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
 """
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient
+from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient, RolledBack
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.torch_declaration import Declaration
@@ -37,19 +38,23 @@ class Gradients:
     """The gradients of the trained parameters of one model.
 
     Args:
-        prepare: for overlap; None: nothing leaves before the step.
+        prepare: for overlap; None: nothing leaves before the step. goes_on: a push goes on during the next forward pass.
     """
 
-    def __init__(self, declaration: Declaration, buffers: FlatBuffers, prepare: PreparePush | None) -> None:
+    def __init__(
+        self, declaration: Declaration, buffers: FlatBuffers, prepare: PreparePush | None, *, goes_on: bool = False
+    ) -> None:
         self._declaration = declaration
         self._buffers = buffers
         self._prepare = prepare
+        self._goes_on = goes_on
         self._is_broken = False
         self._parameters = [declaration.parameters[i] for i in declaration.trained]
         self._views = [torch.from_numpy(buffers.views[i]) for i in declaration.trained]
-        self._may_view = [is_alike(p, view) for p, view in zip(self._parameters, self._views, strict=True)]
+        self._may_view = [is_alike(p, view) and not goes_on for p, view in zip(self._parameters, self._views, strict=True)]
         self._is_syncing = True
         self._push: _Push | None = None
+        self._going_on: _Push | None = None  # of the step before
         self._lock = threading.RLock()  # back-propagation has a thread for each device
         hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -61,9 +66,10 @@ class Gradients:
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Leave the parameters alone from now on. Raises what the last push has failed with, if nobody has been told."""
         self._remove_hooks()
         self.abandon()
+        self.settle()
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
@@ -96,11 +102,11 @@ class Gradients:
         present[missing] = False
         return present
 
-    def finish(self, take: Callable[[Iterator[int]], None]) -> None:
-        """Overlap: send what has not left yet, and wait for the parameters.
+    def finish(self, take: Callable[[Callable[[bool], int | None]], None]) -> None:
+        """Overlap: send what has not left yet, and take the parameters.
 
         Args:
-            take: is given the blocks of the parameters, by index, as they are received.
+            take: asks the function that it is given for the blocks of the parameters, see `_Push.next_block`.
 
         Raises:
             InvalidRequest: a gradient was changed after it had been sent.
@@ -125,15 +131,34 @@ class Gradients:
                 present[missing] = False
             push.feed.finish(present)
         self._push = None
+        if self._goes_on:
+            self._going_on = push
+        with self._noted_failure():
+            take(push.next_block)
+
+    def settle(self) -> None:
+        """Wait until the push that goes on has ended; raises what it has failed with."""
+        push, self._going_on = self._going_on, None
+        if push is not None:
+            with self._noted_failure():
+                push.wait()
+
+    @contextmanager
+    def _noted_failure(self) -> Iterator[None]:
+        """Whether this worker can go on after a push that has failed: not, if its gradients are not there to be sent again."""
         try:
-            take(push.received())
+            yield
         except NonFiniteGradient as error:
-            self._is_broken = True
+            self._is_broken, self._going_on = True, None
             raise NonFiniteGradient(
-                f"{error}; gradients of other parameters have been counted already (overlap=True), so this worker cannot take "
+                f"{error}; gradients of other parameters have been counted already (overlap), so this worker cannot take "
                 "part in the job any more",
                 **error.detail,
             ) from None
+        except BaseException as error:
+            self._going_on = None
+            self._is_broken |= self._goes_on and not isinstance(error, RolledBack)
+            raise
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
@@ -184,8 +209,9 @@ class Gradients:
     def _pushing(self) -> _Push:
         assert self._prepare is not None
         if self._is_broken:
-            raise InvalidRequest("overlap=True: an earlier push was given up in its middle; start this worker again")
+            raise InvalidRequest("overlap: an earlier push was given up in its middle, or failed; start this worker again")
         if self._push is None:
+            self.settle()
             self._push = _Push(Feed(self._buffers.layout), self._prepare())
         return self._push
 
@@ -255,10 +281,22 @@ class _Push:
         finally:
             self._received.put(None)
 
-    def received(self) -> Iterator[int]:
-        """The blocks of the parameters, as they are received; ends when all are there, and raises what has failed."""
-        while (block := self._received.get()) is not None:
-            yield block
+    def next_block(self, is_waiting: bool) -> int | None:
+        """The next block of the parameters that has been received.
+
+        None: all have been received; or none is there now, and it is not to be waited for. Raises what has failed.
+        """
+        try:
+            block = self._received.get(is_waiting)
+        except queue.Empty:
+            return None
+        if block is None:
+            self._received.put(None)  # also when asked again
+            self.wait()
+        return block
+
+    def wait(self) -> None:
+        """Return when the push has ended; raises what it has failed with."""
         self._thread.join()
         if self._error is not None:
             raise self._error

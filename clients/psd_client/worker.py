@@ -152,8 +152,13 @@ class Worker:
     def _close(self, error: BaseException | None) -> None:
         """Leave as one who has finished, or has failed by `error`."""
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._abort_feed()
         try:
+            feed = self._feed
+            if feed is not None and feed.is_finished and is_success:
+                self._busy.acquire()  # the push ends by itself
+                self._busy.release()
+            elif feed is not None:
+                feed.abort()
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
         except BaseException:  # Ctrl-C
@@ -166,9 +171,9 @@ class Worker:
                 ending.shut_down(*arguments[2])
 
     def _abort_feed(self) -> None:
-        """Nobody completes a push that is still being computed: let the threads go that wait for its blocks."""
+        """At the end of the program. Nobody completes a push that is still being computed: let its threads go."""
         feed = self._feed
-        if feed is not None:
+        if feed is not None and not feed.is_finished:
             feed.abort()
 
     def _confirm_last(self, exchange: Exchange) -> None:
@@ -306,23 +311,31 @@ class Worker:
             self._declared.push_pull(scalars, weight, present, skip=skip)
 
     def push_pull_feed(
-        self, scalars: Sequence[Sequence[float]], weight: float, feed: Feed, on_received: Callable[[int], None]
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        feed: Feed,
+        on_received: Callable[[int], None],
+        versions_read: Sequence[int] | None = None,
     ) -> None:
         """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
+
+        Once the feed is finished, other calls wait for this one's end.
 
         Args:
             feed: says which blocks of `gradients` are ready. The shards look for NaN.
             on_received: told the index of each block of `parameters` that has been received, in any thread; again, if it is
                 received again.
+            versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
         """
         spec = self.gradients.layout.spec
         if spec.clip_norm and spec.consistency.mode != "sync":
             raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
-        with self._operation("push_pull"):
+        with self._operation("push_pull", is_patient=True):
             self._feed = feed
             self.parameters.on_received = on_received
             try:
-                self._declared.push_pull(scalars, weight, None, feed=feed)
+                self._declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
             finally:
                 self._feed = self.parameters.on_received = None
 
@@ -345,7 +358,8 @@ class Worker:
         )
 
     @contextmanager
-    def _operation(self, what: str) -> Iterator[None]:
+    def _operation(self, what: str, *, is_patient: bool = False) -> Iterator[None]:
+        """One call of the program's. is_patient: if there is another one, it comes after that."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
@@ -353,7 +367,8 @@ class Worker:
             )
         if not self._shut_down.alive:
             raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
-        if not self._busy.acquire(blocking=False):
+        feed = self._feed
+        if not self._busy.acquire(blocking=is_patient or (feed is not None and feed.is_finished)):
             raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
         self._last_failed = True
         try:

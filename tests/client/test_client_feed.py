@@ -56,11 +56,27 @@ def test_take_when_the_last_tensor_of_a_block_is_ready_then_gives_the_block() ->
 
     for tensor in others:
         feed.ready(tensor)
-    before = [block.index for block, _ in feed._ready[0]]
+    there = sum(set(block.segment_tensors.tolist()) <= set(others) for block in trained(layout))
+    before = available(feed, trained(layout), there)
     feed.ready(3)
 
     assert last.index not in before
-    assert [block.index for block, _ in feed._ready[0]] == [*before, last.index]
+    assert available(feed, trained(layout), there + 1) == [*before, last.index]
+
+
+def test_take_when_several_blocks_are_there_then_the_first_of_the_model_leaves_first() -> None:
+    """The next forward pass begins with it; back-propagation has made it last."""
+    layout = layout_of()
+    feed = Feed(layout)
+    early, late = ([b.index for b in trained(layout) if set(b.segment_tensors.tolist()) == {t}] for t in (0, 2))
+    assert early
+    assert len(late) > 1
+
+    feed.ready(2)
+    begun = available(feed, trained(layout), 1)
+    feed.ready(0)
+
+    assert available(feed, trained(layout), len(early) + len(late)) == [*begun, *early, *late[1:]]
 
 
 @pytest.mark.parametrize("shard_count", [1, 2, 3])
@@ -111,7 +127,7 @@ def test_ready_when_a_tensor_is_static_then_nothing_is_given() -> None:
     layout = layout_of()
     feed = Feed(layout)
     feed.ready(4)
-    assert feed._ready == [[]]
+    assert feed._waiting == [[]]
 
 
 def test_take_when_it_has_to_wait_then_goes_on_with_the_next_block() -> None:

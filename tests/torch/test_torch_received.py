@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +44,11 @@ def received() -> tuple[Model, FlatBuffers, Parameters]:
     return model, buffers, Parameters(declaration, buffers)
 
 
+def asked(blocks: Iterator[int]) -> Callable[[bool], int | None]:
+    """As a push answers, which knows of no other block."""
+    return lambda is_waiting: next(blocks, None)
+
+
 def assert_whole(model: Model) -> None:
     for number, parameter in enumerate(model.parameters()):
         assert parameter.eq(number + 1).all()
@@ -61,9 +66,10 @@ def test_copy_as_received_when_a_block_is_there_then_its_elements_are_in_the_mod
         yield 2
         assert int(model.large.count_nonzero()) == 2 * length
 
-    parameters.copy_as_received(blocks())
+    parameters.copy_as_received(asked(blocks()), is_all=True)
 
     assert_whole(model)
+    assert parameters.versions == buffers.versions
 
 
 def test_copy_as_received_when_a_block_is_received_anew_then_the_model_has_the_new_one(received: Any) -> None:
@@ -76,9 +82,39 @@ def test_copy_as_received_when_a_block_is_received_anew_then_the_model_has_the_n
         buffers.block(1)[...] = 1
         buffers.versions[1] = 2
 
-    parameters.copy_as_received(blocks())
+    parameters.copy_as_received(asked(blocks()), is_all=True)
 
     assert_whole(model)
+
+
+def test_copy_as_received_when_not_all_are_waited_for_then_each_is_at_most_one_step_old(received: Any) -> None:
+    """What is left out once is waited for the next time."""
+    model, buffers, parameters = received
+    count = len(buffers.layout.blocks)
+    waits: list[bool] = []
+
+    def step(version: int, here: list[int], coming: list[int]) -> None:
+        buffers.versions[:] = [version] * count
+        blocks = iter(here)
+        later = iter(coming)
+
+        def next_block(is_waiting: bool) -> int | None:
+            waits.append(is_waiting)
+            block = next(blocks, None)
+            return block if block is not None or not is_waiting else next(later, None)
+
+        parameters.copy_as_received(next_block, is_all=False)
+
+    step(1, [0, 1], [])
+    assert not any(waits)
+    assert parameters.versions == [1, 1] + [0] * (count - 2)
+
+    step(2, [0], [3, 2, *range(4, count), 1])
+    assert parameters.versions == [2, 1] + [2] * (count - 2)
+    assert_whole(model)
+
+    step(3, [], list(range(1, count)))
+    assert parameters.versions[:2] == [2, 3]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,0 +1,129 @@
+"""overlap="forward": the next forward pass begins with the parameters that have arrived; none is lost, and none too old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.optim import SGD  # noqa: E402
+
+import psd_client  # noqa: E402
+import psd_client.torch as psd  # noqa: E402
+from psd.contract.errors import InvalidRequest, NonFiniteGradient  # noqa: E402
+from psd.contract.layout import BLOCK_BYTES_MAX  # noqa: E402
+
+TRANSPORTS = ("shm", "tcp", "grpc")
+STEPS = 6
+
+
+class Model(nn.Module):
+    """Its gradients do not depend on the parameters: with a learning rate of 1 these are minus the sum of all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(2, BLOCK_BYTES_MAX // 4))
+        self.turned = nn.Parameter(torch.zeros(5, 7).t())
+        self.low = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+        self.last = nn.Parameter(torch.zeros(3))
+
+    def loss(self, factor: float) -> Any:
+        return sum(factor * parameter.float().sum() for parameter in self.parameters())
+
+    def all_are(self, value: float) -> bool:
+        return all(bool(parameter.eq(value).all()) for parameter in self.parameters())
+
+
+def begun(ps: Any, **options: Any) -> tuple[Model, Any]:
+    model = Model()
+    given = SGD(model.parameters(), lr=1.0)
+    return model, psd.distribute(model, given, ps=ps, overlap="forward", **{"consistency": "async", **options})
+
+
+def step(model: Model, optimizer: Any, factor: float) -> None:
+    optimizer.zero_grad(set_to_none=bool(factor % 2))
+    model.loss(factor).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_step_then_parameters_are_at_most_one_step_old_and_pull_has_all(run_workers: Any, transport: str) -> None:
+    def body(ps: Any) -> None:
+        model, optimizer = begun(ps)
+        for number in range(1, STEPS + 1):
+            step(model, optimizer, number)
+            newest = number * (number + 1) / 2
+            for parameter in model.parameters():
+                assert set(parameter.float().unique().tolist()) <= {-newest, number - newest}
+        optimizer.pull()
+        assert model.all_are(-STEPS * (STEPS + 1) / 2)
+
+    run_workers(1, 2, body, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_step_when_an_answer_is_late_then_the_next_forward_pass_begins_without_it(cluster: Any, transport: str) -> None:
+    """One block is held at the shard. The step after the next waits for it, or another one of its age would follow."""
+    running = cluster(1)
+    with psd_client.connect(running.servers, 0, 1, transport=transport, wait_timeout=60) as ps:
+        model, optimizer = begun(ps)
+        blocks = running.shards[0].shard.core.initialized().blocks
+        with blocks[max(blocks)].lock:
+            step(model, optimizer, 1)
+            assert not model.all_are(-1)
+            assert model.last.eq(0).all()
+        step(model, optimizer, 2)
+
+        assert model.last.eq(-3).all()
+        assert blocks[max(blocks)].readers.age_total == 1  # of the second gradient: the shard was told what it came from
+        optimizer.pull()
+        assert model.all_are(-3)
+
+
+def test_close_when_a_push_goes_on_then_it_is_not_lost(cluster: Callable[..., Any]) -> None:
+    """Nor does a barrier mind it."""
+    running = cluster(1)
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+        model, optimizer = begun(ps)
+        for number in range(1, STEPS + 1):
+            step(model, optimizer, number)
+            ps.barrier("done")
+        step(model, optimizer, 100)
+        optimizer.close()
+
+    blocks = running.shards[0].shard.core.initialized().blocks.values()
+    for block in blocks:
+        _, page = block.read(0)
+        assert (page.parameter == -100 - STEPS * (STEPS + 1) / 2).all()
+        block.unpin(page)
+
+
+def test_backward_when_the_push_before_has_failed_then_says_so(run_workers: Any) -> None:
+    """The step did not wait for it. What was sent with it is not there any more, so the worker cannot go on."""
+
+    def body(ps: Any) -> None:
+        model, optimizer = begun(ps)
+        model.loss(float("nan")).backward()
+        with pytest.raises(NonFiniteGradient, match="cannot take part in the job any more"):
+            for number in range(3):
+                optimizer.step()
+                model.loss(number).backward()
+        with pytest.raises(InvalidRequest, match="start this worker again"):
+            step(model, optimizer, 1)
+
+    run_workers(1, 1, body)
+
+
+@pytest.mark.parametrize("consistency", ["sync", "ssp:2", None])
+def test_distribute_when_parameters_may_not_be_old_then_refuses(run_workers: Any, consistency: str | None) -> None:
+    def body(ps: Any) -> None:
+        with pytest.raises(InvalidRequest, match=f"overlap: .forward. is for consistency=.async.*{consistency or 'sync'}"):
+            begun(ps, consistency=consistency)
+        with pytest.raises(InvalidRequest, match=r"overlap: must be False, True or .forward., got .backward."):
+            psd.distribute(Model(), SGD(Model().parameters(), lr=1.0), ps=ps, overlap="backward")
+
+    run_workers(1, 1, body)
