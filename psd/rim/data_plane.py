@@ -82,11 +82,8 @@ class DataPlane:
         """See DataService.Push."""
         began = self._now()
         push = self._begin(header, waiter)
-        try:
-            for block in blocks:
-                self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
-        finally:
-            self.counts.count_bytes(received=push.arrived_bytes)
+        for block in blocks:
+            self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
         return reply
@@ -130,7 +127,6 @@ class DataPlane:
             push.lent.clear()  # all rounds have closed
         finally:
             self._exchange.take_over(push)
-            self.counts.count_bytes(received=push.arrived_bytes)
         self.counts.count_call("push_pull", self._now() - began)
         yield reply
 
@@ -140,11 +136,12 @@ class DataPlane:
         return push
 
     def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
-        self._exchange.check_arrival(push, block.payload.nbytes)
+        self._exchange.check_arrival(push)
         while (
             ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
         ) is not None:
             waiter.wait(ticket)
+        self.counts.count_bytes(received=block.payload.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:

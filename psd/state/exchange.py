@@ -113,10 +113,9 @@ class Exchange:
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
 
-    def check_arrival(self, push: Push, nbytes: int) -> None:
+    def check_arrival(self, push: Push) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
         push.arrived += 1
-        push.arrived_bytes += nbytes
         limit = 2 * len(push.job.blocks)
         if push.arrived > limit:
             raise InvalidRequest(f"block: the push has brought more than {limit} blocks, twice as many as the shard has")
