@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def test_worker_when_its_shard_is_killed_then_attaches_again_and_keeps_nothing_o
         for step in range(1, kills + 2):
             assert set(ps.push_pull({"w": ones})["w"].tolist()) == {-float(step)}
             if step == 1:
+                gc.collect()  # of tests before
                 before = held(os.getpid())
             assert held(shard.pid)["mapped"] == 1
             shard.kill()
