@@ -18,13 +18,13 @@ from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
 from psd_client.bulk_lane import BulkLane
+from psd_client.flat_calls import FlatCalls
 from psd_client.grpc_lane import GrpcLane
 from psd_client.optimizers import Optimizer
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
-from psd_client.worker import Worker
 
 logger = logging.getLogger("psd_client")
 
@@ -136,7 +136,7 @@ def _lane(shard: int, address: str, transport: str, credentials: Credentials) ->
     return BulkLane(shard, address, transport, credentials)
 
 
-class ParameterServer(Worker):
+class ParameterServer(FlatCalls):
     """One worker's connection to its job; made by `connect`. A context manager; used by one thread at a time.
 
     After any error but SessionFenced, ShardRestarted and the like, which end the session, the same call may be made again: a

@@ -28,11 +28,14 @@ class Feed:
     """The blocks of one push, as they become ready.
 
     Attributes:
-        is_finished: nothing is computed any more.
+        is_finished: nothing is computed any more. ended: set when its push has ended, well or not.
+        goes_on: when it is finished, the program does not wait for its push.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
         self.is_finished = False
+        self.ended = threading.Event()
         self._layout = layout
         self._changed = threading.Condition()
         self._given: list[list[Outgoing]] = [[] for _ in range(layout.shard_count)]

@@ -28,7 +28,7 @@ from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.optimizers import Optimizer, group_spec, scalar_values
 from psd_client.torch_declaration import Declaration, Options, check_optimizer, read_declaration
-from psd_client.torch_gradients import Gradients
+from psd_client.torch_gradients import Gradients, Overlap
 from psd_client.torch_options import check_no_slots
 from psd_client.torch_parameters import Parameters
 
@@ -101,6 +101,13 @@ def distribute(
         raise InvalidRequest(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
+    if overlap and clip_norm is not None and mode.mode != "sync":
+        raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
+    if overlap == "forward" and staleness.startswith("dc"):
+        raise InvalidRequest(
+            f'overlap: not "forward" with staleness={staleness!r}; shards do not keep the older parameters that some gradients '
+            "then come from"
+        )
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if isinstance(optimizer, Optimizer):
@@ -167,8 +174,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
         self.batch_size = 1.0
-        prepare = self._prepare_push if overlap else None
-        self._gradients = Gradients(declaration, ps.gradients, prepare, goes_on=overlap == "forward")
+        leaving = Overlap(self._prepare_push, ps.begin_feed, ps.told, goes_on=overlap == "forward") if overlap else None
+        self._gradients = Gradients(declaration, ps.gradients, leaving)
 
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
@@ -246,7 +253,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scalars = self._scalars()
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
-        versions = list(self._parameters.versions)
+        # After the job has gone back the model may be of versions that do not exist any more.
+        versions = [min(pair) for pair in zip(self._parameters.versions, self.ps.parameters.versions, strict=True)]
         return lambda feed, on_received: self.ps.push_pull_feed(scalars, size, feed, on_received, versions)
 
     def _finish_overlapped(self, size: float) -> None:

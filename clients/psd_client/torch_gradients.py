@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,29 +30,42 @@ from psd_client.flat import FlatBuffers
 from psd_client.torch_declaration import Declaration
 from psd_client.torch_parameters import is_alike
 
-PreparePush = Callable[[], Callable[[Feed, Callable[[int], None]], None]]
-"""Called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of its own,
-and tells which blocks of the parameters have been received."""
+
+@dataclass(frozen=True)
+class Overlap:
+    """How gradients leave before the step.
+
+    Attributes:
+        prepare: called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of
+            its own, and tells which blocks of the parameters have been received.
+        on_begin: told of each push's feed before that. on_told: called when the error of a push is raised.
+        goes_on: a push goes on during the next forward pass.
+    """
+
+    prepare: Callable[[], Callable[[Feed, Callable[[int], None]], None]]
+    on_begin: Callable[[Feed], None]
+    on_told: Callable[[], None]
+    goes_on: bool
 
 
 class Gradients:
     """The gradients of the trained parameters of one model.
 
     Args:
-        prepare: for overlap; None: nothing leaves before the step. goes_on: a push goes on during the next forward pass.
+        overlap: None: nothing leaves before the step.
     """
 
-    def __init__(
-        self, declaration: Declaration, buffers: FlatBuffers, prepare: PreparePush | None, *, goes_on: bool = False
-    ) -> None:
+    def __init__(self, declaration: Declaration, buffers: FlatBuffers, overlap: Overlap | None) -> None:
         self._declaration = declaration
         self._buffers = buffers
-        self._prepare = prepare
-        self._goes_on = goes_on
+        self._overlap = overlap
+        self._goes_on = overlap is not None and overlap.goes_on
         self._is_broken = False
         self._parameters = [declaration.parameters[i] for i in declaration.trained]
         self._views = [torch.from_numpy(buffers.views[i]) for i in declaration.trained]
-        self._may_view = [is_alike(p, view) and not goes_on for p, view in zip(self._parameters, self._views, strict=True)]
+        self._may_view = [
+            is_alike(p, view) and not self._goes_on for p, view in zip(self._parameters, self._views, strict=True)
+        ]
         self._is_syncing = True
         self._push: _Push | None = None
         self._going_on: _Push | None = None  # of the step before
@@ -61,7 +75,7 @@ class Gradients:
                 _hook(weakref.WeakMethod(self._on_gradient), number)
             )
             for number, parameter in enumerate(self._parameters)
-            if prepare is not None or self._may_view[number]
+            if overlap is not None or self._may_view[number]
         ]
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
@@ -69,7 +83,8 @@ class Gradients:
         """Leave the parameters alone from now on. Raises what the last push has failed with, if nobody has been told."""
         self._remove_hooks()
         self.abandon()
-        self.settle()
+        if self._goes_on:
+            self.settle()
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
@@ -130,25 +145,28 @@ class Gradients:
                 present = np.ones(len(self._declaration.tensors), dtype=np.bool_)
                 present[missing] = False
             push.feed.finish(present)
-        self._push = None
-        if self._goes_on:
-            self._going_on = push
-        with self._noted_failure():
+        self._push, self._going_on = None, push
+        push.sent.clear()  # not to keep the gradients' memory through the next forward pass
+        with self._noted_failure(push):
             take(push.next_block)
+        if not self._goes_on:
+            self._going_on = None
 
     def settle(self) -> None:
         """Wait until the push that goes on has ended; raises what it has failed with."""
-        push, self._going_on = self._going_on, None
+        push = self._going_on
         if push is not None:
-            with self._noted_failure():
+            with self._noted_failure(push):
                 push.wait()
+            self._going_on = None
 
     @contextmanager
-    def _noted_failure(self) -> Iterator[None]:
+    def _noted_failure(self, push: _Push) -> Iterator[None]:
         """Whether this worker can go on after a push that has failed: not, if its gradients are not there to be sent again."""
         try:
             yield
         except NonFiniteGradient as error:
+            self._told()
             self._is_broken, self._going_on = True, None
             raise NonFiniteGradient(
                 f"{error}; gradients of other parameters have been counted already (overlap), so this worker cannot take "
@@ -156,9 +174,23 @@ class Gradients:
                 **error.detail,
             ) from None
         except BaseException as error:
+            if error is not push.error:  # Ctrl-C: the push goes on, and the next one waits for it
+                self._leave_views()
+                raise
+            self._told()
             self._going_on = None
             self._is_broken |= self._goes_on and not isinstance(error, RolledBack)
             raise
+
+    def _told(self) -> None:
+        assert self._overlap is not None
+        self._overlap.on_told()
+
+    def _leave_views(self) -> None:
+        """From now on what the program does to `.grad` does not change what is being sent."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
@@ -192,10 +224,13 @@ class Gradients:
         if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
             return
         if self._may_view[number] and gradient is not view and gradient.layout is torch.strided:
+            if self._going_on is not None:
+                with self._lock:
+                    self.settle()
             with torch.no_grad():
                 view.copy_(gradient)
             parameter.grad = view
-        if self._prepare is None or not self._is_syncing:
+        if self._overlap is None or not self._is_syncing:
             return
         with self._lock, self.abandoned_on_error():
             push = self._pushing()
@@ -207,12 +242,14 @@ class Gradients:
             self._send(number, push)
 
     def _pushing(self) -> _Push:
-        assert self._prepare is not None
+        assert self._overlap is not None
         if self._is_broken:
             raise InvalidRequest("overlap: an earlier push was given up in its middle, or failed; start this worker again")
         if self._push is None:
             self.settle()
-            self._push = _Push(Feed(self._buffers.layout), self._prepare())
+            feed, begin = Feed(self._buffers.layout, goes_on=self._goes_on), self._overlap.prepare()
+            self._overlap.on_begin(feed)
+            self._push = _Push(feed, begin)
         return self._push
 
     def _send(self, number: int, push: _Push) -> None:
@@ -260,7 +297,7 @@ class _Push:
     """A push under way.
 
     Attributes:
-        sent: by number of the parameter, its gradient, and that one's version.
+        sent: by number of the parameter, its gradient, and that one's version. error: what it has failed with.
     """
 
     def __init__(self, feed: Feed, begin: Callable[[Feed, Callable[[int], None]], None]) -> None:
@@ -268,7 +305,7 @@ class _Push:
         self.sent: dict[int, tuple[torch.Tensor, int]] = {}
         self._begin = begin
         self._received: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         # A daemon: the end of the program, which closes the connection, ends it.
         self._thread = threading.Thread(target=self._run, name="psd-overlap", daemon=True)
         self._thread.start()
@@ -277,7 +314,7 @@ class _Push:
         try:
             self._begin(self.feed, self._received.put)
         except BaseException as error:  # noqa: BLE001 - raised by received
-            self._error = error
+            self.error = error
         finally:
             self._received.put(None)
 
@@ -298,8 +335,8 @@ class _Push:
     def wait(self) -> None:
         """Return when the push has ended; raises what it has failed with."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
 
 def _remove(hooks: list[Any]) -> None:

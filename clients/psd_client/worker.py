@@ -1,7 +1,7 @@
 """One worker's connection: the order of things (connected, declared, closed), one thread at a time, and the end.
 
 A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
-exits. This is the level on which the faces of frameworks build: flat buffers in, flat buffers out. client.py adds names.
+exits. flat_calls.py adds what the faces of frameworks build on: flat buffers in, flat buffers out; client.py adds names.
 ending.py is for those that nobody closes. The work is done below: session.py (who takes part) and exchange.py (bytes).
 """
 
@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from psd.contract.config import ClientConfig
-from psd.contract.consistency import Consistency
-from psd.contract.environment import job_defaults
-from psd.contract.errors import InvalidRequest, NonFiniteGradient, NotDeclared, PsdError, RolledBack, WaitTimeout
-from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
-from psd.contract.layout import Layout
+from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, WaitTimeout
 from psd_client import ending
 from psd_client.exchange import Exchange
 from psd_client.feed import Feed
@@ -56,6 +50,7 @@ class Worker:
         self._busy = threading.Lock()
         self._exchange: Exchange | None = None
         self._feed: Feed | None = None
+        self._untold: Exception | None = None  # of a push whose caller did not wait for it
         self._last_failed = False
         health = Health([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
@@ -151,14 +146,20 @@ class Worker:
 
     def _close(self, error: BaseException | None) -> None:
         """Leave as one who has finished, or has failed by `error`."""
+        if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
+            self._shut_down.detach()
+            return
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
             feed = self._feed
-            if feed is not None and feed.is_finished and is_success:
-                self._busy.acquire()  # the push ends by itself
-                self._busy.release()
+            if feed is not None and feed.goes_on and feed.is_finished and is_success:
+                feed.ended.wait()
             elif feed is not None:
                 feed.abort()
+            untold, self._untold = self._untold, None
+            if untold is not None and is_success:
+                is_success = False
+                logger.error("psd: worker %d: its last push has failed, which the program was not told: %s", self.rank, untold)
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
         except BaseException:  # Ctrl-C
@@ -171,9 +172,16 @@ class Worker:
                 ending.shut_down(*arguments[2])
 
     def _abort_feed(self) -> None:
-        """At the end of the program. Nobody completes a push that is still being computed: let its threads go."""
+        """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
+
+        One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
+        """
         feed = self._feed
-        if feed is not None and not feed.is_finished:
+        if feed is None or os.getpid() != self._pid:
+            return
+        if feed.goes_on and feed.is_finished and getattr(sys, "last_value", None) is None:
+            feed.ended.wait()
+        else:
             feed.abort()
 
     def _confirm_last(self, exchange: Exchange) -> None:
@@ -209,136 +217,6 @@ class Worker:
         """Where pulls leave the parameters."""
         return self._declared.parameters
 
-    def declare_tensors(
-        self,
-        tensors: Sequence[TensorSpec],
-        groups: Sequence[GroupSpec],
-        *,
-        initial: Callable[[FlatBuffers], None],
-        consistency: str | None = None,
-        reduce: str | None = None,
-        quorum: int | None = None,
-        aggregation: str | None = None,
-        clip_norm: float | None = None,
-        nan_policy: str = "refuse",
-    ) -> None:
-        """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
-        with self._operation("declare"):
-            if self._exchange is not None:
-                raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
-            default = job_defaults()
-            mode = Consistency.parse(consistency) if consistency is not None else default.consistency
-            if quorum is None:
-                quorum = default.quorum if mode.mode == "sync" else 0
-            if aggregation is None:
-                is_layerwise = any(group.is_layerwise for group in groups)
-                needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
-                aggregation = "fast" if mode.mode != "sync" else "exact" if needs_exact else default.aggregation
-            if clip_norm is not None and not clip_norm > 0:
-                raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
-            spec = JobSpec(
-                world_size=self.world_size,
-                tensors=tuple(tensors),
-                groups=tuple(groups),
-                consistency=mode,
-                reduction=reduce if reduce is not None else default.reduction,
-                quorum=quorum,
-                aggregation=aggregation,
-                clip_norm=clip_norm or 0.0,
-                nan_policy=nan_policy,
-            )
-            layout = Layout(spec, len(self._shards.lanes))
-            sharing = self._session.prepare_lanes()
-            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
-            initial(exchange.parameters)
-            tensor = exchange.parameters.first_nonfinite()
-            if tensor is not None:
-                raise NonFiniteGradient(
-                    f"worker {self.rank}: the initial value of {tensor!r} holds NaN or infinity", rank=self.rank, tensor=tensor
-                )
-            if not self._session.declare(spec, exchange.parameters):
-                exchange.pull_all()
-            self._exchange = exchange
-
-    @property
-    def nan_policy(self) -> str:
-        """As declared: "refuse", "skip" or "allow"."""
-        return self._declared.parameters.layout.spec.nan_policy
-
-    @property
-    def is_skipped(self) -> bool:
-        """True if the round of the last push has changed nothing on any shard, because a gradient or a norm was not finite.
-
-        Known after the pull that follows the push. Without rounds it is this worker's push that was left out.
-        """
-        return self._exchange is not None and self._exchange.is_skipped
-
-    def push_flat(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float = 1,
-        present: NDArray[np.bool_] | None = None,
-        *,
-        skip: bool = False,
-    ) -> None:
-        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat`, or the next push.
-
-        Args:
-            scalars: per group, in the order of the rule's list.
-            weight: samples behind the gradients.
-            present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
-            skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
-        """
-        with self._operation("push"):
-            self._declared.confirm()
-            self._declared.push(scalars, weight, present, skip=skip)
-
-    def pull_flat(self) -> None:
-        """Pull into `parameters`, whose contents are undefined if it fails."""
-        with self._operation("pull"):
-            self._declared.pull()
-
-    def push_pull_flat(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float = 1,
-        present: NDArray[np.bool_] | None = None,
-        *,
-        skip: bool = False,
-    ) -> None:
-        """`push_flat`, then `pull_flat`, in one round trip."""
-        with self._operation("push_pull"):
-            self._declared.push_pull(scalars, weight, present, skip=skip)
-
-    def push_pull_feed(
-        self,
-        scalars: Sequence[Sequence[float]],
-        weight: float,
-        feed: Feed,
-        on_received: Callable[[int], None],
-        versions_read: Sequence[int] | None = None,
-    ) -> None:
-        """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
-
-        Once the feed is finished, other calls wait for this one's end.
-
-        Args:
-            feed: says which blocks of `gradients` are ready. The shards look for NaN.
-            on_received: told the index of each block of `parameters` that has been received, in any thread; again, if it is
-                received again.
-            versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
-        """
-        spec = self.gradients.layout.spec
-        if spec.clip_norm and spec.consistency.mode != "sync":
-            raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
-        with self._operation("push_pull", is_patient=True):
-            self._feed = feed
-            self.parameters.on_received = on_received
-            try:
-                self._declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
-            finally:
-                self._feed = self.parameters.on_received = None
-
     @property
     def _declared(self) -> Exchange:
         if self._exchange is None:
@@ -358,8 +236,8 @@ class Worker:
         )
 
     @contextmanager
-    def _operation(self, what: str, *, is_patient: bool = False) -> Iterator[None]:
-        """One call of the program's. is_patient: if there is another one, it comes after that."""
+    def _operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
+        """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
@@ -367,8 +245,10 @@ class Worker:
             )
         if not self._shut_down.alive:
             raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
-        feed = self._feed
-        if not self._busy.acquire(blocking=is_patient or (feed is not None and feed.is_finished)):
+        before = self._feed
+        if feed is None and before is not None and before.is_finished:
+            before.ended.wait()
+        if not self._busy.acquire(blocking=feed is not None):
             raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
         self._last_failed = True
         try:

@@ -26,6 +26,7 @@ from psd.contract.errors import (
     WaitTimeout,
     WrongShard,
 )
+from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd_client import SGD, ParameterServer, connect
 
 Start = Callable[..., Any]
@@ -334,10 +335,10 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
     """The lower level: flat buffers, scalars per group, static tensors that nothing is pushed to."""
     servers = cluster(2).servers
     specs = [
-        psd_client.worker.TensorSpec("w", (9000,), "float32", 0),
-        psd_client.worker.TensorSpec("running_mean", (3,), "float32", 1),
+        TensorSpec("w", (9000,), "float32", 0),
+        TensorSpec("running_mean", (3,), "float32", 1),
     ]
-    groups = [psd_client.worker.GroupSpec("sgd"), psd_client.worker.GroupSpec("static")]
+    groups = [GroupSpec("sgd"), GroupSpec("static")]
 
     def work(rank: int) -> tuple[float, float]:
         def initial(buffers: psd_client.flat.FlatBuffers) -> None:

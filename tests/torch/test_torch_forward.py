@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, NonFiniteGradient  # noqa: E402
 from psd.contract.layout import BLOCK_BYTES_MAX  # noqa: E402
+from psd_client.torch_gradients import Gradients, _Push  # noqa: E402
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 STEPS = 6
@@ -102,6 +105,82 @@ def test_close_when_a_push_goes_on_then_it_is_not_lost(cluster: Callable[..., An
         block.unpin(page)
 
 
+PROGRAM = """
+import sys, torch, psd_client, psd_client.torch as psd
+model = torch.nn.Linear(1000, 1000, bias=False)
+torch.nn.init.zeros_(model.weight)
+ps = psd_client.connect(sys.argv[1], 0, 1, transport=sys.argv[2])
+optimizer = psd.distribute(
+    model, torch.optim.SGD(model.parameters(), lr=1.0), ps=ps, consistency="async", overlap="forward"
+)
+model.weight.sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_program_when_it_ends_without_close_then_its_last_push_is_not_lost(cluster: Any, transport: str) -> None:
+    """Its only step has not waited."""
+    running = cluster(2)
+    subprocess.run([sys.executable, "-c", PROGRAM, running.servers, transport], check=True, timeout=100)
+
+    assert [worker.state.name for shard in running.shards for worker in shard.shard.core.members.workers] == ["FINISHED"] * 2
+    for shard in running.shards:
+        for block in shard.shard.core.initialized().blocks.values():
+            _, page = block.read(0)
+            assert (page.parameter == -1).all()
+            block.unpin(page)
+
+
+def test_close_when_the_last_push_has_failed_then_says_so_and_has_not_finished(cluster: Any, caplog: Any) -> None:
+    """Nobody else would hear of it."""
+    running = cluster(1)
+    with psd_client.connect(running.servers, 0, 1) as ps:
+        model, optimizer = begun(ps)
+        blocks = running.shards[0].shard.core.initialized().blocks
+        with blocks[max(blocks)].lock:  # that the step does not hear of it itself
+            step(model, optimizer, float("nan"))
+
+    assert "its last push has failed, which the program was not told" in caplog.text
+    assert [worker.state.name for worker in running.shards[0].shard.core.members.workers] == ["EXPIRED"]
+
+
+def test_step_when_interrupted_then_the_next_backward_does_not_change_what_is_being_sent(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the step waits, with overlap=True; the program goes on. The shard reads the gradient where it lies."""
+    running = cluster(1)
+    with psd_client.connect(running.servers, 0, 1, transport="shm") as ps:
+        model = Model()
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=1.0), ps=ps, overlap=True)
+        held = [block.lock for block in running.shards[0].shard.core.initialized().blocks.values()]
+        for lock in held:
+            lock.acquire()
+
+        def released(gradients: Gradients) -> None:
+            while held:
+                held.pop().release()
+            settle(gradients)
+
+        settle = Gradients.settle
+        model.loss(1).backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(_Push, "next_block", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        monkeypatch.setattr(Gradients, "settle", released)
+        optimizer.zero_grad()
+        model.loss(100).backward()
+        optimizer.step()
+
+        assert model.all_are(-101)
+
+
+def interrupted(_: _Push, __: bool) -> None:
+    raise KeyboardInterrupt
+
+
 def test_backward_when_the_push_before_has_failed_then_says_so(run_workers: Any) -> None:
     """The step did not wait for it. What was sent with it is not there any more, so the worker cannot go on."""
 
@@ -123,6 +202,8 @@ def test_distribute_when_parameters_may_not_be_old_then_refuses(run_workers: Any
     def body(ps: Any) -> None:
         with pytest.raises(InvalidRequest, match=f"overlap: .forward. is for consistency=.async.*{consistency or 'sync'}"):
             begun(ps, consistency=consistency)
+        with pytest.raises(InvalidRequest, match=r"overlap: not .forward. with staleness='dc-adaptive'"):
+            begun(ps, staleness="dc-adaptive")
         with pytest.raises(InvalidRequest, match=r"overlap: must be False, True or .forward., got .backward."):
             psd.distribute(Model(), SGD(Model().parameters(), lr=1.0), ps=ps, overlap="backward")
 

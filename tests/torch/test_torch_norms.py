@@ -152,15 +152,14 @@ def test_overlap_clips_in_rounds_and_is_refused_without(run_workers, mode):
 
     def worker(ps):
         model = small_model()
-        optimizer = psd.distribute(
-            model, OPTIMIZERS["sgd"](model.parameters()), ps=ps, clip_norm=CLIP_NORM, overlap=True, consistency=mode
-        )
+        given = OPTIMIZERS["sgd"](model.parameters())
+        if mode == "async":
+            with pytest.raises(InvalidRequest, match="overlap: not with clip_norm without rounds"):
+                psd.distribute(model, given, ps=ps, clip_norm=CLIP_NORM, overlap=True, consistency=mode)
+            return []
+        optimizer = psd.distribute(model, given, ps=ps, clip_norm=CLIP_NORM, overlap=True, consistency=mode)
         for step in range(STEPS):
             backward(model, *batch(step))
-            if mode == "async":
-                with pytest.raises(InvalidRequest, match="overlap: not with clip_norm without rounds"):
-                    optimizer.step()
-                return []
             optimizer.step()
         return values(model)
 

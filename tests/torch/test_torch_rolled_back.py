@@ -1,0 +1,58 @@
+"""A job that goes back to a checkpoint under a torch optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.optim import SGD  # noqa: E402
+
+import psd_client  # noqa: E402
+import psd_client.torch as psd  # noqa: E402
+from psd.checkpoint import CheckpointDirectory, CheckpointState  # noqa: E402
+
+STEPS_BEFORE = 12
+STEPS_AFTER = 6
+
+
+@pytest.mark.parametrize("overlap", [False, True, "forward"])
+def test_step_after_the_job_has_gone_back_then_goes_on(cluster: Any, tmp_path: Path, overlap: bool | str) -> None:
+    """Also if nobody calls pull(): the model is then of versions that do not exist any more."""
+    url = str(tmp_path / "checkpoints")
+    options: dict[str, Any] = {"checkpoint_dir": url, "checkpoint_steps": 5, "lease_s": 60}
+    running = cluster(2, **options)
+    address = running.shards[1].address
+    model = torch.nn.Linear(1500, 1000, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=1.0), ps=ps, consistency="async", overlap=overlap)
+
+        def step() -> bool:
+            """False if the job has gone back."""
+            try:
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+            except psd_client.RolledBack:
+                return False
+            return True
+
+        for _ in range(STEPS_BEFORE):
+            assert step()
+        while not any(found.state is CheckpointState.VALID for found in CheckpointDirectory(url).checkpoints()):
+            ps.barrier("a checkpoint")
+        running.shards[1].stop()
+        cluster(2, only=1, listen=address, **options)
+        while step():
+            pass
+        clock = ps.clock
+        assert clock < STEPS_BEFORE
+        for _ in range(STEPS_AFTER):
+            assert step()
+        optimizer.pull()
+
+        assert model.weight.eq(-clock - STEPS_AFTER).all()
