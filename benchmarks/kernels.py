@@ -26,9 +26,9 @@ import torch
 from numpy.typing import NDArray
 
 import psd_core
+from psd.contract.layout import BLOCK_BYTES_MAX
 
-BLOCK_BYTES = 4 << 20
-LENGTH = BLOCK_BYTES // 4
+LENGTH = BLOCK_BYTES_MAX // 4
 
 Array = NDArray[Any]
 
@@ -146,8 +146,8 @@ def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
         works["in place"] = lambda: [apply(page, page, index) for index, page in enumerate(fixed.current)] and None
         works["torch"] = torch_step(case, gradients)
     seconds = _report.in_turns(works, rounds=rounds)
-    moved = blocks * BLOCK_BYTES * (2 * (1 + case.slots) + 1)
-    copy_bytes_per_s = blocks * BLOCK_BYTES * 2 * (1 + case.slots) / seconds["copy"]
+    moved = blocks * BLOCK_BYTES_MAX * (2 * (1 + case.slots) + 1)
+    copy_bytes_per_s = blocks * BLOCK_BYTES_MAX * 2 * (1 + case.slots) / seconds["copy"]
     return {
         "rule": case.name,
         "bytes_per_element": 4 * (2 * (1 + case.slots) + 1),
@@ -183,7 +183,7 @@ def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
     }
     timed = {name: work for name, (_, work) in works.items()}
     seconds = _report.in_turns({**timed, "copy": lambda: copied.update(copy)}, rounds=rounds)
-    copy_bytes_per_s = blocks * BLOCK_BYTES * 2 / seconds["copy"]
+    copy_bytes_per_s = blocks * BLOCK_BYTES_MAX * 2 / seconds["copy"]
     return [
         {
             "kernel": name,
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    blocks = max((args.megabytes << 20) // BLOCK_BYTES, 1)
+    blocks = max((args.megabytes << 20) // BLOCK_BYTES_MAX, 1)
     rules = [measure_rule(case, blocks, args.rounds) for case in CASES if args.rule in case.name]
     others = measure_others(blocks, args.rounds)
     result = {"torch": torch.__version__, "megabytes": args.megabytes, "rules": rules, "others": others}

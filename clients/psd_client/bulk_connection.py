@@ -106,25 +106,13 @@ class BulkConnection:
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """See Lane."""
-        message = bulk_pb2.BulkCall(
-            method=bulk_pb2.BULK_METHOD_PUSH_PULL,
-            push=part.header,
-            timeout_s=call.timeout_s,
-            into_memory=self._has(parameters),
-            announce=parameters.on_received is not None,
-        )
+        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header, timeout_s=call.timeout_s)
         reply: data_pb2.PushReply = self._run(call, lambda: self._call(message, part, part.blocks, parameters))
         return reply
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
-        message = bulk_pb2.BulkCall(
-            method=bulk_pb2.BULK_METHOD_PULL,
-            pull=request,
-            timeout_s=call.timeout_s,
-            into_memory=self._has(parameters),
-            announce=parameters.on_received is not None,
-        )
+        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request, timeout_s=call.timeout_s)
         awaited = () if request.versions_only else blocks
         self._run(call, lambda: self._call(message, None, awaited, parameters))
 
@@ -138,6 +126,9 @@ class BulkConnection:
         awaited: Sequence[Block],
         parameters: FlatBuffers | None,
     ) -> data_pb2.PushReply:
+        if parameters is not None:
+            message.into_memory = self._has(parameters)
+            message.announce = parameters.on_received is not None
         self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
         sending = None
         if part is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.consistency import Consistency
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
@@ -43,7 +42,7 @@ class FlatCalls(Worker):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
             default = job_defaults()
-            mode = Consistency.parse(consistency) if consistency is not None else default.consistency
+            mode = default.consistency_of(consistency)
             if quorum is None:
                 quorum = default.quorum if mode.mode == "sync" else 0
             if aggregation is None:

@@ -18,7 +18,6 @@ from typing import Any, overload
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from psd.contract.consistency import Consistency
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
@@ -96,7 +95,7 @@ def distribute(
         raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
     if overlap not in (False, True, "forward"):
         raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
-    mode = Consistency.parse(consistency) if consistency is not None else job_defaults().consistency
+    mode = job_defaults().consistency_of(consistency)
     if overlap == "forward" and mode.mode != "async":
         raise InvalidRequest(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'

@@ -111,11 +111,7 @@ class Gradients:
         self._check_frozen()
         if sources:
             torch._foreach_copy_(targets, sources)
-        if not missing:
-            return None
-        present = np.ones(len(declaration.tensors), dtype=np.bool_)
-        present[missing] = False
-        return present
+        return self._present(missing)
 
     def finish(self, take: Callable[[Callable[[bool], int | None]], None]) -> None:
         """Overlap: send what has not left yet, and take the parameters.
@@ -140,11 +136,7 @@ class Gradients:
                     view.zero_()
                 else:  # a gradient that back-propagation did not make, or made under no_sync
                     self._send(number, push)
-            present = None
-            if missing:
-                present = np.ones(len(self._declaration.tensors), dtype=np.bool_)
-                present[missing] = False
-            push.feed.finish(present)
+            push.feed.finish(self._present(missing))
         self._push, self._going_on = None, push
         push.sent.clear()  # not to keep the gradients' memory through the next forward pass
         with self._noted_failure(push):
@@ -263,6 +255,14 @@ class Gradients:
         push.sent[number] = gradient, gradient._version  # noqa: SLF001 - torch's count of changes in place
         push.feed.ready(index)
 
+    def _present(self, missing: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Which tensors have a gradient, None for all, if these have none."""
+        if not missing:
+            return None
+        present = np.ones(len(self._declaration.tensors), dtype=np.bool_)
+        present[missing] = False
+        return present
+
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check_unchanged(self, number: int, sent: torch.Tensor, version: int) -> None:
@@ -313,7 +313,7 @@ class _Push:
     def _run(self) -> None:
         try:
             self._begin(self.feed, self._received.put)
-        except BaseException as error:  # noqa: BLE001 - raised by received
+        except BaseException as error:  # noqa: BLE001 - raised by wait
             self.error = error
         finally:
             self._received.put(None)

@@ -186,7 +186,7 @@ class Worker:
 
     def _confirm_last(self, exchange: Exchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
-        is_usable = self._shut_down.alive and os.getpid() == self._pid and not self._busy.locked()
+        is_usable = self._shut_down.alive and not self._busy.locked()
         if not is_usable or self._last_failed or not exchange.is_unconfirmed:
             return
         self._session.is_leaving = True

@@ -144,6 +144,10 @@ class JobDefaults:
     reduction: str
     aggregation: str
 
+    def consistency_of(self, word: str | None) -> Consistency:
+        """What a script says by a word; None: it does not. InvalidRequest if it is none of the words."""
+        return self.consistency if word is None else Consistency.parse(word)
+
 
 def job_defaults(environ: Mapping[str, str] = os.environ) -> JobDefaults:
     """From the environment, which psd-run sets from its flags."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from psd.contract.layout import BLOCK_BYTES_MAX
+
 STEPS = 20
 
 
@@ -18,6 +20,17 @@ def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.4, 0.4, generator)
     return model.to(dtype)
+
+
+class Unlike(nn.Module):
+    """A parameter of several blocks, one that is no plain memory, one of another dtype than its master's, a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(3, BLOCK_BYTES_MAX // 4))
+        self.turned = nn.Parameter(torch.zeros(5, 7).t())
+        self.low = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+        self.last = nn.Parameter(torch.zeros(3))
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,28 +11,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from helpers_torch import Unlike  # noqa: E402
 from torch.optim import SGD  # noqa: E402
 
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, NonFiniteGradient  # noqa: E402
-from psd.contract.layout import BLOCK_BYTES_MAX  # noqa: E402
 from psd_client.torch_gradients import Gradients, _Push  # noqa: E402
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 STEPS = 6
 
 
-class Model(nn.Module):
+class Model(Unlike):
     """Its gradients do not depend on the parameters: with a learning rate of 1 these are minus the sum of all gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.Parameter(torch.zeros(2, BLOCK_BYTES_MAX // 4))
-        self.turned = nn.Parameter(torch.zeros(5, 7).t())
-        self.low = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
-        self.last = nn.Parameter(torch.zeros(3))
 
     def loss(self, factor: float) -> Any:
         return sum(factor * parameter.float().sum() for parameter in self.parameters())
@@ -51,6 +43,15 @@ def step(model: Model, optimizer: Any, factor: float) -> None:
     optimizer.zero_grad(set_to_none=bool(factor % 2))
     model.loss(factor).backward()
     optimizer.step()
+
+
+def assert_held(running: Any, value: float) -> None:
+    """All parameters on all shards are that."""
+    for shard in running.shards:
+        for block in shard.shard.core.initialized().blocks.values():
+            _, page = block.read(0)
+            assert (page.parameter == value).all()
+            block.unpin(page)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -98,11 +99,7 @@ def test_close_when_a_push_goes_on_then_it_is_not_lost(cluster: Callable[..., An
         step(model, optimizer, 100)
         optimizer.close()
 
-    blocks = running.shards[0].shard.core.initialized().blocks.values()
-    for block in blocks:
-        _, page = block.read(0)
-        assert (page.parameter == -100 - STEPS * (STEPS + 1) / 2).all()
-        block.unpin(page)
+    assert_held(running, -100 - STEPS * (STEPS + 1) / 2)
 
 
 PROGRAM = """
@@ -126,11 +123,7 @@ def test_program_when_it_ends_without_close_then_its_last_push_is_not_lost(clust
     subprocess.run([sys.executable, "-c", PROGRAM, running.servers, transport], check=True, timeout=100)
 
     assert [worker.state.name for shard in running.shards for worker in shard.shard.core.members.workers] == ["FINISHED"] * 2
-    for shard in running.shards:
-        for block in shard.shard.core.initialized().blocks.values():
-            _, page = block.read(0)
-            assert (page.parameter == -1).all()
-            block.unpin(page)
+    assert_held(running, -1)
 
 
 def test_close_when_the_last_push_has_failed_then_says_so_and_has_not_finished(cluster: Any, caplog: Any) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from helpers_torch import Unlike  # noqa: E402
 from torch.optim import SGD  # noqa: E402
 
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.jobspec import JobSpec  # noqa: E402
-from psd.contract.layout import BLOCK_BYTES_MAX, Layout  # noqa: E402
+from psd.contract.layout import Layout  # noqa: E402
 from psd_client.flat import FlatBuffers  # noqa: E402
 from psd_client.torch_declaration import check_optimizer, read_declaration  # noqa: E402
 from psd_client.torch_parameters import Parameters  # noqa: E402
@@ -22,20 +22,10 @@ from psd_client.torch_parameters import Parameters  # noqa: E402
 TRANSPORTS = ("shm", "tcp", "grpc")
 
 
-class Model(nn.Module):
-    """A parameter of several blocks, one that is no plain memory, and one of another dtype than its master's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.Parameter(torch.zeros(3, BLOCK_BYTES_MAX // 4))
-        self.turned = nn.Parameter(torch.zeros(5, 7).t())
-        self.low = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
-
-
 @pytest.fixture
-def received() -> tuple[Model, FlatBuffers, Parameters]:
+def received() -> tuple[Unlike, FlatBuffers, Parameters]:
     """A model, buffers that hold 1, 2, 3, ... for its tensors, and what copies them."""
-    model = Model()
+    model = Unlike()
     always, template = check_optimizer(SGD(model.parameters(), lr=0.1))
     declaration = read_declaration(model, SGD(model.parameters(), lr=0.1), template, always)
     buffers = FlatBuffers(Layout(JobSpec(1, tuple(declaration.tensors), tuple(declaration.groups)), 1))
@@ -49,7 +39,7 @@ def asked(blocks: Iterator[int]) -> Callable[[bool], int | None]:
     return lambda is_waiting: next(blocks, None)
 
 
-def assert_whole(model: Model) -> None:
+def assert_whole(model: Unlike) -> None:
     for number, parameter in enumerate(model.parameters()):
         assert parameter.eq(number + 1).all()
 
@@ -122,7 +112,7 @@ def test_pull_when_somebody_asks_then_is_told_of_each_block(run_workers: Any, tr
     """Whichever way they come; then nothing is told any more."""
 
     def body(ps: Any) -> None:
-        model = Model()
+        model = Unlike()
         psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps)
         told: list[int] = []
         ps.parameters.on_received = told.append
