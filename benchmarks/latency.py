@@ -5,6 +5,7 @@
 psd over each transport, by the push_pull that NumPy programs call, runs against
 
     raw tcp       ping-pong of the same bytes over loopback
+    bare python   the tcp lane's messages and psd's kernel, in Python, with neither shard nor client around
     grpc unary    Python gRPC, ping-pong of the same bytes, no arithmetic
     torch rpc     a parameter server by torch.distributed.rpc, over TCP, if torch is installed
     ray           a parameter server of Ray actors           (if this interpreter has them, or name one
@@ -57,6 +58,7 @@ def main() -> int:
         for transport in transports:
             match.add(f"psd {transport}", contenders.psd(transport, 1, 1, MODEL, call="named"))
         match.add("raw tcp", contenders.reference("raw tcp", "raw_tcp", "turns", 1, MODEL))
+        match.add("bare python", contenders.reference("bare python", "bare_bulk", "turns", 1, MODEL))
         match.add("grpc unary", contenders.reference("grpc unary", "bare_grpc", "unary", 1, MODEL))
         ray = contenders.interpreter_with("ray", args.ray_python)
         tensorflow = contenders.interpreter_with("tensorflow", args.tensorflow_python)

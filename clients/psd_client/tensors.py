@@ -59,7 +59,7 @@ class NamedTensors:
         """
         arrays = {self._find(name): value for name, value in grads.items()}
         for index, value in arrays.items():
-            arrays[index] = self._checked(self._specs[index], value)
+            arrays[index] = _checked(self._specs[index], self._dtypes[index], value)
         present = np.zeros(len(self._specs), dtype=np.bool_)
         for index, array in arrays.items():
             buffers.views[index][...] = array
@@ -73,20 +73,6 @@ class NamedTensors:
             raise InvalidTensor(f"grads: no parameter {name!r} was declared; there are {known or 'none'}")
         return index
 
-    @staticmethod
-    def _checked(spec: TensorSpec, value: Any) -> NDArray[Any]:
-        # A Python number has no dtype of its own.
-        array = np.asarray(value, dtype=spec.master_dtype if isinstance(value, (int, float)) else None)
-        if array.shape != spec.shape:
-            raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
-        if array.dtype.name != spec.dtype and (
-            array.dtype.kind != "f" or not np.can_cast(array.dtype, spec.master_dtype, "safe")
-        ):
-            raise InvalidTensor(
-                f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()"
-            )
-        return array
-
     def copies(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
         """New arrays with the buffers' contents, in the declared dtypes."""
         with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
@@ -94,3 +80,13 @@ class NamedTensors:
                 spec.name: view.astype(dtype)
                 for spec, dtype, view in zip(self._specs, self._dtypes, buffers.views, strict=True)
             }
+
+
+def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:
+    # A Python number has no dtype of its own.
+    array = np.asarray(value, dtype=spec.master_dtype if isinstance(value, (int, float)) else None)
+    if array.shape != spec.shape:
+        raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
+    if array.dtype != declared and (array.dtype.kind != "f" or not np.can_cast(array.dtype, spec.master_dtype, "safe")):
+        raise InvalidTensor(f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()")
+    return array

@@ -61,7 +61,7 @@ class Scope:
         with self._lock:
             self._cancels.add(cancel)
         try:
-            self.sleep(0)  # cancelled in between: cancel() may have missed this call
+            self._check()  # cancelled in between: cancel() may have missed this call
             yield
         except BaseException:
             cancel()
@@ -72,7 +72,11 @@ class Scope:
 
     def sleep(self, seconds: float) -> None:
         """Wait; Cancelled if the scope is or becomes cancelled."""
-        if self._cancelled.wait(seconds):
+        self._cancelled.wait(seconds)
+        self._check()
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
             raise Cancelled
 
 

@@ -188,7 +188,7 @@ class ShardCore:
         arena = self.storage.arena
         if arena is not None:
             below = min(2, worker.clock - worker.floor)
-            arena.set_member(worker.rank, worker.session, worker.clock, worker.state.value | below << 4)
+            arena.set_member(worker.rank, worker.session, worker.clock, worker.state | below << 4)
 
     def check_address(self, shard_index: int, shard_count: int) -> None:
         """Raise WrongShard if the caller takes this shard for another one."""
@@ -245,7 +245,8 @@ class ShardCore:
     def check_clock(self, worker: Worker, clock: int) -> None:
         """Raise InvalidRequest if a worker's clock is further ahead than shards can drift apart."""
         job = self.declared()
-        if job.trained_count:  # without blocks nobody pushes here, and the clock moves by heartbeats alone
+        # Without blocks nobody pushes here, and the clock moves by heartbeats alone.
+        if clock > worker.clock and job.trained_count:
             self.members.check_clock(worker, clock, job.version_max)
 
     def check_finite(self, values: NDArray[Any], block: int, whose: str, rank: int, clock: int) -> None:

@@ -89,7 +89,7 @@ class Exchange:
 
     def gate(self, call: Push | Pull, clock: int) -> Ticket | None:
         """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
-        needed = self._core.initialized().policy.lag(clock)
+        needed = call.job.policy.lag(clock)
         if needed == 0:
             return None
         with self._core.lock:
@@ -182,7 +182,7 @@ class Exchange:
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
         """Finish a push, all of whose blocks have come; moves the worker's clock."""
-        job = self._core.initialized()
+        job = push.job
         if len(push.covered) < job.trained_count:
             lacking = min(i for i, b in job.blocks.items() if b.plan.trained and i not in push.covered)
             raise InvalidRequest(

@@ -114,6 +114,7 @@ class Job:
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
         self._round_scalars: dict[int, _RoundScalars] = {}
+        self._fit_scalars: Scalars | None = None  # those that were found fit last: mostly the next ones, too
         self._shard_index = shard_index
 
     def _ratio_places(self, plan: Block) -> NDArray[np.intp] | None:
@@ -142,10 +143,13 @@ class Job:
 
     def check_scalars(self, scalars: Scalars) -> None:
         """Raise InvalidRequest unless there is one entry per group, each fit for its rule."""
+        if scalars == self._fit_scalars:
+            return
         if len(scalars) != len(self._infos):
             raise InvalidRequest(f"scalars: expected {len(self._infos)} groups, got {len(scalars)}")
         for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
             info.check_scalars(values, self.spec.groups[index].flags, index)
+        self._fit_scalars = scalars
 
     def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
         """The versions that a push's header says its worker has read, by block; empty where rounds make them pointless.

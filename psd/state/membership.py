@@ -24,7 +24,7 @@ CLOCK_SKIP_MAX = 1024
 is further ahead is a broken client's, and believing it would exclude that worker from every round."""
 
 
-class WorkerState(enum.Enum):
+class WorkerState(enum.IntEnum):
     """Values are those of psd.v1.WorkerState."""
 
     ABSENT = 1

@@ -46,8 +46,8 @@ def carry_over(before: Page, after: Page) -> None:
 
 def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) -> None:
     """The dedup window, in which the pushes of `clock` of these sessions, by rank, are counted now."""
-    np.copyto(after.sessions, before.sessions)
-    np.copyto(after.clocks, before.clocks)
+    after.sessions[:] = before.sessions
+    after.clocks[:] = before.clocks
     for rank, session in sessions.items():
         after.sessions[rank] = session
         after.clocks[rank] = clock + 1

@@ -48,13 +48,13 @@ class Contribution:
     is_lent: bool = False
 
 
-class Outcome(enum.Enum):
+class Outcome(enum.IntEnum):
     """What became of a contribution."""
 
-    COUNTED = "counted"
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    EARLY = "early"  # its round is not open yet; nothing changed
+    COUNTED = 0
+    DUPLICATE = 1
+    LATE = 2
+    EARLY = 3  # its round is not open yet; nothing changed
 
 
 class Accumulators(Protocol):

@@ -29,7 +29,7 @@ class Push:
         is_finite: the worker has looked for NaN and infinity itself.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         lent: the blocks that may read the gradient where the worker has it.
-        arrived: blocks that have come, also those that were covered before.
+        arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
     """
 
     job: Job
@@ -47,7 +47,7 @@ class Push:
     lent: list[BlockState] = field(default_factory=list)
     covered: set[int] = field(default_factory=set)
     arrived: int = 0
-    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    outcomes: list[int] = field(default_factory=([0] * len(Outcome)).copy)
 
 
 @dataclass(frozen=True, slots=True)
