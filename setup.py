@@ -24,9 +24,10 @@ COMPILE_ARGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno
 if DEBUG:
     COMPILE_ARGS += ["-O0", "-g"]
 
+KERNELS = ("half", "kernels", "kernels_f32", "kernels_f64")
 kernels = Extension(
     "psd_core._kernels",
-    sources=["psd_core/_kernels.pyx", *(f"psd_core/csrc/{name}.c" for name in ("kernels", "kernels_f32", "kernels_f64"))],
+    sources=["psd_core/_kernels.pyx", *(f"psd_core/csrc/{name}.c" for name in KERNELS)],
     depends=sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "psd_core/csrc").glob("*.h")),
     include_dirs=["psd_core/csrc"],
     extra_compile_args=COMPILE_ARGS,

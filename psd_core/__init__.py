@@ -1,6 +1,7 @@
 """Arithmetic of a parameter server on memory that the caller owns.
 
-This package owns the loops over numbers: sums of gradients, update rules, the finite check. Each is a C kernel that runs
+This package owns the loops over numbers: sums of gradients, update rules, the finite check, the widening
+of half precision. Each is a C kernel that runs
 without the GIL, allocates nothing and keeps nothing. It must not know of shards, sessions, rounds or messages: it imports
 NumPy and nothing of psd, and no gRPC.
 
@@ -10,8 +11,10 @@ Invariants:
     multiply-add, no order that depends on threads or vector width. (Only which NaN a NaN is may differ.)
   * An input is never modified; an output may be its own input, and else overlaps nothing.
 
-Arrays are one-dimensional, C-contiguous, aligned, float32 or float64, all of one type. Any object with the buffer protocol
-will do, a read-only one too where it is an input. Two threads must not write to one array at the same time.
+Arrays are one-dimensional, C-contiguous, aligned, float32 or float64, all of one type. But a gradient beside float32 may have
+half precision, as float16, or as uint16, which holds the bits of bfloat16: it is widened where it is read, and the result is
+that of widening it first. The functions for whole arrays, ``sgd`` and the others, do not take it. Any object with the buffer
+protocol will do, a read-only one too where it is an input. Two threads must not write to one array at the same time.
 
 >>> import numpy as np
 >>> import psd_core
@@ -29,7 +32,7 @@ array([-0.25, -0.5 , -0.75], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +40,7 @@ import numpy.typing as npt
 from psd_core import _kernels
 from psd_core._kernels import InvalidTensor
 from psd_core._norms import RUN, square_root, square_sum, trust_ratio
-from psd_core._rules import RULES, RealArray, step_block
+from psd_core._rules import RULES, GradientArray, RealArray, step_block
 from psd_core._updates import adadelta, adagrad, adam, adamax, ftrl, lamb, lion, nadam, rmsprop, sgd
 
 __all__ = [
@@ -62,17 +65,18 @@ __all__ = [
     "square_sum",
     "step_block",
     "trust_ratio",
+    "widened",
 ]
 
 _CACHE_LINE_BYTES = 64
 
 
-def accumulate(acc: RealArray, grad: RealArray, weight: float = 1.0) -> None:
+def accumulate(acc: RealArray, grad: GradientArray, weight: float = 1.0) -> None:
     """Add ``weight * grad`` to ``acc`` in place.
 
     Args:
         acc: (n,) float32|float64, writable. Updated.
-        grad: (n,) same type. May be ``acc`` itself, and else must not overlap it.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``acc`` itself, and else must not overlap it.
         weight: rounded to the arrays' type; a weight of 1 adds the gradient exactly as it is.
 
     Raises:
@@ -83,12 +87,12 @@ def accumulate(acc: RealArray, grad: RealArray, weight: float = 1.0) -> None:
     _kernels.accumulate(acc, grad, weight)
 
 
-def scaled_copy(out: RealArray, grad: RealArray, weight: float = 1.0) -> None:
+def scaled_copy(out: RealArray, grad: GradientArray, weight: float = 1.0) -> None:
     """Set ``out`` to ``weight * grad``: the first contribution of a round, for which nothing need be zeroed.
 
     Args:
         out: (n,) float32|float64, writable. Overwritten.
-        grad: (n,) same type. May be ``out`` itself, and else must not overlap it.
+        grad: (n,) same type, or float16|uint16 beside float32. May be ``out`` itself, and else must not overlap it.
         weight: rounded to the arrays' type.
 
     Raises:
@@ -99,11 +103,11 @@ def scaled_copy(out: RealArray, grad: RealArray, weight: float = 1.0) -> None:
     _kernels.scaled_copy(out, grad, weight)
 
 
-def first_nonfinite(x: RealArray) -> int:
+def first_nonfinite(x: GradientArray) -> int:
     """Return the index of the first NaN or infinity in ``x``, or -1 if all numbers are finite.
 
     Args:
-        x: (n,) float32|float64.
+        x: (n,) float32|float64|float16|uint16.
 
     Raises:
         InvalidTensor: type, shape, layout or alignment.
@@ -111,6 +115,27 @@ def first_nonfinite(x: RealArray) -> int:
     Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 1 KiB at a time.
     """
     return _kernels.first_nonfinite(x)
+
+
+def widened(x: GradientArray) -> RealArray:
+    """Return the numbers of an array in half precision as float32, which holds them exactly.
+
+    Args:
+        x: (n,) float32|float64|float16|uint16.
+
+    Returns:
+        A new array, aligned as those of ``aligned_empty``; ``x`` itself, not a copy, if it is float32 or float64.
+
+    Raises:
+        InvalidTensor: type, shape, layout or alignment.
+
+    Cost: O(n), one allocation, GIL released.
+    """
+    if not _kernels.is_half(x):
+        return cast(RealArray, x)
+    wide: npt.NDArray[np.float32] = aligned_empty(len(x), np.float32)
+    _kernels.widen(wide, x)
+    return wide
 
 
 def aligned_empty(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -17,6 +17,8 @@ cdef extern from "kernels.h" nogil:
     ctypedef enum psd_dtype:
         PSD_F32
         PSD_F64
+        PSD_F16
+        PSD_BF16
     ctypedef enum psd_rule_id:
         PSD_ADADELTA
         PSD_ADAGRAD
@@ -44,6 +46,7 @@ cdef extern from "kernels.h" nogil:
         const void *grad
         double weight
         double scale
+        psd_dtype grad_dtype
     ctypedef struct psd_segments:
         intptr_t count
         const uint32_t *ends
@@ -52,6 +55,7 @@ cdef extern from "kernels.h" nogil:
         uint64_t *steps_out
     void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intptr_t n) noexcept
     void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n) noexcept
+    void psd_widen(psd_dtype, float *out, const void *half, intptr_t n) noexcept
     intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
     int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset) noexcept
     void psd_step(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, uint64_t step, intptr_t n) noexcept
@@ -75,8 +79,18 @@ cdef enum:
     BUFFERS_MAX = 16  # param, slots in and out, acc, grad, four segment arrays: 14 with PSD_SLOTS_MAX slots
     NO_TWIN = -1
 
-# Element types by the letter that the buffer protocol uses; "r" is ours and stands for f or d.
-_TYPE_NAMES = {"f": "float32", "d": "float64", "r": "float32 or float64", "B": "uint8", "I": "uint32", "Q": "uint64"}
+# Element types by the letter that the buffer protocol uses; a bfloat16 has none and comes as its bits, an "H". Three are ours:
+# "r" stands for f or d, "g" for f, e or H (what may be a gradient beside f), and "x" for any of them.
+_TYPE_NAMES = {
+    "f": "float32",
+    "d": "float64",
+    "r": "float32 or float64",
+    "g": "float32, float16 or uint16 (bfloat16)",
+    "x": "float32, float64, float16 or uint16 (bfloat16)",
+    "B": "uint8",
+    "I": "uint32",
+    "Q": "uint64",
+}
 
 
 class InvalidTensor(ValueError):
@@ -118,7 +132,7 @@ cdef class _Borrow:
         if view.ndim != 1:
             raise _invalid(name, array, letter, writable, f"{view.ndim} dimensions")
         # Alignment first: NumPy's format of a misaligned array is not the plain letter of its type.
-        if view.len > 0 and view.itemsize in (4, 8) and <uintptr_t>view.buf % <uintptr_t>view.itemsize != 0:
+        if view.len > 0 and view.itemsize in (2, 4, 8) and <uintptr_t>view.buf % <uintptr_t>view.itemsize != 0:
             raise _invalid(name, array, letter, writable, "misaligned memory")
         if not _is_of_type(view, letter):
             raise _invalid(name, array, letter, writable, "wrong element type")
@@ -126,15 +140,23 @@ cdef class _Borrow:
 
     cdef void *like(self, str name, object array, Py_buffer *model, bint writable, int twin=NO_TWIN) except? NULL:
         """Return the data of an array with the type and the length of `model`, which was taken before."""
-        cdef Py_buffer *view = self.take(name, array, model.format[0], writable, twin)
+        return self.as_long(name, self.take(name, array, model.format[0], writable, twin), model).buf
+
+    cdef Py_buffer *gradient(self, object array, Py_buffer *model) except NULL:
+        """Return a view of a gradient with the length of `model`, and with its type or, where that is float32, in half."""
+        cdef char letter = model.format[0]
+        return self.as_long("grad", self.take("grad", array, c"g" if letter == c"f" else letter, False), model)
+
+    cdef Py_buffer *as_long(self, str name, Py_buffer *view, Py_buffer *model) except NULL:
+        """Return `view` if it has the length of `model`."""
         if view.shape[0] != model.shape[0]:
             raise InvalidTensor(
                 f"{name}: expected length {model.shape[0]}, that of {self.names[model - &self.views[0]]}, got {view.shape[0]}"
             )
-        return view.buf
+        return view
 
     cdef int check_overlap(self) except -1:
-        """Refuse an output that shares memory with anything but, exactly, its twin."""
+        """Refuse an output that shares memory with anything but, exactly, its twin: the same start and the same end."""
         cdef int i, j
         cdef Py_buffer *a
         cdef Py_buffer *b
@@ -143,7 +165,7 @@ cdef class _Borrow:
                 continue
             for j in range(self.count):
                 a, b = &self.views[i], &self.views[j]
-                if j == i or (j == self.twins[i] and a.buf == b.buf):
+                if j == i or (j == self.twins[i] and a.buf == b.buf and a.len == b.len):
                     continue
                 if _overlap(a, b):
                     raise InvalidTensor(f"{self.names[i]}: expected memory of its own, got some that overlaps {self.names[j]}")
@@ -163,6 +185,10 @@ cdef bint _is_of_type(Py_buffer *view, char letter) noexcept:
     cdef char got = view.format[0]
     if letter == c"r":
         return got == c"f" or got == c"d"
+    if letter == c"g":
+        return got == c"f" or got == c"e" or got == c"H"
+    if letter == c"x":
+        return got == c"f" or got == c"d" or got == c"e" or got == c"H"
     if letter == c"Q":
         return view.itemsize == 8 and (got == c"Q" or got == c"L")
     if letter == c"I":
@@ -171,7 +197,8 @@ cdef bint _is_of_type(Py_buffer *view, char letter) noexcept:
 
 
 cdef inline psd_dtype _dtype(Py_buffer *view) noexcept nogil:
-    return PSD_F32 if view.itemsize == 4 else PSD_F64
+    cdef char letter = view.format[0]
+    return PSD_F32 if letter == c"f" else PSD_F64 if letter == c"d" else PSD_F16 if letter == c"e" else PSD_BF16
 
 
 cdef object _invalid(str name, object array, char letter, bint writable, str problem):
@@ -184,24 +211,41 @@ cdef object _invalid(str name, object array, char letter, bint writable, str pro
 def accumulate(object acc, object grad, double weight):
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *to = borrow.take("acc", acc, c"r", True, 1)
-    cdef void *source = borrow.like("grad", grad, to, False)
+    cdef Py_buffer *source = borrow.gradient(grad, to)
     borrow.check_overlap()
     with nogil:
-        psd_accumulate(_dtype(to), to.buf, source, weight, to.shape[0])
+        psd_accumulate(_dtype(source), to.buf, source.buf, weight, to.shape[0])
 
 
 def scaled_copy(object out, object grad, double weight):
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *to = borrow.take("out", out, c"r", True, 1)
-    cdef void *source = borrow.like("grad", grad, to, False)
+    cdef Py_buffer *source = borrow.gradient(grad, to)
     borrow.check_overlap()
     with nogil:
-        psd_scaled_copy(_dtype(to), to.buf, source, weight, to.shape[0])
+        psd_scaled_copy(_dtype(source), to.buf, source.buf, weight, to.shape[0])
+
+
+def is_half(object x):
+    """Whether an array of any of the types is in half precision."""
+    cdef _Borrow borrow = _Borrow()
+    return borrow.take("x", x, c"x", False).itemsize == 2
+
+
+def widen(object out, object x):
+    """Set `out` to the numbers of `x`, for which `is_half` holds."""
+    cdef _Borrow borrow = _Borrow()
+    cdef Py_buffer *to = borrow.take("out", out, c"f", True)
+    cdef Py_buffer *source = borrow.as_long("x", borrow.take("x", x, c"x", False), to)
+    assert source.itemsize == 2
+    borrow.check_overlap()
+    with nogil:
+        psd_widen(_dtype(source), <float *>to.buf, source.buf, to.shape[0])
 
 
 def first_nonfinite(object x):
     cdef _Borrow borrow = _Borrow()
-    cdef Py_buffer *view = borrow.take("x", x, c"r", False)
+    cdef Py_buffer *view = borrow.take("x", x, c"x", False)
     cdef intptr_t index
     with nogil:
         index = psd_first_nonfinite(_dtype(view), view.buf, view.shape[0])
@@ -210,7 +254,7 @@ def first_nonfinite(object x):
 
 def square_sum(object x, int offset):
     cdef _Borrow borrow = _Borrow()
-    cdef Py_buffer *view = borrow.take("x", x, c"r", False)
+    cdef Py_buffer *view = borrow.take("x", x, c"x", False)
     cdef uint64_t limbs[PSD_LIMBS]
     cdef uint32_t words[PSD_LIMBS]
     cdef int i, is_finite
@@ -248,6 +292,7 @@ def step(int rule, object param, object grad, tuple slot_names, tuple slots, tup
     model = borrow.take("param", param, c"r", True)
     arrays.param_in = arrays.param_out = model.buf
     arrays.grad = borrow.like("grad", grad, model, False)
+    arrays.grad_dtype = _dtype(model)
     arrays.weight = arrays.scale = 1
     for i in range(len(slots)):
         if slots[i] is not None:
@@ -269,6 +314,7 @@ def step_block(
     cdef psd_hyper hyper
     cdef psd_segments segments
     cdef Py_buffer *model
+    cdef Py_buffer *source
     cdef Py_buffer *ends
     cdef int i
     assert len(slots_in) == len(slots_out) == len(slot_names) <= PSD_SLOTS_MAX
@@ -288,7 +334,8 @@ def step_block(
     if acc is not None:
         arrays.acc = borrow.like("acc", acc, model, False)
     if grad is not None:
-        arrays.grad = borrow.like("grad", grad, model, False)
+        source = borrow.gradient(grad, model)
+        arrays.grad, arrays.grad_dtype = source.buf, _dtype(source)
     arrays.weight, arrays.scale = weight, scale
 
     ends = borrow.take("segment_ends", segment_ends, c"I", False)

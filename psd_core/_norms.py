@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 
 from psd_core import _kernels
-from psd_core._rules import RealArray
+from psd_core._rules import GradientArray
 
 RUN = 16
 """Elements that `square_sum` adds in floating point; an array must be cut between runs."""
 
 
-def square_sum(x: RealArray, offset: int = 0) -> int | None:
+def square_sum(x: GradientArray, offset: int = 0) -> int | None:
     """Return the sum of the squares in ``x``, such that the parts of an array add up to the whole to the bit.
 
     Squares are rounded to float64 and added within runs of 16 elements in one fixed order; the runs' sums are added without
     rounding. So an array may be cut between runs, and the parts' results be added in any order.
 
     Args:
-        x: (n,) float32|float64.
+        x: (n,) float32|float64|float16|uint16; a half-precision array has the sum of the widened one.
         offset: where ``x`` begins within a run, 0 to 15: its position in the whole array modulo 16.
 
     Returns:

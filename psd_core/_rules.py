@@ -17,6 +17,8 @@ from psd_core import _kernels
 from psd_core._kernels import InvalidTensor
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+GradientArray = RealArray | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
+"""uint16: the bits of bfloat16, a type that NumPy does not have."""
 
 
 class Slot(NamedTuple):
@@ -96,7 +98,7 @@ def step_block(
     slots_in: Sequence[RealArray],
     slots_out: Sequence[RealArray],
     acc: RealArray | None,
-    grad: RealArray | None,
+    grad: GradientArray | None,
     *,
     weight: float,
     scale: float,
@@ -123,7 +125,7 @@ def step_block(
         param_out: (n,) same type, writable. Overwritten; ``param_in`` itself, or memory of its own.
         slots_in, slots_out: one (n,) array, like the above, for each of ``RULES[rule].slots_of(flags)``, in that order.
         acc: (n,) same type: the sum of the round's earlier contributions; or None.
-        grad: (n,) same type: the last contribution; None if ``acc`` has them all.
+        grad: (n,) same type, or float16|uint16 beside float32: the last contribution; None if ``acc`` has them all.
         weight: of ``grad``. scale: of the sum, such as 1 over the sum of weights. Rounded to the arrays' type.
         segment_ends: (k,) uint32, never falling, the last one n: segment i is [segment_ends[i - 1], segment_ends[i]).
         touched: (k,) uint8, not 0 where the round has a gradient for the segment.

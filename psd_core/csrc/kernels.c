@@ -1,5 +1,6 @@
 /* From the untyped face to the typed templates. */
 #include "kernels.h"
+#include "half.h"
 
 #define real float
 #define FN(name) name##_f32
@@ -16,26 +17,43 @@ void psd_accumulate(psd_dtype dtype, void *acc, const void *grad, double weight,
 {
     if (dtype == PSD_F32)
         psd_accumulate_f32(acc, grad, (float)weight, n);
-    else
+    else if (dtype == PSD_F64)
         psd_accumulate_f64(acc, grad, weight, n);
+    else
+        psd_accumulate_half(dtype, acc, grad, (float)weight, n);
 }
 
 void psd_scaled_copy(psd_dtype dtype, void *out, const void *grad, double weight, intptr_t n)
 {
     if (dtype == PSD_F32)
         psd_scaled_copy_f32(out, grad, (float)weight, n);
-    else
+    else if (dtype == PSD_F64)
         psd_scaled_copy_f64(out, grad, weight, n);
+    else
+        psd_scaled_copy_half(dtype, out, grad, (float)weight, n);
+}
+
+void psd_widen(psd_dtype dtype, float *out, const void *half, intptr_t n)
+{
+    psd_widen_half(dtype, out, half, n);
 }
 
 intptr_t psd_first_nonfinite(psd_dtype dtype, const void *x, intptr_t n)
 {
-    return dtype == PSD_F32 ? psd_first_nonfinite_f32(x, n) : psd_first_nonfinite_f64(x, n);
+    if (dtype == PSD_F32)
+        return psd_first_nonfinite_f32(x, n);
+    if (dtype == PSD_F64)
+        return psd_first_nonfinite_f64(x, n);
+    return psd_first_nonfinite_half(dtype, x, n);
 }
 
 int psd_add_squares(psd_dtype dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset)
 {
-    return dtype == PSD_F32 ? psd_add_squares_f32(limbs, x, n, offset) : psd_add_squares_f64(limbs, x, n, offset);
+    if (dtype == PSD_F32)
+        return psd_add_squares_f32(limbs, x, n, offset);
+    if (dtype == PSD_F64)
+        return psd_add_squares_f64(limbs, x, n, offset);
+    return psd_add_squares_half(dtype, limbs, x, n, offset);
 }
 
 void psd_step(psd_dtype dtype, psd_rule_id rule, const psd_arrays *arrays, const psd_hyper *hyper, uint64_t step, intptr_t n)

@@ -2,20 +2,24 @@
  *
  * They allocate nothing, raise nothing, keep nothing, and trust their arguments: lengths, types, alignment and overlap are
  * checked once, in _kernels.pyx. Arrays are void pointers with a psd_dtype; the typed bodies are templates (elementwise.h,
- * step.h, rule_*.h), compiled once per type by kernels_f32.c and kernels_f64.c.
+ * step.h, rule_*.h), compiled once per type by kernels_f32.c and kernels_f64.c. half.c widens what has 16 bits.
  */
 #ifndef PSD_KERNELS_H
 #define PSD_KERNELS_H
 
 #include <stdint.h>
 
-typedef enum { PSD_F32, PSD_F64 } psd_dtype;
+/* Half precision is for gradients, and for what only reads; whatever else a call has is then of PSD_F32. */
+typedef enum { PSD_F32, PSD_F64, PSD_F16, PSD_BF16 } psd_dtype;
 
-/* acc[i] += weight * grad[i] */
+/* acc[i] += weight * grad[i]. The type is that of the gradient. */
 void psd_accumulate(psd_dtype, void *acc, const void *grad, double weight, intptr_t n);
 
-/* out[i] = weight * grad[i] */
+/* out[i] = weight * grad[i]. The type is that of the gradient. */
 void psd_scaled_copy(psd_dtype, void *out, const void *grad, double weight, intptr_t n);
+
+/* out[i] = half[i], of PSD_F16 or PSD_BF16, exactly */
+void psd_widen(psd_dtype, float *out, const void *half, intptr_t n);
 
 /* The index of the first NaN or infinity, or -1. */
 intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n);
@@ -50,7 +54,8 @@ typedef struct {
     uint32_t flags;
 } psd_hyper;
 
-/* The arrays of one step, all of one length. An output is its own input (in place) or disjoint from everything else. */
+/* The arrays of one step, all of one length, and of one type but for the gradient. An output is its own input
+ * (in place) or disjoint from everything else. */
 typedef struct {
     const void *param_in;
     void *param_out;
@@ -60,6 +65,7 @@ typedef struct {
     const void *grad;
     double weight; /* of grad */
     double scale;  /* of acc + weight * grad */
+    psd_dtype grad_dtype; /* that of all, or half precision where that is PSD_F32 */
 } psd_arrays;
 
 /* The segments of a block: pieces of tensors, end to end. steps_out may be steps_in. */

@@ -1,7 +1,7 @@
 /* Template over `real`: how any rule is driven over a block.
  *
- *   block -> runs of segments that need the same treatment -> tiles that fit in the L1 cache, if there is something to reduce
- *   tile:  reduce (g = scale * (acc + weight * grad)), then the rule (param, slots, g -> param, slots)
+ *   block -> runs of segments that need the same treatment -> tiles that fit in the L1 cache, if there is something to reduce or widen
+ *   tile:  widen grad, if it is half; reduce (g = scale * (acc + weight * grad)); then the rule (param, slots, g -> param, slots)
  *
  * A rule is two functions, `prepare` (hyper-parameters and step -> constants, once per run) and `tile` (arithmetic on
  * one tile; it reads element i of its inputs before it writes element i of its outputs, which may be the same arrays).
@@ -51,30 +51,50 @@ static const FN(rule) FN(rules)[] = {
     [PSD_SGD] = {1, 2, FN(sgd_prepare), FN(psd_sgd_tile)},
 };
 
-/* The gradient, if there is nothing to compute: a single contribution of weight 1 is exactly the gradient (not 0 + g, which
- * would turn -0 into 0). Else NULL. */
-PSD_INLINE const real *FN(ready_gradient)(const psd_arrays *a)
+/* Whether there is nothing to compute: a single contribution of weight 1 is exactly the gradient (not 0 + g, which would turn -0
+ * into 0). */
+PSD_INLINE int FN(is_ready)(const psd_arrays *a)
 {
-    if ((real)a->scale != 1)
-        return NULL;
-    if (!a->grad)
-        return (const real *)a->acc;
-    return !a->acc && (real)a->weight == 1 ? (const real *)a->grad : NULL;
+    return (real)a->scale == 1 && (!a->grad || (!a->acc && (real)a->weight == 1));
 }
 
-/* Computes the gradient of one tile. */
-PSD_KERNEL void FN(psd_reduce_tile)(const psd_arrays *a, intptr_t begin, intptr_t n, real *out)
+/* Whether the last contribution must be widened, tile by tile. */
+PSD_INLINE int FN(is_half)(const psd_arrays *a)
 {
-    const real *const acc = a->acc ? (const real *)a->acc + begin : NULL;
-    const real *const grad = a->grad ? (const real *)a->grad + begin : NULL;
-    const real weight = (real)a->weight, scale = (real)a->scale;
+#ifdef HALF_GRADIENTS
+    return a->grad && a->grad_dtype != PSD_F32;
+#else
+    (void)a;
+    return 0;
+#endif
+}
+
+/* The last contribution of one tile, if there is one: where it lies, or widened into `scratch`. */
+PSD_INLINE const real *FN(contribution)(const psd_arrays *a, intptr_t begin, intptr_t n, real *scratch)
+{
+#ifdef HALF_GRADIENTS
+    if (FN(is_half)(a)) {
+        psd_widen_half(a->grad_dtype, scratch, (const uint16_t *)a->grad + begin, n);
+        return scratch;
+    }
+#endif
+    (void)n, (void)scratch;
+    return a->grad ? (const real *)a->grad + begin : NULL;
+}
+
+/* Computes the gradient of one tile; `out` may be `grad`. */
+PSD_KERNEL void FN(psd_reduce_tile)(const real *acc, const real *grad, real weight, real scale, real *out, intptr_t n)
+{
     if (!grad) {
+        PSD_ELEMENTWISE
         for (intptr_t i = 0; i < n; i++)
             out[i] = scale * acc[i];
     } else if (!acc) {
+        PSD_ELEMENTWISE
         for (intptr_t i = 0; i < n; i++)
             out[i] = scale * (weight * grad[i]);
     } else {
+        PSD_ELEMENTWISE
         for (intptr_t i = 0; i < n; i++)
             out[i] = scale * (acc[i] + weight * grad[i]);
     }
@@ -89,19 +109,23 @@ static void FN(step_run)(const FN(rule) *rule, const psd_arrays *a, const FN(con
     _Alignas(64) real scratch[TILE];
     const real *slots_in[PSD_SLOTS_MAX] = {NULL};
     real *slots_out[PSD_SLOTS_MAX] = {NULL};
-    const real *const ready = FN(ready_gradient)(a);
+    const int ready = FN(is_ready)(a), through = ready && !FN(is_half)(a);
     while (begin < end) {
         /* Tiles lie on a grid that does not depend on where runs begin, so that whole tiles stay aligned. With nothing to reduce
-         * the rule is the only phase, and runs through: for SGD that saves a tenth. */
-        const intptr_t next = ready ? end : (begin / TILE + 1) * TILE, n = (next < end ? next : end) - begin;
+         * or widen the rule is the only phase, and runs through: for SGD that saves a tenth. */
+        const intptr_t next = through ? end : (begin / TILE + 1) * TILE, n = (next < end ? next : end) - begin;
         for (int s = 0; s < rule->slot_count; s++)
             if (a->slots_in[s]) {
                 slots_in[s] = (const real *)a->slots_in[s] + begin;
                 slots_out[s] = (real *)a->slots_out[s] + begin;
             }
-        if (!ready)
-            FN(psd_reduce_tile)(a, begin, n, scratch);
-        const real *g = ready ? ready + begin : scratch;
+        const real *const acc = a->acc ? (const real *)a->acc + begin : NULL;
+        const real *const grad = FN(contribution)(a, begin, n, scratch);
+        const real *g = grad ? grad : acc;
+        if (!ready) {
+            FN(psd_reduce_tile)(acc, grad, (real)a->weight, (real)a->scale, scratch, n);
+            g = scratch;
+        }
         rule->tile((const real *)a->param_in + begin, (real *)a->param_out + begin, g, slots_in, slots_out, n, k);
         begin += n;
     }

@@ -16,12 +16,12 @@ def read_only(n):
     return np.frombuffer(bytes(4 * n), F32)
 
 
-BAD_INPUTS = {
-    "other float": (np.zeros(4, np.float64), "1-D C-contiguous aligned float32 array, got ndarray of float64"),
-    "integers": (np.zeros(4, np.int32), "float32 array, got ndarray of int32"),
-    "half floats": (np.zeros(4, np.float16), "got ndarray of float16"),
+GRADIENT = r"float32, float16 or uint16 \(bfloat16\) array"
+BAD_GRADIENTS = {
+    "other float": (np.zeros(4, np.float64), f"1-D C-contiguous aligned {GRADIENT}, got ndarray of float64"),
+    "integers": (np.zeros(4, np.int32), f"{GRADIENT}, got ndarray of int32"),
     "byte order": (np.zeros(4, ">f4"), "got ndarray of >f4"),
-    "no bytes": (np.zeros(4, "V0"), "float32 array"),
+    "no bytes": (np.zeros(4, "V0"), GRADIENT),
     "strided": (np.zeros(8, F32)[::2], "contiguous"),
     "reversed": (np.zeros(4, F32)[::-1], "contiguous"),
     "2-D": (np.zeros((2, 2), F32), "2 dimensions"),
@@ -32,6 +32,13 @@ BAD_INPUTS = {
     "no buffer": ([0.0] * 4, "got list"),
     "raw bytes": (bytes(16), "got bytes"),
     "None": (None, "got None"),
+}
+BAD_INPUTS = BAD_GRADIENTS | {
+    "other float": (np.zeros(4, np.float64), "1-D C-contiguous aligned float32 array, got ndarray of float64"),
+    "half floats": (np.zeros(4, np.float16), "float32 array, got ndarray of float16"),
+    "half floats' bits": (np.zeros(4, np.uint16), "float32 array, got ndarray of uint16"),
+    "integers": (np.zeros(4, np.int32), "float32 array, got ndarray of int32"),
+    "no bytes": (np.zeros(4, "V0"), "float32 array"),
 }
 BAD_OUTPUTS = BAD_INPUTS | {"read-only": (read_only(4), "expected a writable")}
 
@@ -53,7 +60,7 @@ def step(momentum_in, momentum_out, **arguments):
     psd_core.step_block(slots_in=(momentum_in,), slots_out=(momentum_out,), **arguments)
 
 
-@pytest.mark.parametrize(("name", "bad", "message"), cases(BAD_INPUTS, "grad"))
+@pytest.mark.parametrize(("name", "bad", "message"), cases(BAD_GRADIENTS, "grad"))
 @pytest.mark.parametrize("kernel", [psd_core.accumulate, psd_core.scaled_copy])
 def test_a_bad_gradient_is_refused(kernel, name, bad, message):
     acc = np.ones(4, F32)
@@ -85,7 +92,8 @@ def test_first_nonfinite_of_a_bad_array_is_refused(bad):
 
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
-    [case for case in cases(BAD_INPUTS, "momentum_in", "acc", "grad") if not case.id.endswith(("acc-None", "grad-None"))]
+    [case for case in cases(BAD_INPUTS, "momentum_in", "acc") if not case.id.endswith("acc-None")]
+    + [case for case in cases(BAD_GRADIENTS, "grad") if not case.id.endswith("grad-None")]
     + cases(BAD_OUTPUTS, "param_out", "momentum_out"),
 )
 def test_a_bad_array_of_a_block_is_refused(name, bad, message):

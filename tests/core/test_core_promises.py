@@ -84,6 +84,7 @@ class Arrays(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("weight", ctypes.c_double),
         ("scale", ctypes.c_double),
+        ("grad_dtype", ctypes.c_int),
     ]
 
 
@@ -145,7 +146,7 @@ def by_both(library, case, values, step):
         position = [slot.name for slot in rule.slots].index(name)
         arrays.slots_in[position], arrays.slots_out[position] = address(slot), address(to)
     hyper = Hyper((ctypes.c_double * 8)(*case.scalars), rule.bits(case.flags))
-    code = [np.float32, np.float64].index(dtype)
+    arrays.grad_dtype = code = [np.float32, np.float64].index(dtype)
     one = {"segment_ends": np.array([n], np.uint32), "touched": np.ones(1, np.uint8)}
 
     library.psd_step(code, rule.number, ctypes.byref(arrays), ctypes.byref(hyper), ctypes.c_uint64(step), ctypes.c_ssize_t(n))
@@ -190,6 +191,6 @@ def test_no_exception_is_raised_where_the_gil_is_released():
     spans = re.findall(r"^( *)with nogil:\n((?:\1 +.*\n)+)", text, re.MULTILINE)
     functions = re.findall(r"^cdef .*noexcept.*:\n((?: +.*\n)+)", text, re.MULTILINE)
 
-    assert len(spans) == text.count("with nogil:") == 6
+    assert len(spans) == text.count("with nogil:") == 7
     assert len(functions) == len(re.findall(r"^cdef .*noexcept", text, re.MULTILINE)) > 0
     assert [body for body in [*(body for _, body in spans), *functions] if re.search(r"\b(raise|assert)\b", body)] == []
