@@ -160,7 +160,7 @@ class BulkConnection:
         if part.present is not None:
             message.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
         self._stream.send(Kind.BLOCKS, message.SerializeToString())
-        self.sent_bytes += sum(block.nbytes for block in part.blocks)
+        self.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
 
     def _send_blocks(self, part: GradientPart) -> None:
         """One message per block; of those that are attached, their names."""
@@ -175,7 +175,7 @@ class BulkConnection:
                     payload = b""
             is_more = left > 0 and part.feed is None
             self._stream.send(Kind.BLOCKS, message.SerializeToString(), payload, more=is_more)
-            self.sent_bytes += block.nbytes
+            self.sent_bytes += block.gradient_nbytes
 
     def _outgoing(self, part: GradientPart) -> Iterator[Outgoing]:
         try:

@@ -77,7 +77,7 @@ class Exchange:
         self.is_skipped = False
         self.client_state = b""
         segment = share_memory(layout) if sharing else None
-        self.gradients = FlatBuffers(layout, segment=segment, has_static=False)
+        self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.parameters = FlatBuffers(layout, segment=segment)
         if segment is not None:
             for share in sharing:

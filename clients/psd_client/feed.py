@@ -39,7 +39,7 @@ class Feed:
         self._layout = layout
         self._changed = threading.Condition()
         self._given: list[list[Outgoing]] = [[] for _ in range(layout.shard_count)]
-        self._waiting: list[list[tuple[int, Outgoing]]] = [[] for _ in range(layout.shard_count)]  # heaps
+        self._waiting: list[list[tuple[int, int, Outgoing]]] = [[] for _ in range(layout.shard_count)]  # heaps
         self._is_aborted = False
         self._blocks_of: dict[int, list[Block]] = {}
         self._lacking: dict[int, int] = {}
@@ -89,8 +89,11 @@ class Feed:
                 if self._is_aborted:
                     raise Aborted
                 if len(given) <= number:
-                    given.append(heapq.heappop(waiting)[1])
+                    given.append(heapq.heappop(waiting)[-1])
             yield given[number]
 
     def _put(self, block: Block, present: NDArray[np.bool_] | None) -> None:
-        heapq.heappush(self._waiting[self._layout.shard_of(block.index)], (block.index, (block, present)))
+        first = int(
+            block.segment_tensors[0]
+        )  # of other groups and dtypes there are other blocks, wherever they are in the model
+        heapq.heappush(self._waiting[self._layout.shard_of(block.index)], (first, block.index, (block, present)))

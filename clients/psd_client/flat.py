@@ -30,19 +30,19 @@ class FlatBuffers:
 
     Args:
         segment: shared memory to take; None: ordinary memory.
-        has_static: False: static tensors get no memory, and empty views.
+        of_gradients: in the gradients' dtypes, which may have 16 bits; static tensors get no memory, and empty views.
 
     Attributes:
         layout: where everything lies.
         spaces: one 1-D array per flat space of the layout, in its order; empty ones for static spaces without memory.
-        views: one array per tensor of the spec, in its order: master dtype, the tensor's shape, a view into its space. A
+        views: one array per tensor of the spec, in its order: the space's dtype, the tensor's shape, a view into its space. A
             tensor without elements has an array of its own.
         segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
         versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
         on_received: called with a block's index when it has been received, in whatever thread; None: nobody asks.
     """
 
-    def __init__(self, layout: Layout, *, segment: Segment | None = None, has_static: bool = True) -> None:
+    def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
         self.layout = layout
         self.segment = segment
         self.starts: list[int] = []
@@ -50,8 +50,9 @@ class FlatBuffers:
         tensors = layout.spec.tensors
         self.views: list[NDArray[Any]] = [np.zeros(t.shape if t.size == 0 else (0,), dtype=t.master_dtype) for t in tensors]
         for space in layout.spaces:
-            is_there = has_static or not layout.spec.groups[space.group].is_static
-            memory, start = self._memory(space.size if is_there else 0, space.dtype)
+            is_there = not of_gradients or not layout.spec.groups[space.group].is_static
+            dtype = space.gradient_dtype if of_gradients else space.dtype
+            memory, start = self._memory(space.size if is_there else 0, dtype)
             self.spaces.append(memory)
             self.starts.append(start if is_there else 0)
             if is_there:
@@ -121,10 +122,9 @@ class FlatBuffers:
 
 def share_memory(layout: Layout) -> Segment | None:
     """A segment for the gradients and the parameters of a job; None if the system has no such memory to give."""
-    nbytes = sum(
-        aligned(space.size * space.dtype.itemsize) * (1 if layout.spec.groups[space.group].is_static else 2)
-        for space in layout.spaces
-    )
+    trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
+    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces)
+    nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
     try:
         return Segment(nbytes)
     except OSError as error:

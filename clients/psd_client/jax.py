@@ -26,7 +26,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
 from psd_client.optimizers import Optimizer, scalar_values
-from psd_client.tensors import fill, tensor_specs
+from psd_client.tensors import fill, tensor_specs, write_gradient
 
 __all__ = ["distribute", "GradientTransformation"]
 
@@ -97,8 +97,8 @@ def distribute(
         return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
 
     def step(batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        for view, gradient in zip(connection.gradients.views, gradients, strict=True):
-            view[...] = np.asarray(gradient)
+        for view, gradient, array in zip(connection.gradients.views, gradients, arrays.values(), strict=True):
+            write_gradient(view, np.asarray(gradient, array.dtype))
         options = {**optimizer.option_values(), **stale_scalars}
         if learning_rate is not None:
             options["lr"] = learning_rate(connection.clock)

@@ -89,7 +89,7 @@ class TensorFlowLink(Link):
         return tf.ensure_shape(clock, ()), tf.ensure_shape(is_skipped, ())
 
     def _runs(self, gradients: dict[int, Any]) -> tuple[list[_Run], list[Any]]:
-        """The gradients in the order of the flat spaces, flat and in the shards' dtypes, and where runs of them go."""
+        """The gradients in the order of the flat spaces, flat and in the buffers' dtypes, and where runs of them go."""
         runs: list[_Run] = []
         arrays: list[Any] = []
         for number, space in enumerate(self.ps.gradients.layout.spaces):
@@ -98,8 +98,11 @@ class TensorFlowLink(Link):
                     continue
                 # An embedding's IndexedSlices become a dense gradient here. That is what they stand for; Keras's own rules
                 # differ from it where an id occurs twice in a batch: they add up the squares of its parts.
-                flat = tf.reshape(tf.cast(tf.convert_to_tensor(gradients[index]), space.dtype.name), [-1])
-                stop = start + self.declaration.tensors[index].size
+                tensor = self.declaration.tensors[index]
+                flat = tf.reshape(tf.cast(tf.convert_to_tensor(gradients[index]), tensor.dtype), [-1])
+                if space.gradient_dtype.name != tensor.dtype:  # the bits of bfloat16
+                    flat = tf.bitcast(flat, space.gradient_dtype.name)
+                stop = start + tensor.size
                 if runs and runs[-1].space == number and runs[-1].stop == start:
                     runs[-1] = runs[-1]._replace(stop=stop, arrays=runs[-1].arrays + 1)
                 else:

@@ -14,6 +14,7 @@ from psd_client.flat import FlatBuffers
 from psd_client.keras_link import Link
 from psd_client.torch_declaration import Declaration
 from psd_client.torch_gradients import Gradients
+from psd_client.torch_parameters import as_tensors
 
 
 class TorchLink(Link):
@@ -23,14 +24,14 @@ class TorchLink(Link):
         super().__init__(*args, **kwargs)
         declared = self.declaration
         self._parameters = [variable.value for variable in declared.variables]
-        self._views = _tensors(self.ps.parameters)
+        self._views = as_tensors(self.ps.parameters)
         trained = list(range(declared.trained))
         in_torch = Declaration(self._parameters, declared.tensors, declared.groups, (), trained, [])
         self._gradients = Gradients(in_torch, self.ps.gradients, None)
 
     @torch.no_grad()
     def _initialize(self, flat: FlatBuffers) -> None:
-        torch._foreach_copy_(_tensors(flat), [variable.value for variable in self.declaration.variables])
+        torch._foreach_copy_(as_tensors(flat), [variable.value for variable in self.declaration.variables])
 
     @torch.no_grad()
     def load(self) -> None:
@@ -57,8 +58,3 @@ class TorchLink(Link):
         """See Link."""
         self._gradients.close()
         super().close()
-
-
-def _tensors(flat: FlatBuffers) -> list[torch.Tensor]:
-    """Torch's views of the flat buffers, one per tensor of the spec."""
-    return [torch.from_numpy(view) for view in flat.views]

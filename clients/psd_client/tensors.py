@@ -39,6 +39,11 @@ def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
     return initial
 
 
+def write_gradient(view: NDArray[Any], gradient: NDArray[Any]) -> None:
+    """Write a gradient, in its tensor's dtype or one that fits it, into its view of the buffers: of bfloat16 the bits."""
+    view[...] = gradient.view(np.uint16) if view.dtype == np.uint16 else gradient
+
+
 class NamedTensors:
     """The tensors of a declared job by name.
 
@@ -62,7 +67,7 @@ class NamedTensors:
             arrays[index] = _checked(self._specs[index], self._dtypes[index], value)
         present = np.zeros(len(self._specs), dtype=np.bool_)
         for index, array in arrays.items():
-            buffers.views[index][...] = array
+            write_gradient(buffers.views[index], array)
             present[index] = True
         return None if present.all() else present
 
@@ -84,9 +89,9 @@ class NamedTensors:
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:
     # A Python number has no dtype of its own.
-    array = np.asarray(value, dtype=spec.master_dtype if isinstance(value, (int, float)) else None)
+    array = np.asarray(value, dtype=declared if isinstance(value, (int, float)) else None)
     if array.shape != spec.shape:
         raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
-    if array.dtype != declared and (array.dtype.kind != "f" or not np.can_cast(array.dtype, spec.master_dtype, "safe")):
+    if array.dtype != declared and (array.dtype.kind != "f" or not np.can_cast(array.dtype, declared, "safe")):
         raise InvalidTensor(f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()")
     return array

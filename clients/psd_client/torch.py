@@ -29,7 +29,7 @@ from psd_client.optimizers import Optimizer, group_spec, scalar_values
 from psd_client.torch_declaration import Declaration, Options, check_optimizer, read_declaration
 from psd_client.torch_gradients import Gradients, Overlap
 from psd_client.torch_options import check_no_slots
-from psd_client.torch_parameters import Parameters
+from psd_client.torch_parameters import Parameters, as_tensors
 
 __all__ = ["distribute", "DistributedOptimizer"]
 
@@ -125,7 +125,7 @@ def distribute(
 
     def initialize(flat: FlatBuffers) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(_tensors(flat), declaration.parameters)
+            torch._foreach_copy_(as_tensors(flat), declaration.parameters)
 
     try:
         connection.declare_tensors(
@@ -144,7 +144,7 @@ def distribute(
             connection.close()
         raise
     with torch.no_grad():
-        torch._foreach_copy_(declaration.parameters, _tensors(connection.parameters))
+        torch._foreach_copy_(declaration.parameters, as_tensors(connection.parameters))
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
 
@@ -327,8 +327,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
         groups = [*self.param_groups, *({} for _ in specs[len(self.param_groups) :])]
         return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
-
-
-def _tensors(flat: FlatBuffers) -> list[torch.Tensor]:
-    """Torch's views of the flat buffers, one per tensor of the spec."""
-    return [torch.from_numpy(view) for view in flat.views]

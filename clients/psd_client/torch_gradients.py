@@ -2,9 +2,9 @@
 
 As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
 the processor's cache, and makes `.grad` a view of the buffer. So nothing is copied at the push, and what the program does to
-`.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device, dtype or
-memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is
-complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook of the next
+`.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device or memory
+layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is complete. If
+the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook of the next
 back-propagation changes what is sent, and that one waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
@@ -28,7 +28,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.torch_declaration import Declaration
-from psd_client.torch_parameters import is_alike
+from psd_client.torch_parameters import as_tensors, is_alike
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Gradients:
         self._goes_on = overlap is not None and overlap.goes_on
         self._is_broken = False
         self._parameters = [declaration.parameters[i] for i in declaration.trained]
-        self._views = [torch.from_numpy(buffers.views[i]) for i in declaration.trained]
+        views = as_tensors(buffers)
+        self._views = [views[i] for i in declaration.trained]
         self._may_view = [
             is_alike(p, view) and not self._goes_on for p, view in zip(self._parameters, self._views, strict=True)
         ]

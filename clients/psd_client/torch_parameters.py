@@ -1,5 +1,7 @@
-"""From the client's flat buffer into the parameters of a torch model, which keep memory of their own: it may be on another
-device, of another dtype or memory layout, and back-propagation may still read it while the next values arrive.
+"""Flat buffers as torch sees them, and the way from there into the parameters of a model.
+
+These keep memory of their own: it may be on another device, of another dtype or memory layout, and back-propagation may still
+read it while the next values arrive.
 
 The copies are torch._foreach_copy_, one call for many tensors. It has no public name; its public neighbours either lay out a
 new vector at each step (torch.cat, parameters_to_vector) or replace the parameters' memory (vector_to_parameters).
@@ -11,10 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from psd_client.flat import FlatBuffers
 from psd_client.torch_declaration import Declaration
+
+
+def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
+    """Torch's views of the buffers, one per tensor of the spec."""
+    return [
+        torch.from_numpy(view).view(torch.bfloat16) if view.dtype == np.uint16 else torch.from_numpy(view)
+        for view in buffers.views
+    ]
 
 
 def is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
@@ -34,7 +45,7 @@ class Parameters:
 
     def __init__(self, declaration: Declaration, buffers: FlatBuffers) -> None:
         self._buffers = buffers
-        views = [torch.from_numpy(view) for view in buffers.views]
+        views = as_tensors(buffers)
         self._pairs = {index: (declaration.parameters[index], views[index]) for index in declaration.trained}
         self._pieces = {block.index: list(buffers.pieces(block.index)) for block in buffers.layout.blocks if block.trained}
         self._blocks_of: dict[int, set[int]] = {}

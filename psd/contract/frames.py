@@ -115,7 +115,7 @@ def _read_varint(frame: bytes, position: int, what: str) -> tuple[int, int]:
         shift += 7
 
 
-def numbers(payload: memoryview, dtype: np.dtype[np.floating], length: int, what: str) -> NDArray[np.floating]:
+def numbers(payload: memoryview, dtype: np.dtype[Any], length: int, what: str) -> NDArray[Any]:
     """The payload as an aligned, read-only (length,) array of `dtype`; a copy only if it starts at an odd place.
 
     Raises:
@@ -124,7 +124,7 @@ def numbers(payload: memoryview, dtype: np.dtype[np.floating], length: int, what
     expected = length * dtype.itemsize
     if payload.nbytes != expected:
         raise InvalidTensor(f"{what}: payload has {payload.nbytes} bytes, expected {length} x {dtype.itemsize} = {expected}")
-    array: NDArray[np.floating] = np.frombuffer(payload, dtype=dtype)
+    array: NDArray[Any] = np.frombuffer(payload, dtype=dtype)
     return array if array.flags.aligned else array.copy()
 
 

@@ -58,7 +58,7 @@ class TensorSpec:
 
     @property
     def master_dtype(self) -> str:
-        """The dtype in which shards hold the tensor and frames carry it: "float64" or "float32"."""
+        """The dtype in which shards hold the tensor and frames carry its values: "float64" or "float32"."""
         return "float64" if self.dtype == "float64" else "float32"
 
 

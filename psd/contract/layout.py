@@ -1,8 +1,10 @@
 """The layout: a pure function of the job spec and the shard count that says which block lives where.
 
-The tensors of one group and master dtype are laid end to end in one *flat space*; each space is cut into equal blocks of at
-most BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. Workers
-and shards compute the layout alike and compare its digest.
+The tensors of one group and dtype are laid end to end in one *flat space*; each space is cut into equal blocks of at most
+BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. Workers and
+shards compute the layout alike and compare its digest.
+
+Tensors of 16 bits have masters of 32, and gradients of 16: these travel as they are, and a shard's kernels widen them.
 
 A space of more than a few thousand elements is cut into a multiple of N blocks, so that shards differ by less than a block's
 rounding; tiny spaces stay whole, because a block costs a message. Elementwise rules give the same bits however it is cut.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,18 +34,24 @@ BLOCK_ELEMENTS_MIN = 512  # 2 KiB: below this a message costs more than the bala
 BLOCK_ELEMENTS_STEP = 16  # blocks start on 64-byte boundaries of the space, so that kernels run on whole cache lines
 
 
+_GRADIENT_DTYPES = {"bfloat16": "uint16"}
+"""What NumPy has in the place of a dtype that it does not know: its bits."""
+
+
 @dataclass(frozen=True, eq=False)
 class Space:
     """One flat space.
 
     Attributes:
         group: index of the group; dtype: master dtype of all its tensors; size: elements.
+        gradient_dtype: of their gradients, in memory and on the wire: their own; uint16, the bits, for bfloat16.
         tensors: indices of its tensors in the spec; starts: where each begins, in elements.
         first_block, block_count, block_length: the blocks it is cut into; the last one may be shorter.
     """
 
     group: int
     dtype: np.dtype[np.floating]
+    gradient_dtype: np.dtype[Any]
     size: int
     tensors: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -57,6 +66,7 @@ class Block:
 
     Attributes:
         index: in the job; space: index of the space; offset, length: in elements of the space.
+        dtype, gradient_dtype: the space's.
         trained: False in static groups, to which nothing is pushed.
         segment_tensors: (k,) index of each segment's tensor in the spec.
         segment_ends: (k,) uint32, where each segment ends, in elements from the block's start; the last is `length`.
@@ -66,6 +76,7 @@ class Block:
     space: int
     group: int
     dtype: np.dtype[np.floating]
+    gradient_dtype: np.dtype[Any]
     offset: int
     length: int
     trained: bool
@@ -74,8 +85,13 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's parameters, and of its gradient on the wire."""
+        """Bytes of the block's parameters."""
         return self.length * self.dtype.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the block's gradient, in a worker's memory and on the wire."""
+        return self.length * self.gradient_dtype.itemsize
 
 
 def _block_count(size: int, itemsize: int, shard_count: int) -> int:
@@ -103,12 +119,14 @@ class Layout:
         members: dict[tuple[int, str], list[int]] = {}
         for index, tensor in enumerate(spec.tensors):
             if tensor.size:
-                members.setdefault((tensor.group, tensor.master_dtype), []).append(index)
+                members.setdefault((tensor.group, tensor.dtype), []).append(index)
         for (group, dtype_name), tensors in sorted(members.items()):
-            self._add_space(group, np.dtype(dtype_name), tensors)
+            self._add_space(group, dtype_name, tensors)
         self.digest = self._digest()
 
-    def _add_space(self, group: int, dtype: np.dtype[np.floating], tensors: list[int]) -> None:
+    def _add_space(self, group: int, dtype_name: str, tensors: list[int]) -> None:
+        dtype = np.dtype(self.spec.tensors[tensors[0]].master_dtype)
+        gradient_dtype = np.dtype(_GRADIENT_DTYPES.get(dtype_name, dtype_name))
         sizes = np.array([self.spec.tensors[i].size for i in tensors], dtype=np.int64)
         ends = np.cumsum(sizes)
         size = int(ends[-1])
@@ -117,6 +135,7 @@ class Layout:
         space = Space(
             group=group,
             dtype=dtype,
+            gradient_dtype=gradient_dtype,
             size=size,
             tensors=np.array(tensors, dtype=np.int64),
             starts=ends - sizes,
@@ -136,6 +155,7 @@ class Layout:
                     space=len(self.spaces) - 1,
                     group=group,
                     dtype=dtype,
+                    gradient_dtype=gradient_dtype,
                     offset=offset,
                     length=stop - offset,
                     trained=trained,
@@ -154,7 +174,8 @@ class Layout:
         for tensor in self.spec.tensors:
             digest.update(f"tensor {tensor.name!r} {tensor.shape} {tensor.dtype} {tensor.group}\n".encode())
         for space in self.spaces:
-            digest.update(f"space {space.group} {space.dtype.str} {space.size} {space.block_length}\n".encode())
+            dtypes = f"{space.dtype.str} {space.gradient_dtype.str}"
+            digest.update(f"space {space.group} {dtypes} {space.size} {space.block_length}\n".encode())
         return digest.digest()
 
     def shard_of(self, block: int) -> int:

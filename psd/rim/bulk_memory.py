@@ -40,8 +40,10 @@ class WorkerMemory:
 
     def __init__(self, fd: int, attach: bulk_pb2.BulkAttach, layout: Layout) -> None:
         self._check_file(fd, attach.size)
-        gradients = self._checked("gradient_starts", attach.gradient_starts, attach.size, layout)
-        parameters = self._checked("parameter_starts", attach.parameter_starts, attach.size, layout)
+        gradient_dtypes = [space.gradient_dtype for space in layout.spaces]
+        dtypes = [space.dtype for space in layout.spaces]
+        gradients = self._checked("gradient_starts", attach.gradient_starts, gradient_dtypes, attach.size, layout)
+        parameters = self._checked("parameter_starts", attach.parameter_starts, dtypes, attach.size, layout)
         try:
             self._mapping = mmap.mmap(fd, attach.size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
@@ -50,8 +52,8 @@ class WorkerMemory:
         self.layout_digest = layout.digest
         self.world_size = layout.spec.world_size
         self._layout = layout
-        self._gradients = self._spaces(gradients)
-        self._parameters = self._spaces(parameters)
+        self._gradients = self._spaces(gradients, gradient_dtypes)
+        self._parameters = self._spaces(parameters, dtypes)
         self._gradient_views: dict[int, memoryview] = {}
         self._parameter_views: dict[int, NDArray[Any]] = {}
 
@@ -68,16 +70,18 @@ class WorkerMemory:
             raise InvalidRequest(f"size: is {size}, expected {NONCE_BYTES} to {actual}, the file's size")
 
     @staticmethod
-    def _checked(field: str, starts: Sequence[int], size: int, layout: Layout) -> list[int | None]:
+    def _checked(
+        field: str, starts: Sequence[int], dtypes: Sequence[np.dtype[Any]], size: int, layout: Layout
+    ) -> list[int | None]:
         if len(starts) != len(layout.spaces):
             raise InvalidRequest(f"{field}: has {len(starts)} entries, expected one per flat space, {len(layout.spaces)}")
         checked: list[int | None] = []
-        for start, space in zip(starts, layout.spaces, strict=True):
+        for start, dtype, space in zip(starts, dtypes, layout.spaces, strict=True):
             is_static = layout.spec.groups[space.group].is_static
             if start == 0 and is_static and field == "gradient_starts":
                 checked.append(None)
                 continue
-            end = start + space.size * space.dtype.itemsize
+            end = start + space.size * dtype.itemsize
             if start < SPACE_ALIGN_BYTES or start % SPACE_ALIGN_BYTES or end > size:
                 raise InvalidRequest(
                     f"{field}: a space from byte {start} to {end} must begin at a multiple of {SPACE_ALIGN_BYTES}, at least "
@@ -86,10 +90,10 @@ class WorkerMemory:
             checked.append(start)
         return checked
 
-    def _spaces(self, starts: Sequence[int | None]) -> list[NDArray[Any] | None]:
+    def _spaces(self, starts: Sequence[int | None], dtypes: Sequence[np.dtype[Any]]) -> list[NDArray[Any] | None]:
         return [
-            None if start is None else np.ndarray((space.size,), space.dtype, self._mapping, start)
-            for start, space in zip(starts, self._layout.spaces, strict=True)
+            None if start is None else np.ndarray((space.size,), dtype, self._mapping, start)
+            for start, dtype, space in zip(starts, dtypes, self._layout.spaces, strict=True)
         ]
 
     def gradient(self, block: int) -> memoryview:

@@ -256,7 +256,7 @@ class ShardCore:
             job = self.declared()
             tensor = job.layout.tensor_at(job.blocks[block].plan, element)
             raise NonFiniteGradient(
-                f"payload: {whose} at step {clock} has {values[element]} in tensor {tensor!r} "
+                f"payload: {whose} at step {clock} has {psd_core.widened(values)[element]} in tensor {tensor!r} "
                 f"(block {block}, element {element})",
                 rank=rank,
                 tensor=tensor,

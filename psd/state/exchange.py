@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import psd_core
 from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, ShardRestarted, WrongShard
 from psd.contract.jobspec import JobSpec
@@ -141,13 +142,13 @@ class Exchange:
                     f"block {index}: payload has {payload.nbytes} bytes, but present says that there is nothing"
                 )
         else:
-            values = frames.numbers(payload, plan.dtype, plan.length, f"block {index}")
+            values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {index}")
             if job.spec.nan_policy != "allow" and not push.is_finite:
                 whose = f"the gradient of worker {push.worker.rank}"
                 self._core.check_finite(values, index, whose, push.worker.rank, push.clock)
             if mask is not None:
                 lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
-                if np.any(values[np.repeat(mask, lengths) == 0]):
+                if np.any(psd_core.widened(values)[np.repeat(mask, lengths) == 0]):
                     raise InvalidTensor(f"block {index}: payload must be zero where present is 0")
         if not push.is_entered:
             self._enter(push, job)

@@ -21,6 +21,9 @@ from psd.contract.errors import StateLost
 from psd.state.consistency import Policy
 from psd.state.rules import Gradient
 
+HALF_BYTES = 2
+"""Of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
@@ -28,7 +31,7 @@ class Contribution:
 
     Attributes:
         weight: samples behind it; 0 takes part and adds nothing.
-        values: (n,) gradient, zero where not present; None: no gradient in this block at all.
+        values: (n,) gradient in the block's gradient_dtype, zero where not present; None: no gradient in this block at all.
         present: (k,) uint8, the segments with a gradient; None: all.
         scalars: of the block's group.
         version_read: of the parameters that the gradient was computed from; None: not known.
@@ -166,8 +169,9 @@ class _Sum:
 class FastRound(_Sum):
     """Adds contributions as they arrive. Closes when the policy says so of those that are waited for.
 
-    The first one is not copied if it is lent: the kernel that adds the second one reads it where it lies. Nor is the last one,
-    if it is lent: the update may be applied later, from where it lies, by whoever asks for its result first.
+    The first one is not copied if it is lent: the kernel that adds the second one reads it where it lies, unless it is to be
+    widened. Nor is the last one, if it is lent: the update may be applied later, from where it lies, by whoever asks for its
+    result first.
 
     Attributes:
         is_due: the round is complete, and yet to be applied.
@@ -209,7 +213,9 @@ class FastRound(_Sum):
     def add(self, part: Contribution) -> None:
         """See Round."""
         is_first = self._accumulator is None and self._lent is None
-        if is_first and part.is_lent and self._values(part) is not None and self._weight(part) == 1:
+        values = self._values(part)
+        is_sum = values is not None and values.itemsize > HALF_BYTES and self._weight(part) == 1
+        if is_first and part.is_lent and is_sum:
             self._lent = part
         else:
             self._add_values(part)
@@ -315,7 +321,7 @@ class ExactRound(_Sum):
         kept = None
         if values is not None:
             kept = self._accumulators.lend()
-            np.copyto(kept, values)
+            psd_core.scaled_copy(kept, values)
         self._drop(part.rank)
         self._parts[part.rank] = Contribution(
             part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars

@@ -35,7 +35,7 @@ class Gradient:
 
     Attributes:
         accumulator: sum of the weighted earlier contributions, or None.
-        last: the contribution that closes the round, or None.
+        last: the contribution that closes the round, perhaps of 16 bits, or None.
         touched: (k,) uint8, the segments for which some worker has a gradient; the others are carried over unchanged. Not all
             zero, if there is an accumulator or a last contribution.
         age: updates that the block has seen since the worker read it; 0 where rounds hold the workers together.
@@ -53,12 +53,15 @@ class Gradient:
     backup: NDArray[Any] | None = None
 
     def reduced(self) -> NDArray[Any]:
-        """The sum: an array of its own, or the only contribution where it lies. The same bits as in psd_core.step_block."""
+        """The sum, in the parameters' dtype: an array of its own, or the only contribution where it lies.
+
+        The same bits as in psd_core.step_block.
+        """
         given = self.last if self.last is not None else self.accumulator
         assert given is not None
         if self.scale == 1 and (self.accumulator is None or self.last is None) and (self.last is None or self.weight == 1):
-            return given
-        total = np.empty_like(given)
+            return psd_core.widened(given)
+        total = np.empty(given.shape, np.result_type(given, np.float32))
         if self.last is None:
             psd_core.scaled_copy(total, given, self.scale)
             return total

@@ -64,6 +64,21 @@ def test_take_when_the_last_tensor_of_a_block_is_ready_then_gives_the_block() ->
     assert available(feed, trained(layout), there + 1) == [*before, last.index]
 
 
+def test_take_when_tensors_are_of_several_groups_and_dtypes_then_their_order_is_the_models() -> None:
+    """Though the blocks of one group, and of one dtype, have neighbouring indices."""
+    kinds = [("float32", 1), ("bfloat16", 0), ("float32", 0), ("float64", 1), ("bfloat16", 0)]
+    tensors = tuple(TensorSpec(f"t{i}", (600_000,), *kind) for i, kind in enumerate(kinds))
+    layout = Layout(JobSpec(1, tensors, (GroupSpec("sgd"), GroupSpec("sgd"))), 1)
+    feed = Feed(layout)
+
+    for tensor in reversed(range(5)):
+        feed.ready(tensor)
+    firsts = [int(block.segment_tensors[0]) for block, _ in feed.take(trained(layout))]
+
+    assert firsts == sorted(firsts)
+    assert set(firsts) == set(range(5))
+
+
 def test_take_when_several_blocks_are_there_then_the_first_of_the_model_leaves_first() -> None:
     """The next forward pass begins with it; back-propagation has made it last."""
     layout = layout_of()

@@ -246,14 +246,21 @@ class Driver:
         return self.shard.exchange.begin_push(self.header(seat, clock, **header))
 
     def push_block(self, push: Push, block: int, value: Any, present: bytes = b"") -> Ticket | None:
-        plan = self.layout.blocks[block]
-        payload = b"" if value is None else np.broadcast_to(np.asarray(value, plan.dtype), plan.length).tobytes()
+        payload = b"" if value is None else self.gradient(block, value).tobytes()
         return self.shard.exchange.push_block(push, block, present, memoryview(payload))
+
+    def gradient(self, block: int, value: Any) -> NDArray[Any]:
+        """A block's gradient as workers have it; of bfloat16, which must be able to hold the value, the bits."""
+        plan = self.layout.blocks[block]
+        if plan.gradient_dtype != np.uint16:
+            return np.full(plan.length, value, plan.gradient_dtype)
+        bits = np.full(plan.length, value, np.float32).view(np.uint32)
+        assert not (bits & 0xFFFF).any()
+        return (bits >> 16).astype(np.uint16)
 
     def lend_block(self, push: Push, block: int, value: float) -> NDArray[Any]:
         """Push a block that stays where it is; returns the memory."""
-        plan = self.layout.blocks[block]
-        gradient = np.full(plan.length, value, plan.dtype)
+        gradient = self.gradient(block, value)
         assert self.shard.exchange.push_block(push, block, b"", memoryview(gradient).cast("B"), is_lent=True) is None
         return gradient
 
