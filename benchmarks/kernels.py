@@ -6,11 +6,13 @@ rules     an update of all blocks as a shard does it: each from its page to the 
           last. Bytes are those that must be read and written: gradient, parameters and slots, the latter two twice.
 torch     the same update by torch's optimizer, fused where torch has that, in place; how many times faster psd is, as a shard
           does it, and in place, which compares the kernels alone
-others    the sums of a round, the finite check, and the widening of half-precision gradients, which workers do by torch
+others    the sums of a round and the finite check, also of gradients in half precision, which the kernels widen as they read
+          them; and that widening as a pass of its own, by torch
 
-`bound` is the share of the bandwidth of the copy, by bytes moved. The quickest of some rounds counts, in processor time, and
-all are measured in turns, so that ratios hold on a busy machine, too. Arrays are float32 in blocks of 4 MiB; with the default
-they are larger than caches together, with --megabytes 1 they are not.
+`bound` is the share of the bandwidth of the copy, by bytes moved; those of SGD and of the sums have limits. The quickest of
+some rounds counts, in processor time, and all are measured in turns, so that ratios hold on a busy machine, too. Arrays are
+float32 in blocks of 4 MiB, but for gradients whose type is named; with the default they are larger than caches together, with
+--megabytes 1 they are not.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Case:
     flags: tuple[str, ...] = ()
     torch_kind: str = ""
     torch_options: tuple[tuple[str, Any], ...] = ()
+    gradient: str = "float32"
 
     @property
     def slots(self) -> int:
@@ -54,6 +57,8 @@ ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.0)
 DECOUPLED = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
 CASES = (
     Case("sgd", "sgd", (1e-3, 0, 0, 0), (), "SGD"),
+    Case("sgd bfloat16", "sgd", (1e-3, 0, 0, 0), gradient="bfloat16"),
+    Case("sgd float16", "sgd", (1e-3, 0, 0, 0), gradient="float16"),
     Case("sgd momentum", "sgd", (1e-3, 0.9, 0, 0), ("momentum",), "SGD", (("momentum", 0.9),)),
     Case("adam", "adam", ADAM, (), "Adam"),
     Case("adam amsgrad", "adam", ADAM, ("amsgrad",), "Adam", (("amsgrad", True),)),
@@ -67,6 +72,17 @@ CASES = (
     Case("lion", "lion", (1e-4, 0.9, 0.99, 0.0)),
 )
 
+LIMITS = {
+    "sgd": 0.9,
+    "sgd bfloat16": 0.9,
+    "sgd float16": 0.9,
+    "sgd momentum": 0.85,
+    "accumulate": 0.9,
+    "accumulate bfloat16": 0.9,
+    "accumulate float16": 0.9,
+}
+"""The least shares of the bandwidth of a copy."""
+
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
 """Of torch's, those that have a fused kernel on CPUs; the others run as foreach, operation by operation."""
 
@@ -76,6 +92,12 @@ def filled(value: float) -> Array:
     block = psd_core.aligned_empty(LENGTH, np.float32)
     block[...] = value * np.random.default_rng(1).uniform(0.5, 1.5, LENGTH)
     return block
+
+
+def narrowed(block: Array, dtype: str) -> Array:
+    """The same numbers, as psd_core takes this type."""
+    narrow = torch.from_numpy(block).to(getattr(torch, dtype))
+    return (narrow.view(torch.uint16) if narrow.dtype == torch.bfloat16 else narrow).numpy()
 
 
 class Pages:
@@ -138,7 +160,7 @@ def torch_step(case: Case, gradients: Sequence[Array]) -> Callable[[], object]:
 
 def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
     """One row of the first table."""
-    gradients = [filled(0.01) for _ in range(blocks)]
+    gradients = [narrowed(filled(0.01), case.gradient) for _ in range(blocks)]
     pages, copied, fixed = (Pages(blocks, 1 + case.slots) for _ in range(3))
     apply = stepper(case, gradients)
     works: dict[str, Callable[[], object]] = {"psd": lambda: pages.update(apply), "copy": lambda: copied.update(copy)}
@@ -146,11 +168,12 @@ def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
         works["in place"] = lambda: [apply(page, page, index) for index, page in enumerate(fixed.current)] and None
         works["torch"] = torch_step(case, gradients)
     seconds = _report.in_turns(works, rounds=rounds)
-    moved = blocks * BLOCK_BYTES_MAX * (2 * (1 + case.slots) + 1)
+    bytes_per_element = 8 * (1 + case.slots) + gradients[0].itemsize
+    moved = blocks * LENGTH * bytes_per_element
     copy_bytes_per_s = blocks * BLOCK_BYTES_MAX * 2 * (1 + case.slots) / seconds["copy"]
     return {
         "rule": case.name,
-        "bytes_per_element": 4 * (2 * (1 + case.slots) + 1),
+        "bytes_per_element": bytes_per_element,
         "bytes_per_s": moved / seconds["psd"],
         "copy_bytes_per_s": copy_bytes_per_s,
         "bound": moved / seconds["psd"] / copy_bytes_per_s,
@@ -165,21 +188,37 @@ def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
     accs, grads = [filled(0.1) for _ in range(blocks)], [filled(0.1) for _ in range(blocks)]
     copied = Pages(blocks, 1)
     wide = [torch.from_numpy(block) for block in accs]
-    halves = {kind: [torch.from_numpy(block).to(kind) for block in grads] for kind in (torch.bfloat16, torch.float16)}
+    halves = {kind: [narrowed(block, kind) for block in grads] for kind in ("bfloat16", "float16")}
+    torch_halves = {kind: [torch.from_numpy(block).view(getattr(torch, kind)) for block in halves[kind]] for kind in halves}
 
-    def each(kernel: Callable[[Array, Array], object]) -> Callable[[], None]:
+    def each(kernel: Callable[[Array, Array], object], grads: list[Array] = grads) -> Callable[[], None]:
         return lambda: [kernel(acc, grad) for acc, grad in zip(accs, grads, strict=True)] and None
 
+    def accumulate(acc: Array, grad: Array) -> None:
+        psd_core.accumulate(acc, grad, 1e-3)
+
+    def scaled_copy(acc: Array, grad: Array) -> None:
+        psd_core.scaled_copy(acc, grad, 0.5)
+
+    def first_nonfinite(_: Array, grad: Array) -> None:
+        psd_core.first_nonfinite(grad)
+
     works: dict[str, tuple[int, Callable[[], object]]] = {
-        "accumulate": (12, each(lambda acc, grad: psd_core.accumulate(acc, grad, 1e-3))),
-        "scaled_copy": (8, each(lambda acc, grad: psd_core.scaled_copy(acc, grad, 0.5))),
-        "first_nonfinite": (4, each(lambda acc, grad: psd_core.first_nonfinite(grad))),  # noqa: ARG005
+        "accumulate": (12, each(accumulate)),
+        "accumulate bfloat16": (10, each(accumulate, halves["bfloat16"])),
+        "accumulate float16": (10, each(accumulate, halves["float16"])),
+        "scaled_copy": (8, each(scaled_copy)),
+        "scaled_copy bfloat16": (6, each(scaled_copy, halves["bfloat16"])),
+        "scaled_copy float16": (6, each(scaled_copy, halves["float16"])),
+        "first_nonfinite": (4, each(first_nonfinite)),
+        "first_nonfinite bfloat16": (2, each(first_nonfinite, halves["bfloat16"])),
+        "first_nonfinite float16": (2, each(first_nonfinite, halves["float16"])),
         "accumulate after the check": (
             12,
             each(lambda acc, grad: (psd_core.first_nonfinite(grad), psd_core.accumulate(acc, grad))),
         ),
-        "widen bfloat16 (torch)": (6, lambda: torch._foreach_copy_(wide, halves[torch.bfloat16])),
-        "widen float16 (torch)": (6, lambda: torch._foreach_copy_(wide, halves[torch.float16])),
+        "widen bfloat16 (torch)": (6, lambda: torch._foreach_copy_(wide, torch_halves["bfloat16"])),
+        "widen float16 (torch)": (6, lambda: torch._foreach_copy_(wide, torch_halves["float16"])),
     }
     timed = {name: work for name, (_, work) in works.items()}
     seconds = _report.in_turns({**timed, "copy": lambda: copied.update(copy)}, rounds=rounds)
@@ -193,6 +232,13 @@ def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
         }
         for name, (nbytes, _) in works.items()
     ]
+
+
+def criteria(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[_report.Criterion]:
+    """What must keep up with a copy of memory."""
+    bounds = {row["rule"]: row["bound"] for row in rules} | {row["kernel"]: row["bound"] for row in others}
+    names = [name for name in LIMITS if name in bounds]
+    return [_report.Criterion(1, f"{name}: bandwidth / of a copy", bounds[name], LIMITS[name], at_least=True) for name in names]
 
 
 def text(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
@@ -234,8 +280,9 @@ def main() -> None:
     rules = [measure_rule(case, blocks, args.rounds) for case in CASES if args.rule in case.name]
     others = measure_others(blocks, args.rounds)
     result = {"torch": torch.__version__, "megabytes": args.megabytes, "rules": rules, "others": others}
-    print(text(rules, others))
-    _report.write_json(args.json, result, [])
+    checked = criteria(rules, others)
+    print(text(rules, others) + "\n\n" + _report.criteria_table(checked))
+    _report.write_json(args.json, result, checked)
 
 
 if __name__ == "__main__":

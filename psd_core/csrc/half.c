@@ -45,11 +45,11 @@ PSD_INLINE float from_bfloat16(uint16_t half)
  * everywhere. The exponent of all ones is then rebiased once more, to float's. */
 PSD_INLINE float from_float16(uint16_t half)
 {
-    const int32_t moved = (int32_t)((uint32_t)half << 13 & 0x0fffe000u);
-    const uint32_t sign = (uint32_t)half << 16 & 0x80000000u;
+    const uint32_t extended = (uint32_t)(int16_t)half; /* the sign is where float has it, too */
+    const int32_t moved = (int32_t)(extended << 13 & 0x0fffe000u);
     const float n = as_float((uint32_t)(moved + REBIAS)), other = as_float((uint32_t)(moved + SMALLEST)) - as_float(SMALLEST);
     const int32_t finite = (int32_t)as_bits(other < n ? other : n);
-    return as_float((uint32_t)(finite + (finite >= FIRST_BEYOND ? REBIAS : 0)) | sign);
+    return as_float((uint32_t)(finite + (finite >= FIRST_BEYOND ? REBIAS : 0)) | (extended & 0x80000000u));
 }
 
 /* `dtype` is a constant where these are inlined: each type is a loop without branches. */

@@ -34,4 +34,10 @@
 #define PSD_ELEMENTWISE
 #endif
 
+#if defined(__GNUC__)
+#define PSD_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PSD_PREFETCH(address) ((void)(address))
+#endif
+
 #endif

@@ -174,6 +174,22 @@ def test_every_instruction_set_gives_the_same_sum_of_squares(library, dtype, cod
     assert sum(limb << 32 * place for place, limb in enumerate(limbs)) == psd_core.square_sum(x, offset)
 
 
+@pytest.mark.parametrize("code", [2, 3])
+@pytest.mark.parametrize("weight", [1.0, 0.7])
+def test_every_instruction_set_widens_all_halves_to_the_same_bits(library, code, weight):
+    """psd_dtype 2 is float16, 3 bfloat16."""
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16 if code == 2 else np.uint16)
+    wide, ours, theirs = np.empty(len(half), np.float32), *np.ones((2, len(half)), np.float32)
+    n = ctypes.c_ssize_t(len(half))
+
+    library.psd_widen(code, ctypes.c_void_p(address(wide)), ctypes.c_void_p(address(half)), n)
+    library.psd_accumulate(code, ctypes.c_void_p(address(theirs)), ctypes.c_void_p(address(half)), ctypes.c_double(weight), n)
+    psd_core.accumulate(ours, half, weight)
+
+    assert wide.tobytes() == psd_core.widened(half).tobytes()
+    assert same_bits(ours, theirs)
+
+
 # -- the build
 
 
