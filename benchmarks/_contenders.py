@@ -32,6 +32,7 @@ class Contender:
         name: in the table. workers: how many push. shards: of psd; 0: another system.
         servers: addresses of psd's shards.
         model: name of what is trained. moves: whether bytes travel between workers and servers.
+        gradient_bytes: of each number that is pushed.
         seconds: of the timed steps so far. server_cpu_s, all_steps: CPU time of the servers, over all steps.
     """
 
@@ -42,6 +43,7 @@ class Contender:
     peers: list[Peer]
     server_pids: list[int]
     moves: bool = True
+    gradient_bytes: int = 4
     servers: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     server_cpu_s: float = 0.0
@@ -71,7 +73,7 @@ class Contender:
     @property
     def bytes_per_step(self) -> int:
         """Pushed and pulled by all workers."""
-        return 2 * 4 * work.size_of(self.model) * self.workers
+        return (self.gradient_bytes + 4) * work.size_of(self.model) * self.workers
 
 
 Starter = Callable[[ExitStack], Contender]
@@ -100,6 +102,7 @@ def psd(
     *,
     consistency: str = "sync",
     call: str = "flat",
+    half: bool = False,
     network: Network | None = None,
     tls: Tls | None = None,
     flags: Sequence[str] = (),
@@ -108,6 +111,7 @@ def psd(
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
+        half: parameters are float16, and so gradients have 16 bits.
         flags: further ones of the shards.
         network: where shard i is host s<i> and worker i is host w<i>; else all share this one.
         tls: between workers and shards; else none.
@@ -128,6 +132,7 @@ def psd(
             "consistency": consistency,
             "model": model,
             "call": call,
+            "dtype": "float16" if half else "float32",
             "tls_ca": "" if tls is None else tls.ca,
         }
         threads = max(1, CORES // workers)
@@ -136,10 +141,10 @@ def psd(
             prefix = _on(network, f"w{rank}")
             peers.append(Peer("psd_worker", {**told, "rank": rank}, threads=threads, prefix=prefix))
         _all_ready(stack, peers)
-        name = f"psd {transport}{' tls' if tls is not None else ''}"
+        name = f"psd {transport}{' tls' if tls is not None else ''}{' half' if half else ''}"
         addresses = [server.address for server in servers]
         pids = [server.pid for server in servers]
-        return Contender(name, workers, shards, model, peers, pids, servers=addresses)
+        return Contender(name, workers, shards, model, peers, pids, gradient_bytes=2 if half else 4, servers=addresses)
 
     return start
 

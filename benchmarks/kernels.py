@@ -238,7 +238,7 @@ def criteria(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[
     """What must keep up with a copy of memory."""
     bounds = {row["rule"]: row["bound"] for row in rules} | {row["kernel"]: row["bound"] for row in others}
     names = [name for name in LIMITS if name in bounds]
-    return [_report.Criterion(1, f"{name}: bandwidth / of a copy", bounds[name], LIMITS[name], at_least=True) for name in names]
+    return [_report.Criterion(5, f"{name}: bandwidth / of a copy", bounds[name], LIMITS[name], at_least=True) for name in names]
 
 
 def text(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:

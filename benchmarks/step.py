@@ -66,6 +66,7 @@ def arguments() -> Namespace:
         "--model", choices=[m for m in work.MODELS if m != "1kb"], default="resnet50", help="shapes (default: %(default)s)"
     )
     parser.add_argument("--consistency", choices=("sync", "async"), default="sync", help="of psd (default: %(default)s)")
+    parser.add_argument("--half", action="store_true", help="psd also with float16 parameters: gradients of 16 bits")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps in each turn (default: %(default)s)")
     parser.add_argument("--without", type=report.words, default="", metavar="NAMES", help="references that are left out")
@@ -115,7 +116,10 @@ def measure(args: Namespace, workers: int, transports: list[str], match: Match) 
     report.progress(f"W = {workers}: starting")
     for transport in transports:
         for shards in args.shards:
-            match.add(f"psd {transport}", contenders.psd(transport, workers, shards, args.model, consistency=args.consistency))
+            for half in (False, True) if args.half else (False,):
+                name = f"psd {transport}{' half' if half else ''}"
+                told = {"consistency": args.consistency, "half": half}
+                match.add(name, contenders.psd(transport, workers, shards, args.model, **told))
     if workers == 2 and "grpc" in transports:  # to compare goodputs within one run
         match.add("psd grpc", contenders.psd("grpc", 1, 1, args.model, consistency=args.consistency))
     for name, starter in references(args, workers).items():

@@ -24,13 +24,13 @@ def main() -> None:
         return
     with connected as ps:
         ps.declare(
-            {name: np.zeros(shape, np.float32) for name, shape in zip(names, shapes, strict=True)},
+            {name: np.zeros(shape, told["dtype"]) for name, shape in zip(names, shapes, strict=True)},
             psd_client.SGD(lr=work.LR),
             consistency=told["consistency"],
             reduce="sum",
         )
         scalars = [list(psd_client.SGD(lr=work.LR).scalars().values())]
-        whole = work.gradient(told["rank"], size)
+        whole = work.gradient(told["rank"], size).astype(told["dtype"])  # small whole numbers, which float16 can hold, too
         grads, start = {}, 0
         for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             stop = start + int(np.prod(shape))
@@ -40,8 +40,8 @@ def main() -> None:
 
         def verify(pushes: list[int]) -> str:
             ps.barrier(f"after {sum(pushes)} pushes")
-            values = ps.pull()
-            return work.difference(np.concatenate([values[name].ravel() for name in names]), pushes)
+            ps.pull_flat()
+            return work.difference(np.concatenate([view.ravel() for view in ps.parameters.views]), pushes)
 
         steps = {
             "flat": lambda: ps.push_pull_flat(scalars),

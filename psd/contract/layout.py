@@ -174,8 +174,8 @@ class Layout:
         for tensor in self.spec.tensors:
             digest.update(f"tensor {tensor.name!r} {tensor.shape} {tensor.dtype} {tensor.group}\n".encode())
         for space in self.spaces:
-            dtypes = f"{space.dtype.str} {space.gradient_dtype.str}"
-            digest.update(f"space {space.group} {dtypes} {space.size} {space.block_length}\n".encode())
+            dtype = space.dtype.str + (f" of {space.gradient_dtype.str}" if space.gradient_dtype != space.dtype else "")
+            digest.update(f"space {space.group} {dtype} {space.size} {space.block_length}\n".encode())
         return digest.digest()
 
     def shard_of(self, block: int) -> int:

@@ -53,7 +53,9 @@ def test_export_when_a_model_loads_it_then_load_state_dict_is_content(tmp_path):
     directory.export(directory.load(cut.name), str(tmp_path / "model.safetensors"), lambda *at: seen.append(at))
 
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
-    np.testing.assert_array_equal(model[0].weight.detach().numpy().ravel(), numbers(cut.layout.spaces[0], 0, 0)[:35])
+    narrow, wide = (numbers(space, index, 0) for index, space in enumerate(cut.layout.spaces))
+    np.testing.assert_array_equal(model[0].weight.detach().numpy().ravel(), wide[:35])
+    torch.testing.assert_close(model[1].weight.detach().float().ravel(), torch.tensor(narrow[:15]), rtol=2**-8, atol=0)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert seen[-1] == (size, size)
 

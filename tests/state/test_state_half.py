@@ -43,6 +43,7 @@ def test_a_round_sums_them_as_if_they_were_wide(dtype, lent, weights, reduction)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("flags", [(), ("momentum",)])
 def test_without_rounds_each_is_an_update(dtype, flags):
+    """As the same gradients of 32 bits."""
     found = [trained(kind, mode="async", flags=flags) for kind in (dtype, "float32")]
 
     assert found[0] == found[1]
@@ -51,6 +52,7 @@ def test_without_rounds_each_is_an_update(dtype, flags):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_what_was_lent_is_widened_before_its_memory_changes(dtype):
+    """The sum has the numbers that were there when they were pushed."""
     driver = Driver(job_spec(2, dtype=dtype))
     a, b = driver.start()
     push = driver.begin_push(a, 0)
@@ -66,6 +68,7 @@ def test_what_was_lent_is_widened_before_its_memory_changes(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_one_that_is_not_finite_is_refused_by_its_value(dtype, value):
+    """The message has the number, not its bits."""
     driver = Driver(job_spec(1, dtype=dtype))
     (seat,) = driver.start()
 
@@ -77,6 +80,7 @@ def test_one_that_is_not_finite_is_refused_by_its_value(dtype, value):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_size_on_the_wire_is_theirs(dtype):
+    """A frame of float32 is refused."""
     driver = Driver(job_spec(1, dtype=dtype))
     (seat,) = driver.start()
     push = driver.begin_push(seat, 0)
