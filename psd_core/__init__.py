@@ -1,9 +1,8 @@
 """Arithmetic of a parameter server on memory that the caller owns.
 
-This package owns the loops over numbers: sums of gradients, update rules, the finite check, the widening
-of half precision. Each is a C kernel that runs
-without the GIL, allocates nothing and keeps nothing. It must not know of shards, sessions, rounds or messages: it imports
-NumPy and nothing of psd, and no gRPC.
+This package owns the loops over numbers: sums of gradients, update rules, the finite check, the widening of half precision.
+Each is a C kernel that runs without the GIL, allocates nothing and keeps nothing. It must not know of shards, sessions, rounds
+or messages: it imports NumPy and nothing of psd, and no gRPC.
 
 Invariants:
   * An argument that does not fit is refused with InvalidTensor, naming it, before anything is written.

@@ -93,7 +93,5 @@ class Feed:
             yield given[number]
 
     def _put(self, block: Block, present: NDArray[np.bool_] | None) -> None:
-        first = int(
-            block.segment_tensors[0]
-        )  # of other groups and dtypes there are other blocks, wherever they are in the model
+        first = int(block.segment_tensors[0])  # blocks are numbered by group and dtype, wherever these are in the model
         heapq.heappush(self._waiting[self._layout.shard_of(block.index)], (first, block.index, (block, present)))
