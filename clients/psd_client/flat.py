@@ -35,8 +35,8 @@ class FlatBuffers:
     Attributes:
         layout: where everything lies.
         spaces: one 1-D array per flat space of the layout, in its order; empty ones for static spaces without memory.
-        views: one array per tensor of the spec, in its order: the space's dtype, the tensor's shape, a view into its space. A
-            tensor without elements has an array of its own.
+        views: one array per tensor of the spec, in its order: a view into its space, in the tensor's shape. A tensor without
+            elements has an array of its own, of the master's dtype.
         segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
         versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
         on_received: called with a block's index when it has been received, in whatever thread; None: nobody asks.

@@ -26,7 +26,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
 from psd_client.optimizers import Optimizer, scalar_values
-from psd_client.tensors import fill, tensor_specs, write_gradient
+from psd_client.tensors import fill, fits, tensor_specs, write_gradient
 
 __all__ = ["distribute", "GradientTransformation"]
 
@@ -82,6 +82,7 @@ def distribute(
     if len(arrays) < len(paths):
         raise InvalidTensor("params: two leaves have the same path; rename a key")
     tensors = tensor_specs(arrays, dict.fromkeys(arrays, 0))
+    dtypes = [array.dtype for array in arrays.values()]
     shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in tensors]
     connection = ps if ps is not None else connect(**(connect_args or {}))
     try:
@@ -97,8 +98,8 @@ def distribute(
         return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
 
     def step(batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        for view, gradient, array in zip(connection.gradients.views, gradients, arrays.values(), strict=True):
-            write_gradient(view, np.asarray(gradient, array.dtype))
+        for view, gradient in zip(connection.gradients.views, gradients, strict=True):
+            write_gradient(view, np.asarray(gradient))
         options = {**optimizer.option_values(), **stale_scalars}
         if learning_rate is not None:
             options["lr"] = learning_rate(connection.clock)
@@ -111,9 +112,11 @@ def distribute(
 
     def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
         given, old = _leaves(gradients, tree, "gradients"), _leaves(params, tree, "params")
-        for tensor, leaf in zip(tensors, given, strict=True):
+        for tensor, dtype, leaf in zip(tensors, dtypes, given, strict=True):
             if tuple(leaf.shape) != tensor.shape:
                 raise InvalidTensor(f"gradients[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
+            if not fits(leaf.dtype, dtype):
+                raise InvalidTensor(f"gradients[{tensor.name!r}]: dtype must be {tensor.dtype}, got {leaf.dtype}")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
             clock = jax.ShapeDtypeStruct((), "int32")
             state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)

@@ -5,6 +5,7 @@ Checks names, shapes and dtypes, all of them before anything is written. Must no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,9 +40,17 @@ def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
     return initial
 
 
+def fits(gradient: np.dtype[Any], declared: np.dtype[Any]) -> bool:
+    """True if the tensor's own dtype, in which its gradient travels, has all numbers of the gradient's."""
+    return gradient == declared or (gradient.kind == "f" and np.can_cast(gradient, declared, "safe"))
+
+
 def write_gradient(view: NDArray[Any], gradient: NDArray[Any]) -> None:
-    """Write a gradient, in its tensor's dtype or one that fits it, into its view of the buffers: of bfloat16 the bits."""
-    view[...] = gradient.view(np.uint16) if view.dtype == np.uint16 else gradient
+    """Write a gradient that fits into its view of the buffers: of bfloat16, which nothing else fits, the bits."""
+    if view.dtype == np.uint16:
+        view[...] = gradient.astype(gradient.dtype.newbyteorder("="), copy=False).view(np.uint16)
+    else:
+        view[...] = gradient
 
 
 class NamedTensors:
@@ -88,10 +97,15 @@ class NamedTensors:
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:
-    # A Python number has no dtype of its own.
-    array = np.asarray(value, dtype=declared if isinstance(value, (int, float)) else None)
+    if isinstance(value, (int, float)):  # it has no dtype of its own
+        with np.errstate(over="ignore"):
+            array = np.asarray(value, declared)
+        if math.isfinite(value) and not np.isfinite(array):
+            raise InvalidTensor(f"grads[{spec.name!r}]: {value} is beyond the range of {spec.dtype}")
+    else:
+        array = np.asarray(value)
     if array.shape != spec.shape:
         raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
-    if array.dtype != declared and (array.dtype.kind != "f" or not np.can_cast(array.dtype, declared, "safe")):
+    if not fits(array.dtype, declared):
         raise InvalidTensor(f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()")
     return array

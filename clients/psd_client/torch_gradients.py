@@ -2,9 +2,9 @@
 
 As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
 the processor's cache, and makes `.grad` a view of the buffer. So nothing is copied at the push, and what the program does to
-`.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device or memory
-layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is complete. If
-the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook of the next
+`.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device, dtype or
+memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is
+complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook of the next
 back-propagation changes what is sent, and that one waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
@@ -106,7 +106,7 @@ class Gradients:
             if gradient is None:
                 missing.append(index)
             elif gradient is not view:
-                self._check_layout(index, gradient)
+                self._check_kind(index, gradient, view)
                 sources.append(gradient)
                 targets.append(view)
         self._check_frozen()
@@ -216,7 +216,8 @@ class Gradients:
         gradient, view = parameter.grad, self._views[number]
         if gradient is None or gradient.requires_grad:  # create_graph=True: the graph hangs on that very tensor
             return
-        if self._may_view[number] and gradient is not view and gradient.layout is torch.strided:
+        is_dense = gradient.layout is torch.strided
+        if self._may_view[number] and gradient is not view and is_dense and gradient.dtype == view.dtype:
             if self._going_on is not None:
                 with self._lock:
                     self.settle()
@@ -250,7 +251,7 @@ class Gradients:
         gradient = parameter.grad
         assert gradient is not None
         if gradient is not view:
-            self._check_layout(index, gradient)
+            self._check_kind(index, gradient, view)
             with torch.no_grad():
                 view.copy_(gradient)
         push.sent[number] = gradient, gradient._version  # noqa: SLF001 - torch's count of changes in place
@@ -283,11 +284,16 @@ class Gradients:
                     "gradient; unfreeze parameters before distribute()"
                 )
 
-    def _check_layout(self, index: int, gradient: torch.Tensor) -> None:
+    def _check_kind(self, index: int, gradient: torch.Tensor, view: torch.Tensor) -> None:
+        name = self._declaration.tensors[index].name
         if gradient.layout is not torch.strided:
             raise InvalidTensor(
-                f"parameter {self._declaration.tensors[index].name!r}: its gradient is sparse, which psd does not support yet; "
-                "build the layer with sparse=False"
+                f"parameter {name!r}: its gradient is sparse, which psd does not support yet; build the layer with sparse=False"
+            )
+        if torch.promote_types(gradient.dtype, view.dtype) != view.dtype and gradient.numel():
+            raise InvalidTensor(
+                f"parameter {name!r}: its gradient is {gradient.dtype}, but travels in the parameter's dtype, {view.dtype}; "
+                "leave grad_dtype alone, or keep the parameter in that dtype, too"
             )
 
     def _name(self, number: int) -> str:

@@ -120,3 +120,33 @@ def test_push_pull_when_a_float16_parameter_gets_a_wider_gradient_then_refuses(r
         return ps.push_pull({"h": np.array([1, 2, 65504], np.float16)})["h"].tolist()
 
     assert run_workers(1, 1, body) == [[-1, -2, -65504]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_step_when_grad_dtype_is_wider_than_the_parameter_then_refuses(run_workers, overlap):
+    """Torch's way to have float32 gradients of bfloat16 parameters; a narrower one is widened."""
+
+    def body(ps):
+        model = nn.ParameterList([torch.ones(3), torch.ones(3).bfloat16()])
+        model[0].grad_dtype, model[1].grad_dtype = torch.bfloat16, torch.float32
+        optimizer = psd.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), ps=ps, overlap=overlap)
+        with pytest.raises(psd_client.InvalidTensor, match=r"'1': its gradient is torch.float32, but .* torch.bfloat16"):
+            sum((1 + p.float()).square().sum() for p in model).backward()
+            optimizer.step()
+        if overlap:
+            return [-3.0] * 3
+        model[1].grad = None
+        optimizer.step()
+        return model[0].tolist()
+
+    assert run_workers(1, 1, body) == [[-3.0] * 3]
+
+
+def test_push_when_a_number_is_beyond_the_dtype_then_says_so(run_workers):
+    def body(ps):
+        ps.declare({"h": np.zeros((), np.float16)}, psd_client.SGD(lr=1.0))
+        with pytest.raises(psd_client.InvalidTensor, match=r"grads\['h'\]: 100000.0 is beyond the range of float16"):
+            ps.push({"h": 1e5})
+        return float(ps.push_pull({"h": 2})["h"])
+
+    assert run_workers(1, 1, body) == [-2.0]

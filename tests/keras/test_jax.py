@@ -91,6 +91,26 @@ def test_large_arrays_pass_through_jit(run_workers):
     assert run_workers(1, 2, worker) == [([0.75, 0.5625, 0.421875], "params")]
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda update: update], ids=["jit", "eager"])
+def test_gradients_of_16_bits_travel_as_they_are(run_workers, wrap):
+    """Numbers that float32 masters of them can hold come back; wider ones are refused."""
+
+    def worker(ps):
+        start = {"b": jnp.ones((3, 2), "bfloat16"), "h": jnp.ones(3, "float16"), "s": jnp.ones((), "bfloat16")}
+        params, transformation = psd.distribute(start, psd_client.SGD(lr=2.0**-8), ps=ps)
+        update, state = wrap(transformation.update), transformation.init(params)
+        for _ in range(2):
+            updates, state = update(jax.tree.map(lambda p: jnp.full_like(p, 1.5), params), state, params)
+        with pytest.raises(psd_client.InvalidTensor, match=r"gradients\['h'\]: dtype must be float16, got float32"):
+            update({**params, "h": jnp.ones(3)}, state, params)
+        return ps.stats()["sent_bytes"], [float(view.min()) for view in ps.parameters.views], updates["h"].dtype
+
+    ((sent, masters, dtype),) = run_workers(1, 1, worker)
+
+    assert (sent, dtype) == (2 * 2 * (6 + 3 + 1) + 4 * (6 + 3 + 1), "float16")  # the initial values are float32
+    assert masters == [1 - 3 / 256] * 3
+
+
 def test_errors_keep_their_type_outside_of_jit(run_workers):
     """And their text inside."""
 
