@@ -97,15 +97,22 @@ class NamedTensors:
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:
-    if isinstance(value, (int, float)):  # it has no dtype of its own
-        with np.errstate(over="ignore"):
-            array = np.asarray(value, declared)
-        if math.isfinite(value) and not np.isfinite(array):
-            raise InvalidTensor(f"grads[{spec.name!r}]: {value} is beyond the range of {spec.dtype}")
-    else:
-        array = np.asarray(value)
+    array = _of_number(spec, declared, value) if isinstance(value, (int, float)) else np.asarray(value)
     if array.shape != spec.shape:
         raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
     if not fits(array.dtype, declared):
         raise InvalidTensor(f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()")
+    return array
+
+
+def _of_number(spec: TensorSpec, declared: np.dtype[Any], value: float) -> NDArray[Any]:
+    """A Python number, which has no dtype of its own."""
+    try:
+        with np.errstate(over="ignore"):
+            array = np.asarray(float(value), declared)
+        is_beyond = math.isfinite(value) and not np.isfinite(array)
+    except OverflowError:
+        is_beyond = True
+    if is_beyond:
+        raise InvalidTensor(f"grads[{spec.name!r}]: {value} is beyond the range of {spec.dtype}")
     return array
