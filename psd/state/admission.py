@@ -92,7 +92,8 @@ class Admission:
                     shard=config.shard_index,
                 )
             members = self._membership_for(request.world_size)
-            earlier = members.worker(request.rank).session
+            before = members.worker(request.rank)
+            earlier, was_absent = before.session, before.state is WorkerState.ABSENT
             session = request.session or self._next_session()
             if request.resume:
                 worker = members.check_session(request.rank, session)
@@ -104,7 +105,7 @@ class Admission:
             if session != earlier:
                 self._core.counters.sessions += 1
                 self._core.on_session_end(worker)
-                members.on_enter(worker, self._entry_clock(worker))
+                members.on_enter(worker, self._entry_clock(worker, is_awaited=was_absent))
             reply = control_pb2.JoinReply(
                 run_id=self._core.run_id,
                 incarnation=self._core.incarnation,
@@ -146,8 +147,12 @@ class Admission:
         job = self._core.job
         return job.decisions.latest() if job is not None and job.decisions is not None else []
 
-    def _entry_clock(self, worker: Worker) -> int:
-        """Where a worker that joins takes part: the open round, or beside the slowest of the others."""
+    def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
+        """Where a worker that joins takes part: the open round, or beside the slowest of the others.
+
+        Not where a bound has made the others wait for it (`is_awaited`): a worker that only comes a moment after them at the
+        start of a job makes as many steps as they do.
+        """
         job = self._core.job
         if job is None:
             return 0
@@ -156,6 +161,8 @@ class Admission:
         if job.policy.has_rounds:
             # Without blocks a shard has no rounds, and knows the clock from its workers alone.
             return job.version_max if job.trained_count else max(w.clock for w in self._core.members.workers)
+        if job.policy.has_bound and is_awaited:
+            return worker.clock
         others = [w.clock for w in self._core.members.workers if w is not worker and w.state is WorkerState.LIVE]
         return min(others, default=worker.clock)
 
@@ -184,7 +191,7 @@ class Admission:
                 ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
             if self._core.initial.is_set and not worker.has_pushed:
-                self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker)))
+                self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker, is_awaited=True)))
             reply = control_pb2.DeclareReply(
                 layout_digest=job.layout.digest,
                 initializer=choice > 0,

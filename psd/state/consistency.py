@@ -15,9 +15,11 @@ class Policy(Protocol):
 
     Attributes:
         has_rounds: True: gradients of a round are reduced to one update. False: each push is applied as it arrives.
+        has_bound: nobody goes further ahead of the slowest worker than a bound.
     """
 
     has_rounds: bool
+    has_bound: bool
 
     def closes(self, contributors: int, waited: int) -> bool:
         """True if a round with these contributors, while these workers are waited for, is complete."""
@@ -32,6 +34,7 @@ class Sync:
     """Bulk-synchronous (BSP): one update per round. With quorum < world_size there are backup workers (Chen et al. 2016)."""
 
     has_rounds = True
+    has_bound = False  # on clocks; rounds do without
 
     def __init__(self, quorum: int) -> None:
         self.quorum = quorum
@@ -50,6 +53,7 @@ class Async:
     """Asynchronous (ASP): nobody waits for anybody."""
 
     has_rounds = False
+    has_bound = False
 
     def closes(self, contributors: int, waited: int) -> bool:
         """Every contribution is an update of its own."""
@@ -64,6 +68,8 @@ class Async:
 
 class StaleSynchronous(Async):
     """Stale synchronous parallel (SSP; Ho et al. 2013): applied at once; a worker waits while clock - min_clock > bound."""
+
+    has_bound = True
 
     def __init__(self, staleness_bound: int) -> None:
         self.staleness_bound = staleness_bound

@@ -143,6 +143,24 @@ def test_an_absent_worker_holds_the_gate():
     assert [w.rank for w in driver.shard.missing_for(ticket)] == [1]
 
 
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_worker_that_the_others_have_waited_for_begins_where_they_did(has_joined):
+    """It comes, or declares, when another one is at the bound: both make as many steps, and end together."""
+    driver = Driver(job_spec(2, mode="ssp:1"))
+    late = driver.join(1) if has_joined else None
+    (a,) = driver.start(0)
+    for clock in range(2):
+        driver.push(a, clock, 1.0)
+    ticket = driver.pull(a, 2)[0]
+
+    late = late if late is not None else driver.join(1)
+
+    assert driver.declare(late)[0].clock == late.clock == 0
+    assert not ticket.future.done()
+    driver.push(late, 0, 1.0)
+    assert ticket.future.result(0) is None
+
+
 def test_a_worker_that_comes_back_joins_beside_the_slowest():
     """Under ssp a rejoining worker enters at the slowest live clock, so that it neither holds the others nor runs ahead."""
     driver = Driver(job_spec(3, mode="ssp:5"))
