@@ -191,7 +191,7 @@ def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
     halves = {kind: [narrowed(block, kind) for block in grads] for kind in ("bfloat16", "float16")}
     torch_halves = {kind: [torch.from_numpy(block).view(getattr(torch, kind)) for block in halves[kind]] for kind in halves}
 
-    def each(kernel: Callable[[Array, Array], object], grads: list[Array] = grads) -> Callable[[], None]:
+    def each(kernel: Callable[[Array, Array], object], grads: list[Array]) -> Callable[[], None]:
         return lambda: [kernel(acc, grad) for acc, grad in zip(accs, grads, strict=True)] and None
 
     def accumulate(acc: Array, grad: Array) -> None:
@@ -203,19 +203,15 @@ def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
     def first_nonfinite(_: Array, grad: Array) -> None:
         psd_core.first_nonfinite(grad)
 
-    works: dict[str, tuple[int, Callable[[], object]]] = {
-        "accumulate": (12, each(accumulate)),
-        "accumulate bfloat16": (10, each(accumulate, halves["bfloat16"])),
-        "accumulate float16": (10, each(accumulate, halves["float16"])),
-        "scaled_copy": (8, each(scaled_copy)),
-        "scaled_copy bfloat16": (6, each(scaled_copy, halves["bfloat16"])),
-        "scaled_copy float16": (6, each(scaled_copy, halves["float16"])),
-        "first_nonfinite": (4, each(first_nonfinite)),
-        "first_nonfinite bfloat16": (2, each(first_nonfinite, halves["bfloat16"])),
-        "first_nonfinite float16": (2, each(first_nonfinite, halves["float16"])),
+    works: dict[str, tuple[int, Callable[[], object]]] = {}
+    for kernel, others in ((accumulate, 8), (scaled_copy, 4), (first_nonfinite, 0)):  # bytes beside the gradient's
+        works[kernel.__name__] = others + 4, each(kernel, grads)
+        for kind, blocks_of_kind in halves.items():
+            works[f"{kernel.__name__} {kind}"] = others + 2, each(kernel, blocks_of_kind)
+    works |= {
         "accumulate after the check": (
             12,
-            each(lambda acc, grad: (psd_core.first_nonfinite(grad), psd_core.accumulate(acc, grad))),
+            each(lambda acc, grad: (psd_core.first_nonfinite(grad), psd_core.accumulate(acc, grad)), grads),
         ),
         "widen bfloat16 (torch)": (6, lambda: torch._foreach_copy_(wide, torch_halves["bfloat16"])),
         "widen float16 (torch)": (6, lambda: torch._foreach_copy_(wide, torch_halves["float16"])),

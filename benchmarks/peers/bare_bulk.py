@@ -7,7 +7,6 @@ messages, and so how near to a raw ping-pong any parameter server in Python can 
 from __future__ import annotations
 
 import socket
-import threading
 
 import numpy as np
 import work
@@ -60,17 +59,7 @@ def serve(stream: Stream, param: NDArray[np.float32]) -> None:
 
 def run_server(turns: Turns, size: int) -> None:
     """Accept clients until the benchmark ends."""
-    host, port = turns.arguments["listen"].rsplit(":", 1)
-    listener = socket.create_server((host, int(port)))
-
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            stream = Stream(connection, _HEAD_BYTES_MAX)
-            threading.Thread(target=serve, args=(stream, np.zeros(size, np.float32)), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    turns.serve(address=f"{host}:{listener.getsockname()[1]}")
+    turns.serve_each(lambda connection: serve(Stream(connection, _HEAD_BYTES_MAX), np.zeros(size, np.float32)))
 
 
 def run_client(turns: Turns, size: int) -> None:

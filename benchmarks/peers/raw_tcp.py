@@ -73,16 +73,7 @@ def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) ->
 def run_server(turns: Turns, size: int, is_duplex: bool) -> None:
     """Accept clients until the benchmark ends."""
     parameters = memoryview(work.gradient(7, size)).cast("B")
-    host, port = turns.arguments["listen"].rsplit(":", 1)
-    listener = socket.create_server((host, int(port)))
-
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=serve, args=(connection, parameters, is_duplex), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    turns.serve(address=f"{host}:{listener.getsockname()[1]}")
+    turns.serve_each(lambda connection: serve(connection, parameters, is_duplex))
 
 
 def run_client(turns: Turns, size: int, is_duplex: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,19 @@ class Turns:
         """A server is ready: says so, with facts such as its address, and returns when the benchmark has ended."""
         self.say(ready=True, **facts)
         sys.stdin.read()
+
+    def serve_each(self, serve: Callable[[socket.socket], None]) -> None:
+        """As `serve`, of TCP where it is told to listen: `serve` is called with each connection, in a thread of its own."""
+        host, port = self.arguments["listen"].rsplit(":", 1)
+        listener = socket.create_server((host, int(port)))
+
+        def accept() -> None:
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        self.serve(address=f"{host}:{listener.getsockname()[1]}")
 
     def end_with_input(self, **facts: Any) -> None:
         """As `serve`, for a server whose main thread is busy: at the end of the input the process ends at once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -90,6 +90,14 @@ class FlatBuffers:
             begin, end = end, following
             first = block.offset + begin - int(space.starts[np.searchsorted(space.tensors, tensor)])
             yield tensor, slice(first, first + end - begin)
+
+    def present_but(self, missing: Sequence[int]) -> NDArray[np.bool_] | None:
+        """(tensors,) which tensors have a gradient, None for all, if these have none."""
+        if not missing:
+            return None
+        present = np.ones(len(self.views), np.bool_)
+        present[list(missing)] = False
+        return present
 
     def norm(self) -> float:
         """The Euclidean norm of all that is trained; infinity beyond the range of float64. What it holds is finite."""

@@ -26,7 +26,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
 from psd_client.optimizers import Optimizer, scalar_values
-from psd_client.tensors import fill, fits, tensor_specs, write_gradient
+from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
 
 __all__ = ["distribute", "GradientTransformation"]
 
@@ -113,10 +113,7 @@ def distribute(
     def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
         given, old = _leaves(gradients, tree, "gradients"), _leaves(params, tree, "params")
         for tensor, dtype, leaf in zip(tensors, dtypes, given, strict=True):
-            if tuple(leaf.shape) != tensor.shape:
-                raise InvalidTensor(f"gradients[{tensor.name!r}]: shape must be {tensor.shape}, got {tuple(leaf.shape)}")
-            if not fits(leaf.dtype, dtype):
-                raise InvalidTensor(f"gradients[{tensor.name!r}]: dtype must be {tensor.dtype}, got {leaf.dtype}")
+            check_gradient("gradients", tensor, dtype, leaf)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*given, *old, state, batch_size)):
             clock = jax.ShapeDtypeStruct((), "int32")
             state, *new = io_callback(step, (clock, *shapes), batch_size, *given, ordered=True)

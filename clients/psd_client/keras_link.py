@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from psd_client.client import ParameterServer
 from psd_client.flat import FlatBuffers
 from psd_client.keras_declaration import Declaration
@@ -72,11 +70,7 @@ class Link(ABC):
         with self._noting():
             scalars = self.declaration.scalars(learning_rate)
             write(self.ps.gradients)
-            present = None
-            if missing:
-                present = np.ones(len(self.declaration.tensors), dtype=np.bool_)
-                present[list(missing)] = False
-            self.ps.push_pull_flat(scalars, float(self.batch_size), present)
+            self.ps.push_pull_flat(scalars, float(self.batch_size), self.ps.gradients.present_but(missing))
             return self.ps.clock, self.ps.is_skipped
 
     @contextmanager

@@ -40,9 +40,14 @@ def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
     return initial
 
 
-def fits(gradient: np.dtype[Any], declared: np.dtype[Any]) -> bool:
-    """True if the tensor's own dtype, in which its gradient travels, has all numbers of the gradient's."""
-    return gradient == declared or (gradient.kind == "f" and np.can_cast(gradient, declared, "safe"))
+def check_gradient(what: str, spec: TensorSpec, declared: np.dtype[Any], gradient: Any) -> None:
+    """Raise InvalidTensor unless an array has the tensor's shape, and no numbers that the declared dtype, in which it travels,
+    does not have. `what`: for messages."""
+    shape, dtype = tuple(gradient.shape), gradient.dtype
+    if shape != spec.shape:
+        raise InvalidTensor(f"{what}[{spec.name!r}]: shape must be {spec.shape}, got {shape}")
+    if dtype != declared and (dtype.kind != "f" or not np.can_cast(dtype, declared, "safe")):
+        raise InvalidTensor(f"{what}[{spec.name!r}]: dtype must be {spec.dtype}, got {dtype}; convert it with .astype()")
 
 
 def write_gradient(view: NDArray[Any], gradient: NDArray[Any]) -> None:
@@ -98,10 +103,7 @@ class NamedTensors:
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:
     array = _of_number(spec, declared, value) if isinstance(value, (int, float)) else np.asarray(value)
-    if array.shape != spec.shape:
-        raise InvalidTensor(f"grads[{spec.name!r}]: shape must be {spec.shape}, got {array.shape}")
-    if not fits(array.dtype, declared):
-        raise InvalidTensor(f"grads[{spec.name!r}]: dtype must be {spec.dtype}, got {array.dtype}; convert it with .astype()")
+    check_gradient("grads", spec, declared, array)
     return array
 
 

@@ -112,7 +112,7 @@ class Gradients:
         self._check_frozen()
         if sources:
             torch._foreach_copy_(targets, sources)
-        return self._present(missing)
+        return self._buffers.present_but(missing)
 
     def finish(self, take: Callable[[Callable[[bool], int | None]], None]) -> None:
         """Overlap: send what has not left yet, and take the parameters.
@@ -137,7 +137,7 @@ class Gradients:
                     view.zero_()
                 else:  # a gradient that back-propagation did not make, or made under no_sync
                     self._send(number, push)
-            push.feed.finish(self._present(missing))
+            push.feed.finish(self._buffers.present_but(missing))
         self._push, self._going_on = None, push
         push.sent.clear()  # not to keep the gradients' memory through the next forward pass
         with self._noted_failure(push):
@@ -256,14 +256,6 @@ class Gradients:
                 view.copy_(gradient)
         push.sent[number] = gradient, gradient._version  # noqa: SLF001 - torch's count of changes in place
         push.feed.ready(index)
-
-    def _present(self, missing: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Which tensors have a gradient, None for all, if these have none."""
-        if not missing:
-            return None
-        present = np.ones(len(self._declaration.tensors), dtype=np.bool_)
-        present[missing] = False
-        return present
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

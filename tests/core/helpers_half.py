@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers_rules import make_block
 
 F32 = np.float32
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
@@ -36,24 +37,7 @@ def gradient(kind, n, seed=0):
     return typed(kind, (values.astype(F32).view(np.uint32) >> 16).astype(np.uint16))
 
 
-def make_block(case, lengths, touched, steps, half, *, acc, weight=1.0, scale=1.0):
-    """Arguments of step_block for segments of these lengths; outputs hold NaN until they are written."""
-    n, k = sum(lengths), len(lengths)
-    param, first, *slots = np.random.default_rng(n).standard_normal((2 + len(case.slots), n)).astype(F32)
-    return {
-        "rule": case.rule,
-        "param_in": param,
-        "param_out": np.full(n, np.nan, F32),
-        "slots_in": tuple(np.abs(slot) for slot in slots),
-        "slots_out": tuple(np.full(n, np.nan, F32) for _ in slots),
-        "acc": first if acc else None,
-        "grad": half,
-        "weight": weight,
-        "scale": scale,
-        "segment_ends": np.cumsum(lengths, dtype=np.uint32).reshape(k),
-        "touched": np.array(touched, np.uint8),
-        "steps_in": np.array(steps, np.uint64),
-        "steps_out": np.full(k, 99, np.uint64),
-        "scalars": case.scalars,
-        "flags": case.flags,
-    }
+def half_block(case, lengths, touched, steps, half, *, acc, weight=1.0, scale=1.0):
+    """Arguments of step_block, see make_block, with this gradient."""
+    block = make_block(case, lengths, touched, steps, acc=acc, grad=False)
+    return block | {"grad": half, "weight": weight, "scale": scale}

@@ -92,3 +92,26 @@ def keras_cases() -> list[Case]:
     """As `cases`, in Keras's form, of the rules for which it is another."""
     rules = [name for name, rule in psd_core.RULES.items() if "keras" in rule.flags]
     return [Case(case.rule, case.scalars, tuple(sorted({*case.flags, "keras"}))) for case in cases(*rules)]
+
+
+def make_block(case, lengths, touched, steps, *, acc=True, grad=True, dtype=np.float32, seed=0):
+    """Arguments of step_block for segments of these lengths; outputs hold NaN until they are written."""
+    n, k, s = sum(lengths), len(lengths), len(case.slots)
+    values = np.random.default_rng(seed).standard_normal((3 + s, n)).astype(dtype)
+    return {
+        "rule": case.rule,
+        "param_in": values[0],
+        "param_out": np.full(n, np.nan, dtype),
+        "slots_in": tuple(np.abs(slot) for slot in values[3:]),
+        "slots_out": tuple(np.full(n, np.nan, dtype) for _ in range(s)),
+        "acc": values[1] if acc else None,
+        "grad": values[2] if grad else None,
+        "weight": 1.0,
+        "scale": 1.0,
+        "segment_ends": np.cumsum(lengths, dtype=np.uint32).reshape(k),
+        "touched": np.array(touched, np.uint8),
+        "steps_in": np.array(steps, np.uint64),
+        "steps_out": np.full(k, 99, np.uint64),
+        "scalars": case.scalars,
+        "flags": case.flags,
+    }

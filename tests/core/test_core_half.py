@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers_half import EXPONENTS, F32, PATTERNS, each_kind, finite, gradient, make_block, reference, typed
+from helpers_half import EXPONENTS, F32, PATTERNS, each_kind, finite, gradient, half_block, reference, typed
 from helpers_rules import Case, cases
 
 import psd_core
@@ -173,8 +173,8 @@ def test_no_sum_of_squares_of_what_is_not_finite(kind, at):
 
 def assert_as_widened(case, lengths, touched, steps, half, **sources):
     """Step a block with a half gradient, and one with the widened gradient: the same bits."""
-    block = make_block(case, lengths, touched, steps, half, **sources)
-    wide = make_block(case, lengths, touched, steps, reference(half), **sources)
+    block = half_block(case, lengths, touched, steps, half, **sources)
+    wide = half_block(case, lengths, touched, steps, reference(half), **sources)
 
     psd_core.step_block(**block)
     psd_core.step_block(**wide)
@@ -215,7 +215,7 @@ def test_every_rule_steps_segments_as_by_the_widened_gradient(kind, case, acc, w
 def test_a_lone_contribution_is_used_as_it_is(kind):
     """The buffer of a first step becomes the widened gradient, every finite number with its sign."""
     half = typed(kind, finite(kind))
-    block = make_block(SGD, [len(half)], [1], [0], half, acc=False) | {"scalars": (0.1, 0.9, 0.2, 0.0)}
+    block = half_block(SGD, [len(half)], [1], [0], half, acc=False) | {"scalars": (0.1, 0.9, 0.2, 0.0)}
 
     psd_core.step_block(**block)
 
@@ -225,7 +225,7 @@ def test_a_lone_contribution_is_used_as_it_is(kind):
 @each_kind
 def test_in_place_gives_the_bits_of_out_of_place(kind):
     half = gradient(kind, 1333)
-    apart, in_place = (make_block(ADAM, [1000, 333], [1, 0], [4, 4], half, acc=True, scale=0.5) for _ in range(2))
+    apart, in_place = (half_block(ADAM, [1000, 333], [1, 0], [4, 4], half, acc=True, scale=0.5) for _ in range(2))
     in_place |= {name + "_out": in_place[name + "_in"] for name in ("param", "slots", "steps")}
 
     psd_core.step_block(**apart)

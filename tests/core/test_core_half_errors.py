@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_half import F32, each_kind, gradient, make_block, typed
+from helpers_half import F32, each_kind, gradient, half_block, typed
 from helpers_rules import Case
 
 import psd_core
@@ -50,7 +50,7 @@ def test_an_output_in_half_precision_is_refused(kernel, name, kind):
 @each_kind
 @pytest.mark.parametrize("name", ["param_in", "param_out", "momentum_in", "momentum_out", "acc"])
 def test_whatever_is_no_gradient_of_a_block_is_refused_in_half_precision(name, kind):
-    block = make_block(MOMENTUM, [4], [1], [0], gradient(kind, 4), acc=True)
+    block = half_block(MOMENTUM, [4], [1], [0], gradient(kind, 4), acc=True)
     if name.startswith("momentum"):
         block["slots" + name.removeprefix("momentum")] = (gradient(kind, 4),)
     else:
@@ -66,7 +66,7 @@ def test_whatever_is_no_gradient_of_a_block_is_refused_in_half_precision(name, k
 
 @each_kind
 def test_a_block_of_float64_refuses_a_half_gradient(kind):
-    block = make_block(PLAIN, [4], [1], [0], gradient(kind, 4), acc=False)
+    block = half_block(PLAIN, [4], [1], [0], gradient(kind, 4), acc=False)
     block |= {"param_in": np.ones(4), "param_out": np.zeros(4)}
 
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_a_half_gradient_in_the_memory_of_its_sum_is_refused(kernel, name, start
 
 @each_kind
 def test_a_half_gradient_in_the_memory_of_a_block_is_refused(kind):
-    block = make_block(PLAIN, [8], [1], [0], None, acc=False)
+    block = half_block(PLAIN, [8], [1], [0], None, acc=False)
     block["grad"] = block["param_out"].view(typed(kind, []).dtype)[:8]
 
     with pytest.raises(psd_core.InvalidTensor, match=r"^param_out: expected memory of its own, got some that overlaps grad"):
@@ -121,7 +121,7 @@ def test_a_bad_half_gradient_is_refused(bad, message):
             kernel(out, bad)
         assert out.tolist() == [1, 1, 1, 1]
 
-    block = make_block(PLAIN, [4], [1], [0], bad, acc=False)
+    block = half_block(PLAIN, [4], [1], [0], bad, acc=False)
     with pytest.raises(psd_core.InvalidTensor, match=message):
         psd_core.step_block(**block)
     assert block["steps_out"].tolist() == [99]

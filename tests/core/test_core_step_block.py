@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_rules import Case, cases
+from helpers_rules import Case, cases, make_block
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,29 +13,6 @@ import psd_core
 CASES = cases()
 SGD = Case("sgd", (0.1, 0.9, 0.2, 0.01), ("momentum",))
 ADAM = Case("adam", (0.1, 0.9, 0.99, 1e-8, 0.01), ())
-
-
-def make_block(case, lengths, touched, steps, *, acc=True, grad=True, dtype=np.float32, seed=0):
-    """Arguments of step_block for segments of these lengths; outputs hold NaN until they are written."""
-    n, k, s = sum(lengths), len(lengths), len(case.slots)
-    values = np.random.default_rng(seed).standard_normal((3 + s, n)).astype(dtype)
-    return {
-        "rule": case.rule,
-        "param_in": values[0],
-        "param_out": np.full(n, np.nan, dtype),
-        "slots_in": tuple(np.abs(slot) for slot in values[3:]),
-        "slots_out": tuple(np.full(n, np.nan, dtype) for _ in range(s)),
-        "acc": values[1] if acc else None,
-        "grad": values[2] if grad else None,
-        "weight": 1.0,
-        "scale": 1.0,
-        "segment_ends": np.cumsum(lengths, dtype=np.uint32).reshape(k),
-        "touched": np.array(touched, np.uint8),
-        "steps_in": np.array(steps, np.uint64),
-        "steps_out": np.full(k, 99, np.uint64),
-        "scalars": case.scalars,
-        "flags": case.flags,
-    }
 
 
 def reduced_gradient(block):
