@@ -98,6 +98,8 @@ def _end(histories: Histories, life: Life) -> Iterator[Failure]:
         took = life.ended - life.signalled_at
         if took > SAYS_S * factor + 0.5:
             yield Failure("Ctrl-C", f"{life.name} ended {took:.1f} s after it")
+    elif life.how and not life.signalled and life.ended - life.how_at > _end_s(life) * factor + 0.5:
+        yield Failure("slow end", f"{life.name} took {life.ended - life.how_at:.1f} s to end ({life.how})")
     elif not life.how and not life.signalled:
         yield Failure("ended by itself", f"{life.name} ended with status {life.status}, without a word")
     if life.has_ended_in_order and not life.signalled and life.status != 0:
@@ -107,6 +109,11 @@ def _end(histories: Histories, life: Life) -> Iterator[Failure]:
         if words in life.log and not is_told and life.signalled != "SIGINT":
             yield Failure("traceback of a worker", f"{life.name}: {life.log[life.log.index(words) :][:3000]}")
             break
+
+
+def _end_s(life: Life) -> float:
+    """How long a process may take to end after its program has."""
+    return UNEXPLAINED_S + SAYS_S if life.how == "fall" else SAYS_S  # it may wait for the round of its last push
 
 
 def _shards(histories: Histories) -> Iterator[Failure]:

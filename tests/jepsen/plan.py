@@ -110,7 +110,7 @@ class Plan:
     wait_s: float = 20.0
     retry_s: float = 20.0
     checkpoint_steps: int = 0
-    seconds: float = 8.0
+    seconds: float = 7.0
     named: bool = False
     small_disk: bool = False
     styles: tuple[Style, ...] = ()
@@ -164,6 +164,7 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
     workers, shards = source.choice((1, 2, 2, 2, 3, 3)), source.choice((1, 2, 2, 2, 3))
     if mode.startswith("quorum"):
         workers = max(workers, 2)
+    barrier_every = source.choice((0, 0, 0, 0, 5))
     plan = Plan(
         seed=seed,
         lane=lane,
@@ -171,20 +172,22 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
         workers=workers,
         shards=shards,
         size=source.choices(SIZES, (6, 3, 1))[0],
-        lease_s=source.choice((2.0, 4.0, 10.0)),
-        wait_s=source.choice((0.5, 2.0, 20.0, 20.0)),
+        lease_s=source.choice((2.0, 2.0, 4.0, 4.0, 10.0)),
+        wait_s=2.0 if barrier_every else source.choice((0.5, 2.0, 20.0, 20.0)),
         retry_s=source.choice((1.0, 3.0, 20.0, 20.0)),
         checkpoint_steps=source.choice((0, 0, 5, 20)),
         named=source.random() < 0.5,
         small_disk=may_mount and source.random() < 0.1,
     )
-    styles = tuple(_style(source) for _ in range(workers))
-    plan = replace(plan, styles=styles)
-    faults = sorted((_fault(source, plan) for _ in range(source.choice((1, 2, 2, 3, 3, 4, 5)))), key=lambda each: each.at)
-    return replace(plan, faults=tuple(faults))
+    plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
+    faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
+    faults += source.choice(RECIPES)(source, plan) if not faults or source.random() < 0.5 else []
+    if plan.small_disk:
+        faults.append(_fault(source, plan, "disk-full"))
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _style(source: random.Random) -> Style:
+def _style(source: random.Random, barrier_every: int) -> Style:
     is_slow = source.random() < 0.15
     reactions = source.choice(
         (
@@ -201,23 +204,24 @@ def _style(source: random.Random) -> Style:
         pause_s=source.choice((0.0, 0.05, 0.5)),
         pace_s=1.0 if is_slow else source.choice((0.01, 0.02, 0.05)),
         absent_share=source.choice((0.0, 0.0, 0.3)),
+        barrier_every=barrier_every,
         reactions=reactions,
         ending=source.choice(("with", "close", "fall")),
     )
 
 
-def _fault(source: random.Random, plan: Plan) -> Fault:
-    group = source.choices((SHARDS, WORKERS, LINKS), (4, 4, 4))[0]
-    kind = source.choice(group)
+def _fault(source: random.Random, plan: Plan, kind: str = "", **fields: Any) -> Fault:
+    if not kind:
+        kind = source.choice(source.choice((SHARDS, WORKERS, LINKS)))
     if (kind == "shard-lose" and not plan.checkpoint_steps) or (kind == "disk-full" and not plan.small_disk):
         kind = "shard-kill"
     seconds = source.choice((0.1, 0.5, 1.5, 3.0, 6.5)) * (0.7 + 0.6 * source.random())
     if kind == "link-half-open":
         seconds = 0.0  # new connections work; the dead ones are for their peers to notice
-    return Fault(
+    drawn = Fault(
         kind,
-        at=round(source.random() * plan.seconds * 0.8, 3),
-        seconds=round(seconds, 3),
+        at=source.random() * plan.seconds * 0.9,
+        seconds=seconds,
         shard=source.randrange(plan.shards) if kind not in WORKERS else -1,
         rank=source.randrange(plan.workers) if kind not in SHARDS else -1,
         way=source.choice(WAYS),
@@ -225,3 +229,68 @@ def _fault(source: random.Random, plan: Plan) -> Fault:
         side=source.choice(("worker", "shard")),
         part=round(source.random(), 3),
     )
+    drawn = replace(drawn, **fields)
+    return replace(drawn, at=round(drawn.at, 3), seconds=round(drawn.seconds, 3))
+
+
+# -- faults that belong together ---------------------------------------------------------------------------------------
+
+
+def _interrupted_beside_a_silent_shard(source: random.Random, plan: Plan) -> list[Fault]:
+    silent = _fault(source, plan, source.choice(("shard-stop", "shard-vanish")), at=1 + 3 * source.random(), seconds=9.0)
+    return [silent, _fault(source, plan, "worker-interrupt", at=silent.at + 0.2 + 2 * source.random(), seconds=0.5)]
+
+
+def _silent_where_connections_begin(source: random.Random, plan: Plan) -> list[Fault]:
+    reset = _fault(source, plan, "link-reset", way="both", at=1 + 3 * source.random())
+    return [reset, _fault(source, plan, "shard-stop", shard=reset.shard, at=reset.at + 0.3 * source.random(), seconds=7.5)]
+
+
+def _suspended_after_a_restart(source: random.Random, plan: Plan) -> list[Fault]:
+    killed = _fault(source, plan, "shard-kill", at=1 + 3 * source.random(), seconds=0.1)
+    at = killed.at + 0.7 + source.random()
+    return [killed, _fault(source, plan, "shard-stop", shard=killed.shard, at=at, seconds=plan.lease_s * 1.5)]
+
+
+def _stalled_while_a_shard_is_away(source: random.Random, plan: Plan) -> list[Fault]:
+    stalled = _fault(source, plan, "worker-stop", at=1 + 2 * source.random(), seconds=min(plan.lease_s * 1.3, 6.0))
+    kind = source.choice(("shard-stop", "shard-kill"))
+    at = stalled.at + stalled.seconds * source.random()
+    return [stalled, _fault(source, plan, kind, at=at, seconds=plan.lease_s * 1.5)]
+
+
+def _lost_machine(source: random.Random, plan: Plan) -> list[Fault]:
+    gone = _fault(source, plan, "worker-vanish", at=1 + 3 * source.random(), seconds=0.5)
+    return [replace(gone, at=round(gone.at - 0.5, 3), kind="worker-stop", seconds=3.0), gone]
+
+
+def _dead_connection(source: random.Random, plan: Plan) -> list[Fault]:
+    return [_fault(source, plan, "link-half-open", way="bulk"), _fault(source, plan, "link-half-open")]
+
+
+def _killed_at_the_end(source: random.Random, plan: Plan) -> list[Fault]:
+    at = plan.seconds + 0.5 * source.random()
+    return [_fault(source, plan, "shard-kill", at=at, seconds=1.0)]
+
+
+def _many_deaths(source: random.Random, plan: Plan) -> list[Fault]:
+    kinds = source.choice((("worker-kill",), ("shard-kill",), ("worker-kill", "shard-kill")))
+    return [_fault(source, plan, source.choice(kinds), seconds=0.3 * source.random()) for _ in range(5)]
+
+
+def _two_lives(source: random.Random, plan: Plan) -> list[Fault]:
+    twin = _fault(source, plan, "worker-twin", at=1 + 3 * source.random(), seconds=1.5)
+    return [twin, _fault(source, plan, source.choice(("shard-kill", "shard-stop", "worker-kill")), at=twin.at + source.random())]
+
+
+RECIPES = (
+    _interrupted_beside_a_silent_shard,
+    _silent_where_connections_begin,
+    _suspended_after_a_restart,
+    _stalled_while_a_shard_is_away,
+    _lost_machine,
+    _dead_connection,
+    _killed_at_the_end,
+    _many_deaths,
+    _two_lives,
+)

@@ -65,8 +65,6 @@ class Process:
         """Nothing, if it has ended."""
         if self.status is not None:
             return
-        if number == signal.SIGKILL and self.is_stopped:
-            self.resume()
         self._timeline.note("signal", name=self.name, signal=signal.Signals(number).name)
         if number == signal.SIGSTOP:
             self.is_stopped = True
@@ -193,8 +191,7 @@ class WorkerActor:
     def wants_successor(self) -> bool:
         """After its end: it has not ended in order, nor for good."""
         process, options = self.lives[-1]
-        history = Path(options.history)
-        last = json.loads(history.read_text().splitlines()[-1]) if history.exists() and history.stat().st_size else {}
+        last = last_word(options)
         return process.status != 0 and not (last.get("e") == "end" and last["how"] == "end")
 
     def start(self, options: Options, name: str = "") -> None:
@@ -204,6 +201,14 @@ class WorkerActor:
         stem = Path(options.history).with_suffix("")
         process = Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
         self.lives.append((process, options))
+
+
+def last_word(options: Options) -> dict[str, Any]:
+    """The last record of a life's history, if there is one."""
+    path = Path(options.history)
+    lines = path.read_text().splitlines() if path.exists() else []
+    record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return record
 
 
 def _free_port() -> int:

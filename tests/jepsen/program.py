@@ -155,7 +155,7 @@ class Program:
         name = type(error).__name__
         if self._last is None or name in ENDS_SESSION:
             return "restart"
-        if name == "RolledBack":
+        if name in ("RolledBack", "BarrierTimeout"):
             return "other"
         reactions = self._style.reactions
         return self._random.choices(list(reactions), list(reactions.values()))[0]
@@ -211,7 +211,7 @@ class Program:
         try:
             while not self._must_stop():
                 self._step(self._random.random() < self._style.push_share)
-            self._step(does_push=False)
+            self._step(does_push=self._style.ending != "with" and self._random.random() < 0.5)
         except StopIteration:
             pass
 
@@ -235,7 +235,7 @@ class Program:
         self._gradients.wipe(number, tensors)
         if does_push and has_pushed:
             self._pause(self._random.random() * style.pause_s)
-            if self._random.random() < style.pull_share:
+            if self._random.random() < style.pull_share and not self._must_stop():
                 self._insist("pull", ps.pull)
         self._pause(style.pace_s)
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from busyness import Busyness
 from cells import NUMBERS
 from links import Link, Network
 from plan import LINKS, LIVES, Fault, Plan
-from processes import Process, ShardActor, Timeline, WorkerActor
+from processes import Process, ShardActor, Timeline, WorkerActor, last_word
 from program import Options
 
+from psd.checkpoint import CheckpointDirectory
+
 TICK_S = 0.02
+LATE_S = 7.0
 RESTART_S = 0.2
 """After which a supervisor starts a program again."""
 
@@ -89,6 +92,9 @@ class _Trial:
         self._workers = [WorkerActor(rank, self._timeline) for rank in range(plan.workers)]
         self._numbers = itertools.count(0, _PER_LIFE)
         self._is_ending = False
+        self._late: set[Process] = set()
+        self._watched: dict[Process, float] = {}
+        self._looked = 0.0
         self._finisher: Process | None = None
 
     # -- the course of things ------------------------------------------------------------------------------------------
@@ -104,10 +110,10 @@ class _Trial:
             self._start(worker)
         for fault in self._plan.faults:
             self._at(fault.at, lambda fault=fault: self._begin(fault))
-        last = max([fault.at + fault.seconds for fault in self._plan.faults] + [self._plan.seconds])
-        self._until(lambda: False, last + 1.0, scaled=False)
+        self._until(lambda: False, self._plan.seconds, scaled=False)
         self._timeline.note("stopping")
         (self._directory / "stop").touch()
+        self._until(lambda: self._is_quiet() and not self._running(), self._seconds_left(), scaled=False)
         if not self._until(lambda: self._is_quiet() and not self._running(), END_S):
             self._give_up(self._running())
             return
@@ -165,6 +171,11 @@ class _Trial:
         """Do something so many seconds from now."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), action))
 
+    def _seconds_left(self) -> float:
+        """Until all faults have been healed."""
+        last = max((fault.at + fault.seconds for fault in self._plan.faults), default=0)
+        return max(0.0, last - self._plan.seconds) + 1
+
     def _is_quiet(self) -> bool:
         return not self._due
 
@@ -179,6 +190,10 @@ class _Trial:
             self._look_after_workers()
             for shard in self._shards:
                 _ = shard.is_ready  # writes down when it is
+            if now - self._looked > 1.0:
+                self._looked = now
+                self._look_for_late_ends()
+                self._look_at_watched()
             if fact():
                 return True
             if now - begun > seconds * (self._busyness.factor if scaled else 1.0):
@@ -223,6 +238,7 @@ class _Trial:
 
     def _look_after_workers(self) -> None:
         """Give those successors that want one, as a supervisor would."""
+        self._running()  # writes down who has ended
         for worker in self._workers:
             process = worker.process
             if process is None or process.status is None or not worker.is_wanted or self._is_ending:
@@ -231,9 +247,30 @@ class _Trial:
             if worker.wants_successor:
                 self._at(RESTART_S, lambda worker=worker: self._start(worker))
 
+    def _look_for_late_ends(self) -> None:
+        """Have programs that have ended, but whose processes have not, say in their logs where they are. Once each."""
+        for worker in self._workers:
+            for process, options in worker.lives:
+                if process.status is None and not process.is_stopped and process not in self._late:
+                    last = last_word(options)
+                    if last.get("e") == "end" and time.monotonic() - last["t"] > LATE_S:
+                        self._late.add(process)
+                        process.signal(signal.SIGUSR1)
+
+    def _look_at_watched(self) -> None:
+        """Processes that had to end by a certain time."""
+        for process, deadline in list(self._watched.items()):
+            if process.status is None and time.monotonic() > deadline:
+                self._give_up([process])
+                process.kill()
+            if process.status is not None:
+                del self._watched[process]
+
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def _begin(self, fault: Fault) -> None:
+        if fault.kind == "shard-lose" and not self._has_checkpoint():
+            fault = replace(fault, kind="shard-kill")  # nobody could go on
         self._timeline.note("begin", fault=vars(fault), text=str(fault))
         if fault.kind in LINKS:
             links = self._links_of(fault)
@@ -243,6 +280,10 @@ class _Trial:
             self._strike_worker(fault, self._workers[fault.rank])
         else:
             self._strike_shard(fault, self._shards[fault.shard])
+
+    def _has_checkpoint(self) -> bool:
+        directory = self._directory / "checkpoints"
+        return directory.exists() and CheckpointDirectory(str(directory)).newest() is not None
 
     def _end(self, fault: Fault, heal: Callable[[], Any]) -> None:
         heal()
@@ -264,7 +305,7 @@ class _Trial:
                     return  # it is down
                 if fault.kind == "shard-terminate" and not process.is_stopped:
                     process.signal(signal.SIGTERM)
-                    self._at(TERMINATED_S * self._busyness.factor, lambda: self._watched(process))
+                    self._watched[process] = time.monotonic() + TERMINATED_S * self._busyness.factor
                     self._start_when_ended(fault, shard, process)
                     return
                 process.kill()
@@ -305,7 +346,7 @@ class _Trial:
                 if process.is_stopped:
                     return
                 process.signal(signal.SIGINT)
-                self._at(INTERRUPTED_S * self._busyness.factor, lambda: self._watched(process))
+                self._watched[process] = time.monotonic() + INTERRUPTED_S * self._busyness.factor
             case "worker-vanish":
                 for link in self._links_of(Fault("link-half-open", 0, 0, rank=worker.rank)):
                     self._cuts += link.begin(Fault("link-half-open", fault.at, fault.seconds, side="shard"))
@@ -314,8 +355,3 @@ class _Trial:
                 process.kill()
         worker.is_wanted = False
         self._at(fault.seconds, lambda: self._end(fault, lambda: self._start(worker)))
-
-    def _watched(self, process: Process) -> None:
-        if process.status is None:
-            self._give_up([process])
-            process.kill()
