@@ -33,8 +33,9 @@ _FORGIVEN_IN_LOGS = "KeyboardInterrupt"
 def check_conduct(histories: Histories) -> list[Failure]:
     """Everything but the numbers."""
     failures = [Failure("stuck", f"{name} did not end in time") for name in histories.outcome.stuck]
-    windows = list(_windows(histories))
+    faults = list(_fault_windows(histories))
     for life in histories.lives:
+        windows = faults + [_missed(histories, other) for other in histories.lives if other is not life and _fails(other)]
         failures += _errors(histories, life, windows)
         failures += _end(histories, life)
         failures += _times(histories, life, windows)
@@ -130,7 +131,7 @@ def _shards(histories: Histories) -> Iterator[Failure]:
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-def _windows(histories: Histories) -> Iterator[tuple[float, float]]:
+def _fault_windows(histories: Histories) -> Iterator[tuple[float, float]]:
     """When something was wrong, or may still have had effects."""
     plan, now = histories.plan, histories.now
     ends = list(histories.of("end"))
@@ -146,11 +147,17 @@ def _windows(histories: Histories) -> Iterator[tuple[float, float]]:
             end = max(end, begun + plan.lease_s)
         if fault["kind"] in ("shard-kill", "shard-lose", "shard-terminate"):
             ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > begun]
-            end = max(end, *ready[:1], end)
+            end = max([end, *ready[:1]])
         yield begun, end + after
-    for life in histories.lives:  # programs that fail, and are missed until they are back, or their lease is over
-        if life.status not in (None, 0) or life.how in ("abort", "end", "restart"):
-            yield life.ended - AFTERWARDS_S, life.ended + plan.lease_s + AFTERWARDS_S
+
+
+def _fails(life: Life) -> bool:
+    return life.status not in (None, 0)
+
+
+def _missed(histories: Histories, life: Life) -> tuple[float, float]:
+    """When others may wait for a worker that has failed: until it is back, or its lease is over."""
+    return life.ended - AFTERWARDS_S, life.ended + histories.plan.lease_s + AFTERWARDS_S
 
 
 def _overlap(begun: float, ended: float, windows: Sequence[tuple[float, float]]) -> float:
@@ -171,8 +178,8 @@ def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, floa
     for call in life.calls:
         unexplained = call.ended - call.begun - _overlap(call.begun, call.ended, windows)
         if unexplained > UNEXPLAINED_S * factor and call.result in ("", "ok", *PASSING):
-            text = f"{life.name}, {call.op} at {call.begun:.2f} took {call.ended - call.begun:.1f} s, {unexplained:.1f} unexplained"
-            yield Failure("slow", f"{text}: {call.result} {call.text}")
+            text = f"{life.name}, {call.op} at {call.begun:.2f} took {call.ended - call.begun:.1f} s"
+            yield Failure("slow", f"{text}, {unexplained:.1f} without a reason: {call.result} {call.text}")
         says_by = call.begun + SAYS_S * factor
         if call.ended > says_by + 0.5 and not was_stopped and not life.signalled:
             said = [text for t, _, text in life.logs if call.begun <= t <= says_by]
@@ -182,12 +189,10 @@ def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, floa
     joined = next((call for call in life.calls if call.op == "declare" and call.is_ok), None)
     if joined is not None and not life.name.endswith("life 0"):
         begun = life.calls[0].begun
-        windows = [(low, high) for low, high in windows]
-        took = joined.ended - begun
-        if took > plan.lease_s * factor + AFTERWARDS_S * factor and took - _overlap(begun, joined.ended, _outages(histories)) > (
-            plan.lease_s + AFTERWARDS_S
-        ) * factor:
-            yield Failure("slow successor", f"{life.name} took {took:.1f} s to join, with a lease of {plan.lease_s:g} s")
+        took = joined.ended - begun - _overlap(begun, joined.ended, _outages(histories))
+        if took > (plan.lease_s + AFTERWARDS_S) * factor:
+            text = f"{life.name} took {took:.1f} s to join, beside outages; the lease is {plan.lease_s:g} s"
+            yield Failure("slow successor", text)
 
 
 def _outages(histories: Histories) -> list[tuple[float, float]]:
@@ -216,7 +221,9 @@ def _seen(histories: Histories, life: Life) -> Iterator[Failure]:
         if call.seen is None:
             continue
         if call.seen[1] > 1:
-            yield Failure("counted twice", f"{life.name}, {call.op} at {call.begun:.2f} sees its last gradient {call.seen} times")
+            yield Failure(
+                "counted twice", f"{life.name}, {call.op} at {call.begun:.2f} sees its last gradient {call.seen} times"
+            )
         elif last is not None and is_clean and call.seen != (1, 1):
             text = f"{life.name}, {call.op} at {call.begun:.2f} sees its gradient {last.number} {call.seen} times"
             yield Failure("own gradient not read", text)

@@ -61,9 +61,7 @@ def compare(histories: Histories, counts: Counts) -> list[Failure]:
     return failures
 
 
-def _judge(
-    histories: Histories, gradient: Gradient, found: dict[int, tuple[int, int]], counts: Counts
-) -> list[Failure]:
+def _judge(histories: Histories, gradient: Gradient, found: dict[int, tuple[int, int]], counts: Counts) -> list[Failure]:
     say = _Saying(gradient, found, counts, claim(histories, gradient))
     most = max(most for _, most in found.values())
     has_counted = [block for block, (least, _) in found.items() if least]

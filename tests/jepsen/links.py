@@ -13,8 +13,8 @@ half-open   connections are reset for one side, and dead for the `side` that doe
             acknowledged, for ever. New ones work
 black-hole  no packet passes, nor is any acknowledged, new connections included; afterwards all goes on
 
-What is not acknowledged is dropped by a socket filter, before TCP has seen it: so the peer's keep-alive notices, too, as it does
-when a machine has vanished. A link has an address of its own on the loopback network, because clients connect to the bulk port
+What is not acknowledged is dropped by a socket filter, before TCP has seen it: so the peer's keep-alive notices it, too, as when
+a machine has vanished. A link has an address of its own on the loopback network, because clients connect to the bulk port
 that the shard has named, on the host where they have found it.
 """
 
@@ -179,10 +179,10 @@ class Network:
             return
         try:
             for flow in pair.flows:
-                self._move(pair, flow)
+                if pair in self._pairs:  # it may have been reset just now
+                    self._move(pair, flow)
         except OSError:
             self.reset(pair)
-            return
         if pair not in self._pairs:
             return
         if all(flow.has_ended for flow in pair.flows):
@@ -337,7 +337,7 @@ class _Flow:
 
 
 class _Pair:
-    """A worker's connection, and the one that the proxy has opened for it. is_dead: one of them, which hears nothing any more."""
+    """A worker's connection, and the one that the proxy has opened for it. is_dead: one of them hears nothing any more."""
 
     def __init__(self, way: _Way, worker: socket.socket, shard: socket.socket) -> None:
         self.way = way

@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"consistency": "async"},
     "ssp": {"consistency": "ssp:2"},
 }
-"""By name, what is declared. A quorum of -1 is one less than there are workers. A norm that large is measured, and never clips."""
+"""By name, what is declared. A quorum of -1: one less than there are workers. So large a norm is measured, and never clips."""
 
 EXACT = ("exact", "quorum-exact", "norm")
 ROUNDS = ("fast", "exact", "quorum-fast", "quorum-exact", "norm")
@@ -63,7 +63,9 @@ class Fault:
         whom = [f"shard {self.shard}"] * (self.shard >= 0) + [f"worker {self.rank}"] * (self.rank >= 0)
         how = {"link-truncate": [self.way, self.direction], "link-delay": [self.way, self.direction]}
         more = how.get(self.kind, [self.way, self.side] if self.kind == "link-half-open" else [self.way])
-        return " ".join([f"{self.at:.2f}", self.kind, *whom, *(more if self.kind in LINKS else []), f"for {self.seconds:.2f} s"])
+        return " ".join(
+            [f"{self.at:.2f}", self.kind, *whom, *(more if self.kind in LINKS else []), f"for {self.seconds:.2f} s"]
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,10 @@ def _many_deaths(source: random.Random, plan: Plan) -> list[Fault]:
 
 def _two_lives(source: random.Random, plan: Plan) -> list[Fault]:
     twin = _fault(source, plan, "worker-twin", at=1 + 3 * source.random(), seconds=1.5)
-    return [twin, _fault(source, plan, source.choice(("shard-kill", "shard-stop", "worker-kill")), at=twin.at + source.random())]
+    return [
+        twin,
+        _fault(source, plan, source.choice(("shard-kill", "shard-stop", "worker-kill")), at=twin.at + source.random()),
+    ]
 
 
 RECIPES = (

@@ -201,9 +201,7 @@ class Program:
         values = initial(options.size, options.shards)
         ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
         self.ps = ps
-        self.call(
-            "declare", lambda: ps.declare(values, psd_client.SGD(lr=1), groups=param_groups(), **options.declared)
-        )
+        self.call("declare", lambda: ps.declare(values, psd_client.SGD(lr=1), groups=param_groups(), **options.declared))
         return ps
 
     def train(self) -> None:

@@ -4,7 +4,7 @@
     make jepsen SECONDS=0 SEED=17           # the trial of seed 17 alone
     python tests/jepsen/run_jepsen.py --replay FAILURE/plan.json
 
-A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and a schedule of faults. The parts, in reading order:
+A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and a schedule of faults. The parts, in order:
 
 plan.py        what a trial is: job, programs, faults; drawn by a seed
 cells.py       gradients that can be told apart in the parameters, so that these say how often each has counted, block by block
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +46,7 @@ SHRINK_S = 240.0
 
 def main() -> int:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running, or in memory
     begun = time.monotonic()
     total: Counter[str] = Counter()
     shrunk: set[frozenset[str]] = set()
@@ -73,7 +75,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Break psd's jobs, and look what counts.")
     parser.add_argument("--seconds", type=float, default=600, help="begin no trial after that (default: 600)")
     parser.add_argument("--seed", type=int, default=1, help="of the first trial (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("build/jepsen"), help="where failures are kept (default: build/jepsen)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/jepsen"), help="where failures are kept (default: build/jepsen)"
+    )
     parser.add_argument("--replay", type=Path, help="run this plan, a plan.json, again and again, instead of drawing plans")
     parser.add_argument("--modes", default="", help="draw only plans of these modes, separated by commas")
     parser.add_argument("--lanes", default="", help="likewise lanes")

@@ -290,11 +290,7 @@ class _Trial:
         self._timeline.note("end", fault=vars(fault))
 
     def _links_of(self, fault: Fault) -> list[Link]:
-        return [
-            link
-            for (rank, shard), link in self._links.items()
-            if fault.rank in (-1, rank) and fault.shard in (-1, shard)
-        ]
+        return [link for (rank, shard), link in self._links.items() if fault.rank in (-1, rank) and fault.shard in (-1, shard)]
 
     def _strike_shard(self, fault: Fault, shard: ShardActor) -> None:
         process = shard.process
