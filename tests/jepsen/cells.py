@@ -75,7 +75,7 @@ def seen(parameters: Mapping[str, NDArray[np.float64]], number: int, tensors: Se
 
 @dataclass(frozen=True)
 class _Piece:
-    """The part of a tensor that lies in a block; by digit and cell, the least and the largest count; -1: there is no such cell."""
+    """The part of a tensor that lies in a block; by digit and cell, the least and the largest count; -1: no such cell."""
 
     tensor: str
     block: int

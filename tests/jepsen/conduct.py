@@ -24,10 +24,11 @@ UNEXPLAINED_S = 8.0
 NAMES_SOMEBODY = re.compile(r"shard \d+|worker \d+")
 _PREFIX = re.compile(r"^psd: worker \d+: ")
 
+EXPIRED = "silent for longer than its lease"
+"""What shards' logs say of a worker that they have given up."""
+
 PASSING = ("WaitTimeout", "BarrierTimeout", "ShardUnavailable", "Draining", "Overloaded")
 """What any call may raise while something is wrong."""
-
-_FORGIVEN_IN_LOGS = "KeyboardInterrupt"
 
 
 def check_conduct(histories: Histories) -> list[Failure]:
@@ -80,14 +81,14 @@ def _may_raise(histories: Histories, life: Life, call: Call, windows: Sequence[t
 
 
 def _is_double_fault(histories: Histories) -> bool:
-    """Exact aggregation: a worker may have died that had committed, and a shard that had its gradient."""
+    """Exact aggregation: a worker may have gone that had committed, and a shard died that had its gradient."""
     killed = histories.faults("shard-kill", "shard-terminate", "shard-lose")
-    died = [life for life in histories.lives if life.status not in (None, 0)]
-    return histories.plan.is_exact and bool(killed and died)
+    has_gone = any(map(_fails, histories.lives)) or any(EXPIRED in log for log in histories.shard_logs)
+    return histories.plan.is_exact and bool(killed) and has_gone
 
 
 def _may_be_lost(histories: Histories) -> bool:
-    return not histories.plan.checkpoint_steps and _is_double_fault(histories)
+    return not histories.outcome.has_checkpoint and _is_double_fault(histories)
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------
@@ -118,9 +119,10 @@ def _end_s(life: Life) -> float:
 
 
 def _shards(histories: Histories) -> Iterator[Failure]:
-    for shard in range(histories.plan.shards):
-        log = (histories.outcome.directory / f"shard-{shard}.log").read_text(errors="replace")
-        found = re.search(r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! .*checkpoint)", log)
+    for shard, log in enumerate(histories.shard_logs):
+        found = re.search(
+            r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! (.*checkpoint|round \d+ cannot))", log
+        )
         if found is not None:
             yield Failure("traceback of a shard", f"shard {shard}: ...{log[max(0, found.start() - 300) :][:3000]}")
     for record in histories.of("exit"):

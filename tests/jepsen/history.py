@@ -121,6 +121,12 @@ class Histories:
                     gradient = Gradient(call.number, call.tensors, life)
                     self.gradients.setdefault(call.number, gradient).calls.append(call)
 
+    @cached_property
+    def shard_logs(self) -> list[str]:
+        """Of all lives of each shard."""
+        paths = [self.outcome.directory / f"shard-{shard}.log" for shard in range(self.plan.shards)]
+        return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+
     def of(self, what: str) -> Iterator[dict[str, Any]]:
         """The timeline's records of a kind."""
         return (record for record in self.timeline if record["what"] == what)

@@ -13,8 +13,8 @@ half-open   connections are reset for one side, and dead for the `side` that doe
             acknowledged, for ever. New ones work
 black-hole  no packet passes, nor is any acknowledged, new connections included; afterwards all goes on
 
-What is not acknowledged is dropped by a socket filter, before TCP has seen it: so the peer's keep-alive notices it, too, as when
-a machine has vanished. A link has an address of its own on the loopback network, because clients connect to the bulk port
+What is not acknowledged is dropped by a socket filter, before TCP has seen it: so the peer's keep-alive notices it, too, as
+when a machine has vanished. A link has an address of its own on the loopback network, because clients connect to the bulk port
 that the shard has named, on the host where they have found it.
 """
 

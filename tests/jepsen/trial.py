@@ -49,6 +49,7 @@ class Outcome:
 
     Attributes:
         stuck: names of processes that did not end in time. final: file of the parameters; None if there are none.
+        has_checkpoint: there was one in the end.
         factor: how much slower than an idle one the machine was.
     """
 
@@ -57,6 +58,7 @@ class Outcome:
     timeline: list[dict[str, Any]] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     final: Path | None = None
+    has_checkpoint: bool = False
     factor: float = 1.0
     cuts: int = 0
 
@@ -146,6 +148,7 @@ class _Trial:
             if process is not None and process.status is None:
                 process.kill()
         self.outcome.cuts = self._cuts
+        self.outcome.has_checkpoint = self._has_checkpoint()
         for shard in self._shards:
             shard.close()
         self._network.close()

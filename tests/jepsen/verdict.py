@@ -68,7 +68,15 @@ def _counts(histories: Histories) -> Counter[str]:
     return counts
 
 
-def shrink(verdict: Verdict, directory: Path, *, runs: int, seconds: float, say: Callable[[str], None]) -> Verdict:
+def shrink(
+    verdict: Verdict,
+    directory: Path,
+    *,
+    runs: int,
+    seconds: float,
+    say: Callable[[str], None],
+    attempt: Callable[[Plan, Path], Verdict] = try_plan,
+) -> Verdict:
     """The same failure with fewer faults: faults are left out as long as one of its kinds comes back, each attempt made twice.
 
     Bounded by trials and by time; what fails rarely stays larger than it need be.
@@ -83,7 +91,7 @@ def shrink(verdict: Verdict, directory: Path, *, runs: int, seconds: float, say:
             if left == 0 or time.monotonic() > deadline:
                 return None
             left -= 1
-            again = try_plan(plan, directory / f"shrunk-{left}")
+            again = attempt(plan, directory / f"shrunk-{left}")
             if again.kinds & verdict.kinds:
                 return again
             shutil.rmtree(again.directory)
