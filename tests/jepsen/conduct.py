@@ -22,6 +22,7 @@ NOTICED_S = 25.0
 UNEXPLAINED_S = 8.0
 
 NAMES_SOMEBODY = re.compile(r"shard \d+|worker \d+")
+_DEFECT = re.compile(r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! (.*checkpoint|round \d+ cannot))")
 _PREFIX = re.compile(r"^psd: worker \d+: ")
 
 EXPIRED = "silent for longer than its lease"
@@ -120,9 +121,7 @@ def _end_s(life: Life) -> float:
 
 def _shards(histories: Histories) -> Iterator[Failure]:
     for shard, log in enumerate(histories.shard_logs):
-        found = re.search(
-            r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! (.*checkpoint|round \d+ cannot))", log
-        )
+        found = _DEFECT.search(log)
         if found is not None:
             yield Failure("traceback of a shard", f"shard {shard}: ...{log[max(0, found.start() - 300) :][:3000]}")
     for record in histories.of("exit"):

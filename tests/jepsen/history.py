@@ -80,7 +80,7 @@ class Life:
     @property
     def has_ended_in_order(self) -> bool:
         """Nobody has ended it, and it has not failed."""
-        return self.how in ("with", "close", "fall", "final")
+        return self.how in ("with", "close", "fall", "finish", "read")
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Gradient:
 
 
 class Histories:
-    """All lives of a trial, the finisher's last."""
+    """All lives of a trial, of those that come last, too."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -143,7 +143,7 @@ class Histories:
     def _life(self, start: dict[str, Any]) -> Life:
         name = start["name"]
         words = name.split()
-        life = Life(name, 0 if name == "finisher" else int(words[1]), start["t"], ended=self.now)
+        life = Life(name, int(words[1]), start["t"], ended=self.now)
         for record in self.timeline:
             if record.get("name") != name:
                 continue
@@ -153,7 +153,7 @@ class Histories:
                 life.signalled, life.signalled_at = record["signal"], record["t"]
             elif record["what"] == "superseded":
                 life.superseded = record["t"]
-        stem = "finisher" if name == "finisher" else f"worker-{words[1]}-life-{words[3]}"
+        stem = name.replace(" ", "-")
         path = self.outcome.directory / f"{stem}.jsonl"
         log = self.outcome.directory / f"{stem}.log"
         life.log = log.read_text(errors="replace") if log.exists() else ""

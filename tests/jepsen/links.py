@@ -87,6 +87,9 @@ class Network:
         """Reset everything."""
         self.call(self._close)
         self._thread.join(30)
+        self._selector.close()
+        self._waking.close()
+        self._woken.close()
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
@@ -144,9 +147,6 @@ class Network:
                         done.set_exception(error)
             for pair in list(self._pairs):
                 self._advance(pair)
-        self._selector.close()
-        self._waking.close()
-        self._woken.close()
 
     def _pause_s(self) -> float | None:
         now = time.monotonic()

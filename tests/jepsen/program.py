@@ -50,7 +50,7 @@ class Options:
 
     Attributes:
         history: file to write. stop: file whose existence asks it to end. first, count: the numbers of its gradients.
-        final: file for the parameters; the program then pushes one gradient, and ends.
+        role: "train"; "finish": push one gradient, so that what is open closes; "read": keep the parameters in `final`.
     """
 
     history: str
@@ -66,6 +66,7 @@ class Options:
     connect: dict[str, Any]
     declared: dict[str, Any]
     style: dict[str, Any]
+    role: str = "train"
     final: str = ""
 
     def to_json(self) -> str:
@@ -259,13 +260,18 @@ class Program:
         self._history.write("end", how=how, **self._state())
 
     def finish(self) -> None:
-        """Instead of `run`: push one gradient, so that what is open closes, and keep the parameters."""
+        """Instead of `run`: push one gradient."""
         ps = self.connect()
         with ps:
             self._step(does_push=False)
-            parameters = self.call("pull", ps.pull)
-        np.savez(self._options.final, **parameters)
-        self._history.write("end", how="final", **self._state())
+        self._history.write("end", how="finish", **self._state())
+
+    def read(self) -> None:
+        """Instead of `run`: keep the parameters."""
+        options = self._options
+        with psd_client.connect(options.servers, role="reader", transport=options.connect["transport"]) as reader:
+            np.savez(options.final, **self.call("read", reader.pull))
+        self._history.write("end", how="read")
 
 
 def main() -> None:
@@ -278,10 +284,7 @@ def main() -> None:
     history.write("begin", pid=os.getpid(), seed=options.seed)
     program = Program(options, history)
     try:
-        if options.final:
-            program.finish()
-        else:
-            program.run()
+        {"train": program.run, "finish": program.finish, "read": program.read}[options.role]()
     except Failed as failed:
         history.write("end", how=failed.reaction)
         raise failed.error from None

@@ -40,7 +40,7 @@ TERMINATED_S = 10.0
 INTERRUPTED_S = 20.0
 """How long a process that must end on a signal, within the grace time or 6 seconds, is watched before it is killed."""
 
-_PER_LIFE = NUMBERS // (LIVES + 1)
+_PER_LIFE = NUMBERS // (LIVES + 4)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class _Trial:
         self._late: set[Process] = set()
         self._watched: dict[Process, float] = {}
         self._looked = 0.0
-        self._finisher: Process | None = None
+        self._last: list[Process] = []
 
     # -- the course of things ------------------------------------------------------------------------------------------
 
@@ -129,23 +129,30 @@ class _Trial:
             self._give_up([process for process in left if process and process.status is None])
 
     def _finish(self) -> None:
-        """A healthy worker that comes last sees what all others have left."""
-        options = self._options(0, len(self._workers[0].lives), servers=",".join(shard.address for shard in self._shards))
+        """Healthy workers of all ranks come last, so that all that is open closes; then the parameters are read."""
         final = self._directory / "final.npz"
-        changed: dict[str, Any] = {"final": str(final), "history": str(self._directory / "finisher.jsonl")}
-        changed["connect"] = options.connect | {"wait_timeout": 60.0, "retry_timeout": 20.0}
-        actor = WorkerActor(0, self._timeline)
-        actor.start(Options(**vars(options) | changed), "finisher")
-        self._finisher = finisher = actor.lives[0][0]
-        if not self._until(lambda: finisher.status is not None, FINISH_S):
-            self._give_up([finisher])
-        elif final.exists():
+        for role, ranks in (("finish", range(self._plan.workers)), ("read", range(1))):
+            last = [self._start_last(role, rank, final) for rank in ranks]
+            if not self._until(lambda last=last: all(each.status is not None for each in last), FINISH_S):
+                self._give_up([each for each in last if each.status is None])
+                return
+        if final.exists():
             self.outcome.final = final
+
+    def _start_last(self, role: str, rank: int, final: Path) -> Process:
+        options = self._options(rank, 0, servers=",".join(shard.address for shard in self._shards))
+        name = f"{role} {rank}"
+        changed: dict[str, Any] = {"history": str(self._directory / f"{name.replace(' ', '-')}.jsonl")}
+        changed["connect"] = options.connect | {"wait_timeout": 60.0, "retry_timeout": 20.0}
+        actor = WorkerActor(rank, self._timeline)
+        actor.start(Options(**vars(options) | changed | {"role": role, "final": str(final)}), name)
+        self._last.append(actor.lives[0][0])
+        return self._last[-1]
 
     def close(self) -> None:
         """Whatever has happened: nothing is left running."""
-        for process in [*self._running(), self._finisher]:
-            if process is not None and process.status is None:
+        for process in [*self._running(), *self._last]:
+            if process.status is None:
                 process.kill()
         self.outcome.cuts = self._cuts
         self.outcome.has_checkpoint = self._has_checkpoint()
@@ -160,7 +167,7 @@ class _Trial:
     def _give_up(self, stuck: list[Process | None]) -> None:
         """Some processes do not end: keep their stacks, and those of all others, who may be what they wait for."""
         self.outcome.stuck += [process.name for process in stuck if process is not None]
-        everybody = [shard.process for shard in self._shards] + [*self._running(), self._finisher]
+        everybody = [shard.process for shard in self._shards] + [*self._running(), *self._last]
         for process in everybody:
             if process is not None:
                 process.signal(signal.SIGUSR1)
