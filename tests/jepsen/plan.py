@@ -99,6 +99,7 @@ class Plan:
     Attributes:
         lease_s, wait_s, retry_s: the shards' and the workers' settings. checkpoint_steps: 0: no checkpoints.
         seconds: of training before the faults are healed and the programs end.
+        early: the faults begin with the programs, not only when all of them train.
         named: the job has a name. small_disk: state directories are tiny file systems (needs root).
     """
 
@@ -112,7 +113,8 @@ class Plan:
     wait_s: float = 20.0
     retry_s: float = 20.0
     checkpoint_steps: int = 0
-    seconds: float = 7.0
+    seconds: float = 6.0
+    early: bool = False
     named: bool = False
     small_disk: bool = False
     styles: tuple[Style, ...] = ()
@@ -153,7 +155,11 @@ class Plan:
         return cls(**fields)
 
     def __str__(self) -> str:
-        extras = [f"checkpoints every {self.checkpoint_steps}"] * bool(self.checkpoint_steps) + ["small disk"] * self.small_disk
+        extras = (
+            [f"checkpoints every {self.checkpoint_steps}"] * bool(self.checkpoint_steps)
+            + ["small disk"] * self.small_disk
+            + ["early"] * self.early
+        )
         job = f"{self.lane}, {self.mode}, {self.workers} workers x {self.shards} shards, {self.size}"
         times = f"lease {self.lease_s:g}, wait {self.wait_s:g}, retry {self.retry_s:g}"
         return "; ".join([f"seed {self.seed}: {job}, {times}", *extras, f"{len(self.faults)} faults"])
@@ -178,6 +184,7 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
         wait_s=2.0 if barrier_every else source.choice((0.5, 2.0, 20.0, 20.0)),
         retry_s=source.choice((1.0, 3.0, 20.0, 20.0)),
         checkpoint_steps=source.choice((0, 0, 5, 20)),
+        early=source.random() < 0.2,
         named=source.random() < 0.5,
         small_disk=may_mount and source.random() < 0.1,
     )

@@ -269,7 +269,8 @@ class Program:
     def read(self) -> None:
         """Instead of `run`: keep the parameters."""
         options = self._options
-        with psd_client.connect(options.servers, role="reader", transport=options.connect["transport"]) as reader:
+        wanted = {"transport": options.connect["transport"], "wait_timeout": 20.0}
+        with psd_client.connect(options.servers, role="reader", **wanted) as reader:
             np.savez(options.final, **self.call("read", reader.pull))
         self._history.write("end", how="read")
 

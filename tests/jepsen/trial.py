@@ -31,6 +31,7 @@ RESTART_S = 0.2
 """After which a supervisor starts a program again."""
 
 START_S = 30.0
+JOIN_S = 10.0
 END_S = 45.0
 """From the last fault's end to the end of all programs: broken connections are noticed within 20 seconds, leases run out, and
 each program takes one step more."""
@@ -107,9 +108,11 @@ class _Trial:
         if not self._until(lambda: all(shard.is_ready for shard in self._shards), START_S):
             self._give_up([shard.process for shard in self._shards if not shard.is_ready])
             return
-        self._timeline.note("training")
         for worker in self._workers:
             self._start(worker)
+        if not self._plan.early:
+            self._until(lambda: all(map(_has_begun, self._workers)), JOIN_S)
+        self._timeline.note("training")
         for fault in self._plan.faults:
             self._at(fault.at, lambda fault=fault: self._begin(fault))
         self._until(lambda: False, self._plan.seconds, scaled=False)
@@ -361,3 +364,10 @@ class _Trial:
                 process.kill()
         worker.is_wanted = False
         self._at(fault.seconds, lambda: self._end(fault, lambda: self._start(worker)))
+
+
+def _has_begun(worker: WorkerActor) -> bool:
+    """It has pushed something, or has ended."""
+    process, options = worker.lives[0]
+    path = Path(options.history)
+    return process.status is not None or (path.exists() and '"op": "push' in path.read_text())
