@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -294,6 +294,14 @@ class ShardCore:
         if self.job is not None:
             self.job.on_gone(worker.rank)
 
+    def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
+        """EXACT: count the pushes whose rounds are decided, also by these decisions, as what they have turned out to be."""
+        if self.job is not None and self.job.is_exact:
+            self.job.staged.learn(decisions)
+            counted, left_out = self.job.staged.count()
+            self.counters.pushes_accepted += counted
+            self.counters.pushes_late += left_out
+
     def add_gate(self, ticket: Ticket) -> None:
         """Keep the ticket of a worker that the staleness bound holds back."""
         self.gates = [t for t in self.gates if not t.future.done()]
@@ -326,6 +334,7 @@ class ShardCore:
             if job is not None and job.decisions is not None:
                 job.decisions.settle()
                 news, job.decisions.news = job.decisions.news, []
+                self.count_staged(news)
         if job is not None:
             job.decide(news)
             job.settle()

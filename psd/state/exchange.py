@@ -53,10 +53,14 @@ class Exchange:
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
+            begun_as = header.session or header.caller.session
+            if begun_as > header.caller.session:
+                raise InvalidRequest(f"session: {begun_as} is later than the caller's, {header.caller.session}")
             job.check_agreement(header.clock, scalars, worker.rank)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
+            self._core.count_staged(decisions)
         job.decide(decisions)
         if skipped:
             self._core.settle()
@@ -64,6 +68,7 @@ class Exchange:
             job,
             worker,
             header.caller.session,
+            begun_as,
             header.clock,
             header.weight,
             scalars,
@@ -157,7 +162,17 @@ class Exchange:
         push.worker.last_seen = self._core.now()
         scalars, read = push.scalars[plan.group], push.versions.get(index)
         part = Contribution(
-            push.worker.rank, push.session, push.clock, push.weight, values, mask, scalars, read, push.scale, is_lent
+            push.worker.rank,
+            push.begun_as,
+            push.clock,
+            push.weight,
+            values,
+            mask,
+            scalars,
+            read,
+            push.scale,
+            is_lent,
+            sent_by=push.session,
         )
         if is_lent:
             push.lent.append(block)
@@ -170,7 +185,7 @@ class Exchange:
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
-            if outcome is Outcome.COUNTED and push.outcomes[outcome] == 1:
+            if outcome in (Outcome.COUNTED, Outcome.STAGED) and push.outcomes[outcome] == 1:
                 with self._core.lock:
                     job.on_counted(push.clock)
         return None
@@ -190,12 +205,15 @@ class Exchange:
                 f"block: {lacking} is missing; the push of clock {push.clock} ended after {len(push.covered)} of "
                 f"{job.trained_count} blocks"
             )
-        counted, late = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.LATE]
+        counted, late, staged = (push.outcomes[i] for i in (Outcome.COUNTED, Outcome.LATE, Outcome.STAGED))
         clock = push.clock + 1
         with self._core.lock:
             self._check_session(push)
             self._core.members.on_step(push.worker, clock)
-            if counted or job.trained_count == 0:
+            if staged:
+                job.staged.add(push.clock, push.worker.rank)
+                self._core.count_staged()
+            elif counted or job.trained_count == 0:
                 self._core.counters.pushes_accepted += 1
             elif late:
                 self._core.counters.pushes_late += 1
@@ -208,6 +226,7 @@ class Exchange:
             blocks_counted=counted,
             blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
             blocks_late=late,
+            blocks_staged=staged,
             cuts=self._cuts.latest(),
         )
 
@@ -232,6 +251,7 @@ class Exchange:
             skipped = self._core.members.on_clock(worker, request.clock)
             self._core.initial.is_read = True
             self._core.counters.pulls += 1
+            self._core.count_staged(decisions)
         job.decide(decisions)
         job.judge(verdict)
         if skipped:

@@ -21,7 +21,7 @@ from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.decisions import KEPT, Decisions
+from psd.state.decisions import KEPT, Decisions, StagedPushes
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.state.staleness import bound_rule
@@ -54,6 +54,7 @@ class Job:
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
         decisions: EXACT, on shard 0 only: which workers make up the rounds.
+        staged: EXACT: pushes that wait for the decision on their round.
         verdicts: in a job that has verdicts, on shard 0 only: how rounds are applied.
     """
 
@@ -99,6 +100,7 @@ class Job:
                 has_verdicts=spec.has_verdicts,
                 ratio_places=self._ratio_places(plan),
                 waited_in=membership.waited_in,
+                session_of=membership.session_of,
                 may_void=membership.is_void,
                 on_lost=on_lost,
                 times=RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
@@ -106,6 +108,7 @@ class Job:
             for slot, plan in enumerate(plans)
         }
         self.decisions = Decisions(self.arena, self.policy, membership) if self.is_exact and shard_index == 0 else None
+        self.staged = StagedPushes()
         self.verdicts: Verdicts | None = None
         if spec.has_verdicts and shard_index == 0:
             measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
@@ -209,6 +212,15 @@ class Job:
     def version_max(self) -> int:
         """Updates applied to the block that is furthest ahead."""
         return max((b.version for b in self._trained), default=0)
+
+    def entry_round(self, rank: int) -> int:
+        """The first round in which a new session of the rank takes part, as far as this shard's blocks are concerned.
+
+        With fast aggregation the rank has one gradient in a round, and that of an earlier session may be in some blocks' open one.
+        """
+        if self.is_exact:
+            return self.version_max
+        return max((block.entry_round(rank) for block in self._trained), default=0)
 
     def settle(self) -> None:
         """Close every round that is complete now that somebody left, expired or skipped rounds."""
