@@ -232,9 +232,11 @@ class Driver:
         weight: float = 1.0,
         scalars: Sequence[float] = SGD,
         versions: Sequence[int] = (),
+        session: int = 0,
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
+            session=session,
             clock=clock,
             weight=weight,
             layout_digest=self.layout.digest,
