@@ -76,7 +76,7 @@ class Heartbeats:
     def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
         """Heartbeats to all shards at once; what they say that this worker waits for."""
         timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
-        clock, leaving = self._session.clock, self._session.is_leaving
+        clock, leaving = self._session.told_clock, self._session.is_leaving
         pending = []
         try:
             for lane in self._lanes:

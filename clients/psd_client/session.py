@@ -61,6 +61,8 @@ class Session:
 
     Attributes:
         clock: steps that the worker has finished.
+        pushing: the clock of a push that not all shards have yet. No shard is told of a later one meanwhile, because rounds do
+            not wait for a worker that has gone beyond them.
         is_leaving: it waits for the round of its last push to close, and does nothing more then.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
@@ -79,6 +81,7 @@ class Session:
         self._resuming = threading.Lock()
         shards.on_restart = self.resume
         self.clock = 0
+        self.pushing: int | None = None
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
         self.stored_state = b""
@@ -136,6 +139,12 @@ class Session:
             timeline=replies[0].timeline,
         )
         self._barrier_seq = 0
+
+    @property
+    def told_clock(self) -> int:
+        """The clock that heartbeats tell."""
+        pushing = self.pushing
+        return self.clock if pushing is None else min(self.clock, pushing)
 
     @property
     def number(self) -> int:
@@ -337,6 +346,14 @@ class Session:
             error,
             self.clock,
         )
+
+    def begin_anew(self) -> None:
+        """End this session, and go on as a new one of the same rank."""
+        self.join()
+        assert self._spec is not None
+        assert self._values is not None
+        self._declare(self._spec, self._values)
+        self.rejoins += 1
 
     def while_fenced(self, operation: Callable[[], ResultT], rejoins_max: int = REJOINS_MAX) -> ResultT:
         """The result of an operation that may be repeated as a new session."""

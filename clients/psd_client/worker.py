@@ -98,9 +98,11 @@ class Worker:
         """What this worker has done so far.
 
         Returns:
-            pushes: that all shards have. pushes_dropped: whose lease ran out on the way. blocks_counted, blocks_duplicate,
-            blocks_late: what the shards did with the pushes' blocks. rounds_skipped: see `is_skipped`. rejoins: new sessions
-            after the first. sent_bytes, received_bytes: numbers moved.
+            pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
+            be pushed. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
+            when it came again are the latter. blocks_late: that do not, because their round had closed without it.
+            blocks_staged: exact aggregation: of which that is not decided yet. rounds_skipped: see `is_skipped`. rejoins: new
+            sessions after the first. sent_bytes, received_bytes: numbers moved.
         """
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes

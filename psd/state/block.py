@@ -197,7 +197,7 @@ class BlockState:
         return Outcome.STAGED if is_staged else Outcome.COUNTED
 
     def entry_round(self, rank: int) -> int:
-        """FAST: the first round in which a new session of the rank can take part: not the open one, if that has a gradient of it.
+        """FAST: the first round in which a new session of the rank takes part: not the open one, if that has a gradient of it.
 
         Gradients of its earlier sessions that are still on their way are refused from now on.
         """

@@ -216,7 +216,7 @@ class Job:
     def entry_round(self, rank: int) -> int:
         """The first round in which a new session of the rank takes part, as far as this shard's blocks are concerned.
 
-        With fast aggregation the rank has one gradient in a round, and that of an earlier session may be in some blocks' open one.
+        With fast aggregation a rank has one gradient in a round, and an earlier session's may be in some blocks' open one.
         """
         if self.is_exact:
             return self.version_max

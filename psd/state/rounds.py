@@ -202,7 +202,7 @@ class FastRound(_Sum):
         self._last: Contribution | None = None
 
     def standing(self, part: Contribution) -> Outcome | None:
-        """See Round. A gradient that an earlier session of the rank has pushed stays; the rank has no second one in the round."""
+        """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""
         session = self.sessions.get(part.rank)
         if session is None:
             return None

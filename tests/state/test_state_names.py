@@ -1,4 +1,4 @@
-"""The name of a push, (rank, session, clock): whose gradient counts when a worker joins anew, or another process takes its rank."""
+"""The name of a push, (rank, session, clock): whose gradient counts when a worker joins anew, or another takes its rank."""
 
 import pytest
 from shard_driver import Driver, job_spec
@@ -89,7 +89,7 @@ def test_a_push_cannot_have_been_begun_by_a_later_session():
     driver = Driver()
     a, _ = driver.start()
     before = driver.fingerprint()
-    with pytest.raises(InvalidRequest, match="session: .* is later than the caller"):
+    with pytest.raises(InvalidRequest, match=r"session: .* is later than the caller"):
         driver.begin_push(a, 0, session=a.session + 1)
     assert driver.fingerprint() == before
 
