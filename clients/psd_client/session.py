@@ -17,7 +17,16 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import ForeignRun, LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
+from psd.contract.errors import (
+    BarrierTimeout,
+    ForeignRun,
+    LayoutMismatch,
+    PsdError,
+    RolledBack,
+    SessionFenced,
+    ShardRestarted,
+    StateLost,
+)
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
@@ -78,6 +87,7 @@ class Session:
         self._spec: JobSpec | None = None
         self._values: FlatBuffers | None = None
         self._barrier_seq = 0
+        self._open_barrier: tuple[str, int, int] | None = None  # name, session and number of the last call, if it has failed
         self._resuming = threading.Lock()
         shards.on_restart = self.resume
         self.clock = 0
@@ -367,17 +377,22 @@ class Session:
 
     def barrier(self, name: str) -> None:
         """Wait at shard 0 until every worker that is in the job has arrived."""
-        self.while_fenced(lambda: self._barrier(name))
+        begun = self._open_barrier
+        if begun is None or begun[0] != name:  # else the same call again: the barrier may have opened without our hearing of it
+            self._barrier_seq += 1
+            begun = self._open_barrier = (name, self.number, self._barrier_seq)
+        _, session, seq = begun
 
-    def _barrier(self, name: str) -> None:
-        self._barrier_seq += 1  # stays the same while the call is retried
-        self._shards.run(
-            lambda lane, call: lane.barrier(
-                control_pb2.BarrierRequest(caller=self.caller(lane.shard), name=name, seq=self._barrier_seq), call
-            ),
-            self._config.wait_timeout_s,
-            self._shards.lanes[:1],
-        )
+        def arrive(lane: Lane, call: Call) -> control_pb2.BarrierReply:
+            request = control_pb2.BarrierRequest(caller=self.caller(lane.shard), name=name, seq=seq, session=session)
+            return lane.barrier(request, call)
+
+        try:
+            self.while_fenced(lambda: self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1]))
+        except BarrierTimeout:  # the arrival was withdrawn
+            self._open_barrier = None
+            raise
+        self._open_barrier = None
 
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""

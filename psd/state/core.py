@@ -47,6 +47,13 @@ UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
 job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
+def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
+    """The session as which a call was begun: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
+    if session > caller.session:
+        raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
+    return session or caller.session
+
+
 class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
 

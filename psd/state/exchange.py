@@ -17,7 +17,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
-from psd.state.core import ShardCore
+from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job
@@ -53,9 +53,7 @@ class Exchange:
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
-            begun_as = header.session or header.caller.session
-            if begun_as > header.caller.session:
-                raise InvalidRequest(f"session: {begun_as} is later than the caller's, {header.caller.session}")
+            begun_as = check_begun_as(header.session, header.caller)
             job.check_agreement(header.clock, scalars, worker.rank)
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.

@@ -301,3 +301,24 @@ def test_push_when_its_lease_ran_out_and_the_round_went_on_without_it_then_says_
     assert (stats["pushes"], stats["rejoins"]) == (1, 1)
     assert stats["blocks_late"] >= 1
     assert "too late for its round" in caplog.text
+
+
+def test_barrier_that_has_failed_when_called_again_then_is_the_same_call(cluster: Start) -> None:
+    """It had opened, for all; the answer was lost, and the worker's lease, too. Nobody comes to a second one."""
+    for is_fenced in (False, True):
+        c = cluster(1)
+        ps, faults = connect_faulty(c.servers, 0, 2, retry_timeout_s=0)
+        with ps, connect(c.servers, 1, 2) as peer:
+            faults.lose_reply("barrier", shard=0)
+            other = Thread(lambda peer=peer: peer.barrier("b"))
+            with pytest.raises(ShardUnavailable):
+                ps.barrier("b")
+            other.result()
+            if is_fenced:
+                expire(c.shards[0], 0)
+
+            ps.barrier("b")
+
+            others = Thread(lambda peer=peer: peer.barrier("b"))
+            ps.barrier("b")
+            others.result()
