@@ -128,7 +128,7 @@ class FakeSession:
     """What the heartbeat reads of a session."""
 
     membership: Membership | None = None
-    clock: int = 41
+    told_clock: int = 41
     is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
