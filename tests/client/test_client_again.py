@@ -9,7 +9,22 @@ import numpy as np
 import pytest
 from client_faults import Thread, connect_faulty, expire, in_threads, until
 
-from psd.contract.errors import NonFiniteGradient, SessionFenced, ShardUnavailable, WaitTimeout
+from psd.contract.errors import (
+    Draining,
+    InternalError,
+    InvalidTensor,
+    NonFiniteGradient,
+    OutOfSpace,
+    Overloaded,
+    PermissionDenied,
+    PsdError,
+    RuleFailed,
+    ScalarsDisagree,
+    SessionFenced,
+    ShardUnavailable,
+    Unauthenticated,
+    WaitTimeout,
+)
 from psd_client import SGD, ParameterServer, connect
 from psd_client.feed import Feed
 
@@ -169,13 +184,14 @@ def test_flat_push_that_has_failed_when_its_gradient_is_gone_and_aggregation_is_
         assert (ps.clock, ps.stats()["pushes"], ps.stats()["pushes_dropped"]) == (1, 1, 1)
 
 
-def test_pull_after_a_push_that_has_failed_then_completes_it(cluster: Start) -> None:
+@pytest.mark.parametrize("error", [ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace])
+def test_pull_after_a_push_that_has_failed_then_completes_it(cluster: Start, error: type[PsdError]) -> None:
     for aggregation in ("fast", "exact"):
         ps, faults = connect_faulty(cluster(2).servers, retry_timeout_s=0)
         with ps:
             declare(ps, aggregation=aggregation)
-            faults.fail("push", shard=1, error=ShardUnavailable("cut"))
-            with pytest.raises(ShardUnavailable):
+            faults.fail("push", shard=1, error=error("cut"))
+            with pytest.raises(PsdError, match="cut"):
                 ps.push(gradient(1))
 
             assert everywhere(ps.pull()) == {-1}
@@ -183,13 +199,16 @@ def test_pull_after_a_push_that_has_failed_then_completes_it(cluster: Start) -> 
             assert everywhere(ps.push_pull(gradient(1))) == {-2}, "after a pull the same gradient is the next step's"
 
 
-def test_pull_after_a_push_that_was_refused_then_is_not_refused(cluster: Start) -> None:
+@pytest.mark.parametrize(
+    "error", [NonFiniteGradient, InvalidTensor, ScalarsDisagree, RuleFailed, InternalError, Unauthenticated, PermissionDenied]
+)
+def test_pull_after_a_push_that_was_refused_then_is_not_refused(cluster: Start, error: type[PsdError]) -> None:
     """What cannot be completed is given up."""
     ps, faults = connect_faulty(cluster(2).servers)
     with ps:
         declare(ps)
-        faults.fail("push", shard=1, error=NonFiniteGradient("payload: has nan"))
-        with pytest.raises(NonFiniteGradient):
+        faults.fail("push", shard=1, error=error("refused"))
+        with pytest.raises(error, match="refused"):
             ps.push(gradient(1))
 
         ps.pull()
