@@ -111,7 +111,7 @@ class Exchange:
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
-        self._unconfirmed = self._failed = None
+        self._unconfirmed = self._failed = self._session.pushing = None
         if self._settlement is not None:
             self._settlement.forget()
         self._session.go_back()
@@ -228,7 +228,8 @@ class Exchange:
     @contextmanager
     def _call(self, sent: SentPush) -> Iterator[SentPush]:
         """One call of the program's that sends a push. If it fails, the next one has to go on with that push, or to end it."""
-        self._session.pushing = None if sent.is_finished else sent.header.clock
+        if not sent.is_finished:
+            self._session.pushing = sent.header.clock
         try:
             yield sent
         except RolledBack:
@@ -237,9 +238,9 @@ class Exchange:
             sent.on_failure(error, self._trained, self.gradients)
             self._failed = sent
             raise
-        finally:
-            self._session.pushing = None
         self._failed = None
+        if not self.is_unconfirmed:
+            self._session.pushing = None
 
     def _resolve(self) -> None:
         """See to the push that a failed call has left behind, if the gradient is still there to be sent: complete it."""
@@ -261,7 +262,7 @@ class Exchange:
         is_open = failed is self._unconfirmed
         if not failed.is_finished or is_open:
             self._session.begin_anew()
-        self._unconfirmed = self._failed = None
+        self._unconfirmed = self._failed = self._session.pushing = None
         if failed.is_finished:
             return
         self.counts["pushes_dropped"] += 1
@@ -302,7 +303,7 @@ class Exchange:
 
     def _finish(self, sent: SentPush) -> None:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
-        sent.is_finished, self._session.pushing = True, None
+        sent.is_finished = True
         replies = sent.replies.values()
         self._session.clock = max(self._session.clock, sent.header.clock + 1, *(reply.clock for reply in replies), 0)
         self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
@@ -396,6 +397,7 @@ class Exchange:
     def _on_closed(self) -> None:
         """All shards have closed the round of the last push."""
         last, self._unconfirmed = self._unconfirmed, None
+        self._session.pushing = None
         if self._settlement is None:
             return
         self._settlement.on_told()

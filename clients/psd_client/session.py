@@ -70,8 +70,8 @@ class Session:
 
     Attributes:
         clock: steps that the worker has finished.
-        pushing: the clock of a push that not all shards have yet. No shard is told of a later one meanwhile, because rounds do
-            not wait for a worker that has gone beyond them.
+        pushing: the clock of a push that a shard may still lack, or may lose before its round has closed. Heartbeats tell of no
+            later one meanwhile, because rounds do not wait for a worker that has gone beyond them.
         is_leaving: it waits for the round of its last push to close, and does nothing more then.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
