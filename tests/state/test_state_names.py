@@ -73,6 +73,7 @@ def test_a_push_keeps_its_name_when_its_worker_joins_anew():
 
 
 def test_without_rounds_a_push_keeps_its_name_too():
+    """What one block has applied is not applied again by the new session."""
     driver = Driver(job_spec(1, blocks=2, mode="async"))
     (a,) = driver.start()
     driver.push_block(driver.begin_push(a, 0), 0, 2.0)
@@ -86,6 +87,7 @@ def test_without_rounds_a_push_keeps_its_name_too():
 
 
 def test_a_push_cannot_have_been_begun_by_a_later_session():
+    """Refused, and nothing has changed."""
     driver = Driver()
     a, _ = driver.start()
     before = driver.fingerprint()
@@ -114,6 +116,7 @@ def test_exact_aggregation_says_staged_until_it_is_decided_what_counts():
 
 
 def test_another_shard_counts_them_when_it_hears_of_the_decision():
+    """Shards other than shard 0 learn what rounds are made of from the workers."""
     driver = Driver(job_spec(2, blocks=2, aggregation="exact", quorum=1), shard=1, shards=2)
     seats = [driver.join(rank, session=rank + 1) for rank in range(2)]
     for seat in seats:
@@ -129,6 +132,7 @@ def test_another_shard_counts_them_when_it_hears_of_the_decision():
 
 
 def test_after_the_decision_a_gradient_that_is_not_in_it_is_late():
+    """It is told at once, instead of being kept."""
     driver = Driver(job_spec(3, blocks=1, aggregation="exact", quorum=1), shard=0)
     a, b, c = driver.start()
     driver.push(a, 0, 2.0)
