@@ -173,7 +173,7 @@ class BlockState:
                     self._settle()
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
-        round_ = self._round if self._round is not None else self._new_round(part.scalars)
+        round_ = self._round if self._round is not None else self._new_round()
         if round_.has(part):
             return Outcome.DUPLICATE
         self.times.on_gradient(part.rank, lambda: self._waited_in(self.version))
@@ -191,16 +191,16 @@ class BlockState:
             self._settle()
         return Outcome.COUNTED
 
-    def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
+    def _new_round(self) -> FastRound | ExactRound:
         version = self.version
-        return self._open_round(scalars, len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
+        return self._open_round(len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
         with self.lock:
             if round_ != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, ExactRound)
             current.members = members
             self._round = current
@@ -211,7 +211,7 @@ class BlockState:
         with self.lock:
             if verdict.round != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, MeasuredRound)
             current.verdict = verdict
             self._round = current

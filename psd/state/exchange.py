@@ -25,6 +25,7 @@ from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
+from psd.state.voices import Voice
 from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaFull
 
@@ -53,7 +54,10 @@ class Exchange:
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
-            job.check_agreement(header.clock, scalars, worker.rank)
+            if header.since > header.clock + 1:
+                raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
+            if job.policy.has_rounds:
+                job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
@@ -68,6 +72,7 @@ class Exchange:
             header.weight,
             scalars,
             scale=scale,
+            since=header.since,
             is_finite=header.is_finite,
             client_state=header.client_state,
             cuts=tuple(header.cuts),
@@ -78,7 +83,8 @@ class Exchange:
         """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
-            job.agree_on_scalars(push.clock, push.scalars, push.worker.rank)
+            if job.policy.has_rounds:
+                job.agreement.hear(push.clock, push.voice)
             self._core.initial.is_read = True
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
@@ -157,7 +163,17 @@ class Exchange:
         push.worker.last_seen = self._core.now()
         scalars, read = push.scalars[plan.group], push.versions.get(index)
         part = Contribution(
-            push.worker.rank, push.session, push.clock, push.weight, values, mask, scalars, read, push.scale, is_lent
+            push.worker.rank,
+            push.session,
+            push.clock,
+            push.weight,
+            values,
+            mask,
+            scalars,
+            read,
+            push.scale,
+            is_lent,
+            push.since,
         )
         if is_lent:
             push.lent.append(block)
@@ -172,7 +188,7 @@ class Exchange:
             push.outcomes[outcome] += 1
             if outcome is Outcome.COUNTED and push.outcomes[outcome] == 1:
                 with self._core.lock:
-                    job.on_counted(push.clock)
+                    job.agreement.on_counted(push.clock, push.worker.rank)
         return None
 
     @staticmethod
@@ -202,6 +218,7 @@ class Exchange:
             else:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
+            overruled = job.agreement.overruled(push.clock, push.worker.rank)
         self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -209,6 +226,7 @@ class Exchange:
             blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
             blocks_late=late,
             cuts=self._cuts.latest(),
+            overruled=overruled,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------

@@ -232,6 +232,7 @@ class Driver:
         weight: float = 1.0,
         scalars: Sequence[float] = SGD,
         versions: Sequence[int] = (),
+        since: int = 0,
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
@@ -240,6 +241,7 @@ class Driver:
             layout_digest=self.layout.digest,
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
             versions=versions,
+            since=since,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
@@ -334,5 +336,5 @@ class Driver:
             for w in (self.core.membership.workers if self.core.membership is not None else [])
             if w.rank != but
         ]
-        scalars = {} if job is None else {r: (e.scalars, e.rank, e.is_counted) for r, e in job._round_scalars.items()}
+        scalars = None if job is None else job.agreement.fingerprint()
         return blocks, workers, scalars, self.core.initial.is_set, self.core.run_id
