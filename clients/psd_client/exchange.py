@@ -20,6 +20,7 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale, members_mask
 from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_client.attendance import Attendance
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers, share_memory
 from psd_client.sent_push import SentPush
@@ -31,7 +32,7 @@ from psd_client.transport import Call, GradientPart, Lane, Share
 logger = logging.getLogger("psd_client")
 
 CUTS_MAX = 8
-COUNTS = ("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped", "rounds_skipped")
+COUNTS = ("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped", "pushes_overruled", "rounds_skipped")
 
 
 class Exchange:
@@ -46,7 +47,7 @@ class Exchange:
         client_state: goes to shard 0 with the next push.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
-        counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped, rounds_skipped.
+        counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped, pushes_overruled, rounds_skipped.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Exchange:
         self._settlement: Settlement | None = None
         if layout.spec.has_verdicts:
             self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
+        self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
         self.client_state = b""
         segment = share_memory(layout) if sharing else None
@@ -332,6 +334,7 @@ class Exchange:
             decisions=self._session.decisions,
             cuts=self._session.cuts,
             is_finite=is_finite,
+            since=self._attendance.since(self._session.number, self._session.clock),
         )
         clip_norm = self._layout.spec.clip_norm
         if clip_norm and not self._has_rounds and weight:
@@ -364,6 +367,8 @@ class Exchange:
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
+        self._attendance.hear(replies)
+        self.counts["pushes_overruled"] = self._attendance.overruled
         for reply in replies:
             self.counts["blocks_counted"] += reply.blocks_counted
             self.counts["blocks_duplicate"] += reply.blocks_duplicate

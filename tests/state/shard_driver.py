@@ -325,7 +325,7 @@ class Driver:
                         round_._contributors,
                         round_._total_weight,
                         round_._touched.tobytes(),
-                        round_.scalars,
+                        round_._voice,
                         None if round_._accumulator is None else round_._accumulator.tobytes(),
                     ),
                     None if page is None else (page.sessions.tobytes(), page.clocks.tobytes()),
