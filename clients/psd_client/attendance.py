@@ -33,7 +33,7 @@ class Attendance:
         self.overruled = 0
 
     def since(self, session: int, clock: int) -> int:
-        """For the header of a push: the clock since which this session has pushed at every step; 0 only from the job's start."""
+        """For a push's header: the clock since which this session has pushed at every step; 0 only from the job's start."""
         if self._last is None:
             self._since = clock
         elif self._last[0] != session:
@@ -44,7 +44,7 @@ class Attendance:
         return self._since
 
     def hear(self, replies: Iterable[data_pb2.PushReply]) -> None:
-        """Log what the shards say of this worker's scalars; once for each of them until the worker joins or falls behind again."""
+        """Log what the shards say of this worker's scalars; of each once, until the worker joins or falls behind again."""
         for reply in replies:
             if not reply.HasField("overruled"):
                 continue
@@ -56,9 +56,9 @@ class Attendance:
                 continue
             self._said.add((self._since, told.group, told.scalar))
             logger.warning(
-                "psd: worker %d: in step %d its %s of group %d, %r, gives way to worker %d's, %r, which has been in the job for "
-                "longer. A schedule that begins anew with its process is behind the job's clock: see psd_client.torch.scheduler "
-                "and docs/resuming.md",
+                "psd: worker %d: in step %d its %s of group %d, %r, gives way to worker %d's, %r, which has been in the job "
+                "for longer. A schedule that begins anew with its process is behind the job's clock: see "
+                "psd_client.torch.scheduler, and docs/resuming.md",
                 self._rank,
                 told.round,
                 self._groups[told.group].info.scalars[told.scalar],

@@ -99,8 +99,8 @@ class Worker:
 
         Returns:
             pushes: that all shards have. pushes_dropped: whose lease ran out on the way. blocks_counted, blocks_duplicate,
-            blocks_late: what the shards did with the pushes' blocks. pushes_overruled: whose learning rate or other scalars gave
-            way to those of a worker that has been in the job for longer. rounds_skipped: see `is_skipped`. rejoins: new sessions
+            blocks_late: what the shards did with the pushes' blocks. pushes_overruled: whose learning rate or the like gave way
+            to that of a worker that has been in the job for longer. rounds_skipped: see `is_skipped`. rejoins: new sessions
             after the first. sent_bytes, received_bytes: numbers moved.
         """
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
