@@ -23,6 +23,7 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale, members_mask
 from psd.v1 import control_pb2, data_pb2
+from psd_client.attendance import Attendance
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers, share_memory
 from psd_client.push_counts import PushCounts
@@ -79,6 +80,7 @@ class Exchange:
         self._settlement: Settlement | None = None
         if layout.spec.has_verdicts:
             self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
+        self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
         self.client_state = b""
         segment = share_memory(layout) if sharing else None
@@ -310,6 +312,8 @@ class Exchange:
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
+        self._attendance.hear(replies)
+        self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:
             logger.warning(
@@ -436,6 +440,7 @@ class Exchange:
             decisions=self._session.decisions,
             cuts=self._session.cuts,
             is_finite=is_finite,
+            since=self._attendance.since(self._session.number, self._session.clock),
         )
         clip_norm = self._layout.spec.clip_norm
         if clip_norm and not self._has_rounds and weight:

@@ -17,6 +17,7 @@ NAMES = (
     "blocks_late",
     "blocks_staged",
     "pushes_dropped",
+    "pushes_overruled",
     "rounds_skipped",
 )
 

@@ -99,7 +99,8 @@ class Worker:
 
         Returns:
             pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
-            be pushed. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
+            be pushed. pushes_overruled: whose learning rate or the like gave way to that of a worker that has been in the job
+            for longer. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
             when it came again are the latter. blocks_late: that do not, because their round had closed without it.
             blocks_staged: exact aggregation: of which that is not decided yet. rounds_skipped: see `is_skipped`. rejoins: new
             sessions after the first. sent_bytes, received_bytes: numbers moved.

@@ -176,7 +176,7 @@ class BlockState:
                     self._settle()
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
-        round_ = self._round if self._round is not None else self._new_round(part.scalars)
+        round_ = self._round if self._round is not None else self._new_round()
         standing = round_.standing(part)
         if standing is not None:
             return standing
@@ -205,16 +205,16 @@ class BlockState:
             round_ = self._round
             return self.version + (round_ is not None and rank in round_.sessions)
 
-    def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
+    def _new_round(self) -> FastRound | ExactRound:
         version = self.version
-        return self._open_round(scalars, len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
+        return self._open_round(len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
         with self.lock:
             if round_ != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, ExactRound)
             current.members = members
             self._round = current
@@ -225,7 +225,7 @@ class BlockState:
         with self.lock:
             if verdict.round != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, MeasuredRound)
             current.verdict = verdict
             self._round = current

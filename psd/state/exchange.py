@@ -25,6 +25,7 @@ from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
+from psd.state.voices import Voice
 from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaFull
 
@@ -54,7 +55,10 @@ class Exchange:
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
             begun_as = check_begun_as(header.session, header.caller)
-            job.check_agreement(header.clock, scalars, worker.rank)
+            if header.since > header.clock + 1:
+                raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
+            if job.policy.has_rounds:
+                job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
@@ -71,6 +75,7 @@ class Exchange:
             header.weight,
             scalars,
             scale=scale,
+            since=header.since,
             is_finite=header.is_finite,
             client_state=header.client_state,
             cuts=tuple(header.cuts),
@@ -81,7 +86,8 @@ class Exchange:
         """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
-            job.agree_on_scalars(push.clock, push.scalars, push.worker.rank)
+            if job.policy.has_rounds:
+                job.agreement.hear(push.clock, push.voice)
             self._core.initial.is_read = True
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
@@ -170,6 +176,7 @@ class Exchange:
             read,
             push.scale,
             is_lent,
+            since=push.since,
             sent_by=push.session,
         )
         if is_lent:
@@ -185,7 +192,7 @@ class Exchange:
             push.outcomes[outcome] += 1
             if outcome in (Outcome.COUNTED, Outcome.STAGED) and push.outcomes[outcome] == 1:
                 with self._core.lock:
-                    job.on_counted(push.clock)
+                    job.agreement.on_counted(push.clock, push.worker.rank)
         return None
 
     @staticmethod
@@ -218,6 +225,7 @@ class Exchange:
             else:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
+            overruled = job.agreement.overruled(push.clock, push.worker.rank)
         self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -226,6 +234,7 @@ class Exchange:
             blocks_late=late,
             blocks_staged=staged,
             cuts=self._cuts.latest(),
+            overruled=overruled,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------

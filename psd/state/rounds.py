@@ -20,6 +20,7 @@ import psd_core
 from psd.contract.errors import StateLost
 from psd.state.consistency import Policy
 from psd.state.rules import Gradient
+from psd.state.voices import Voice
 
 HALF_BYTES = 2
 """Of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
@@ -38,6 +39,7 @@ class Contribution:
         scale: without rounds: by which the gradient is multiplied.
         is_lent: `values` stay as they are until the round has closed, or `BlockState.take_over` was called.
         session: as which the push was begun; with rank and clock, its name. sent_by: the session that sends it.
+        since: see Voice.
     """
 
     rank: int
@@ -51,6 +53,12 @@ class Contribution:
     scale: float = 1.0
     is_lent: bool = False
     sent_by: int = 0
+    since: int = 0
+
+    @property
+    def voice(self) -> Voice:
+        """Its worker's say in the scalars of the round."""
+        return Voice(self.since, self.rank, self.scalars)
 
 
 class Outcome(enum.IntEnum):
@@ -79,7 +87,8 @@ class Round(Protocol):
     """An open round.
 
     Attributes:
-        scalars: of the update. sessions: by rank, of the workers that the update will count.
+        scalars: of the update, once `gradient` was asked for: of the workers that it counts, those whose voice holds.
+        sessions: by rank, of the workers that the update will count.
     """
 
     scalars: Sequence[float]
@@ -133,8 +142,8 @@ def _shared(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
 class _Sum:
     """Weighted sums and what belongs to them, for both kinds of round."""
 
-    def __init__(self, scalars: Sequence[float], segment_count: int, *, is_mean: bool) -> None:
-        self.scalars = scalars
+    def __init__(self, segment_count: int, *, is_mean: bool) -> None:
+        self.scalars: Sequence[float] = ()
         self.sessions: dict[int, int] = {}
         self._touched = _none(segment_count)
         self._is_mean = is_mean
@@ -182,7 +191,6 @@ class FastRound(_Sum):
 
     def __init__(
         self,
-        scalars: Sequence[float],
         segment_count: int,
         *,
         is_mean: bool,
@@ -190,12 +198,13 @@ class FastRound(_Sum):
         policy: Policy,
         waited: Callable[[], int],
     ) -> None:
-        super().__init__(scalars, segment_count, is_mean=is_mean)
+        super().__init__(segment_count, is_mean=is_mean)
         self.is_due = False
         self._accumulators = accumulators
         self._policy = policy
         self._waited = waited
         self._contributors = 0
+        self._voice: Voice | None = None  # the one that holds, of the contributors
         self._total_weight = 0.0
         self._accumulator: NDArray[Any] | None = None
         self._lent: Contribution | None = None
@@ -241,8 +250,12 @@ class FastRound(_Sum):
     def _count(self, part: Contribution) -> None:
         self._touched = self._grown(self._touched, part)
         self._contributors |= 1 << part.rank
+        self._voice = self._voice_with(part)
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
+
+    def _voice_with(self, part: Contribution) -> Voice:
+        return part.voice if self._voice is None else min(self._voice, part.voice)
 
     def complete(self, part: Contribution) -> None:
         """Take the contribution that completes the round, which is lent, and is added when the round is applied."""
@@ -268,6 +281,8 @@ class FastRound(_Sum):
     def gradient(self, last: Contribution | None) -> Gradient:
         """See Round."""
         sum_ = self._accumulator if self._lent is None else self._lent.values
+        voice = self._voice if last is None else self._voice_with(last)
+        self.scalars = () if voice is None else voice.scalars
         if last is None:
             return self._reduced(sum_, self._last, self._total_weight, self._touched)
         touched = self._grown(self._touched, last)
@@ -294,14 +309,13 @@ class ExactRound(_Sum):
 
     def __init__(
         self,
-        scalars: Sequence[float],
         segment_count: int,
         *,
         is_mean: bool,
         accumulators: Accumulators,
         waited: Callable[[], int],
     ) -> None:
-        super().__init__(scalars, segment_count, is_mean=is_mean)
+        super().__init__(segment_count, is_mean=is_mean)
         self.members: int | None = None
         self._accumulators = accumulators
         self._waited = waited
@@ -335,7 +349,7 @@ class ExactRound(_Sum):
             psd_core.scaled_copy(kept, values)
         self._drop(part.rank)
         self._parts[part.rank] = Contribution(
-            part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars
+            part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars, since=part.since
         )
 
     def gradient(self, last: Contribution | None) -> Gradient:
@@ -347,7 +361,7 @@ class ExactRound(_Sum):
         counted = [parts[rank] for rank in sorted(parts) if self.members >> rank & 1]
         self.sessions = {part.rank: part.session for part in counted}
         if counted:
-            self.scalars = counted[0].scalars
+            self.scalars = min(part.voice for part in counted).scalars
         touched = self._touched
         for part in counted:
             touched = self._grown(touched, part)
