@@ -76,7 +76,7 @@ def test_no_docstring_is_empty_words():
         (r"^\s*(import|from) (pickle|marshal|shelve)\b|allow_pickle=True", (".py",), "clients"),
         (r"\btorch\.load\((?!.*weights_only=True)|\b(eval|exec)\(", (".py",), "psd"),
         (r"\btorch\.load\((?!.*weights_only=True)|\b(eval|exec)\(", (".py",), "clients"),
-        (r"print\(", (".py",), "psd/state"),
+        (r"\bprint\(", (".py",), "psd/state"),
         (r"/work/|/home/\w", (".py", ".toml", ".md", ".proto", ".yaml"), ""),
         (r"\b127\.0\.0\.1:[1-9]\d*", (".py",), "tests/rim"),
     ],
