@@ -16,6 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 import psd_core
+from psd.checkpoint.cut import Progress
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.custom_rules import load_rules
 from psd.contract.errors import (
@@ -54,7 +55,8 @@ class ShardCore:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
-        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
+        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it;
+            kept in the arena.
         may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
         rules: the users' own that jobs may name, by import path.
@@ -127,6 +129,18 @@ class ShardCore:
         members.keep(self._save_worker)
         return self.job
 
+    def on_declared(self) -> None:
+        """Note that the job's workers have said what it is."""
+        if self.awaits_declaration:
+            self.declared().arena.set_word("undeclared", 0)
+            self.awaits_declaration = False
+
+    @property
+    def began_at(self) -> int:
+        """The clock at which the job has begun here: the step of the checkpoint that it goes on from, or 0."""
+        checkpoint = Progress.of(self.restored_from)
+        return 0 if checkpoint is None else checkpoint[1]
+
     def recover(self) -> bool:
         """Go on with the job that an earlier process of this shard held; False if there is none."""
         found = self.storage.recover()
@@ -160,6 +174,7 @@ class ShardCore:
         self.run_id, self.membership, self.job = stored.run_id, members, job
         self.restored_from = stored.restored_from
         self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
+        self.awaits_declaration = bool(arena.word("undeclared"))
         members.keep(self._save_worker)
         self.initial.on_recovered(arena.word("initialized"), is_read=job.version_max > 0 or bool(stored.restored_from))
         self.barriers.restore(self.storage.load_barriers())

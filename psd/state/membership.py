@@ -69,12 +69,15 @@ class Worker:
 class Membership:
     """The workers of one job on one shard.
 
+    Args:
+        clock: at which everybody begins.
+
     Attributes:
         at_barriers: mask of the workers that barriers wait for.
     """
 
-    def __init__(self, world_size: int, lease_s: float) -> None:
-        self.workers = [Worker(rank) for rank in range(world_size)]
+    def __init__(self, world_size: int, lease_s: float, clock: int = 0) -> None:
+        self.workers = [Worker(rank, clock=clock, floor=clock) for rank in range(world_size)]
         self.lease_s = lease_s
         self._last_tick: float | None = None
         self._min_clock: int | None = None
@@ -192,6 +195,12 @@ class Membership:
         worker.clock = worker.floor = clock
         self._refresh()
         self._changed(worker)
+
+    def on_restore(self, clock: int) -> None:
+        """Let everybody, whoever has joined already too, take part from `clock` on."""
+        for worker in self.workers:
+            worker.clock = worker.floor = clock
+        self._refresh()
 
     def on_seen(self, worker: Worker, now: float) -> None:
         """Renew the lease."""
