@@ -16,7 +16,7 @@ from shard_driver import Driver, Seat, job_spec
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.jobspec import JobSpec
-from psd.v1 import control_pb2, job_pb2
+from psd.v1 import control_pb2
 
 MODES = ("sync", "exact", "async", "ssp:1")
 STEP = 3
@@ -108,9 +108,15 @@ def drivers_of(mode: str, workers: int, shards: int, **config: Any) -> list[Driv
     return [Driver(spec_of(mode, workers), shard=shard, shards=shards, run_id="mine", **config) for shard in range(shards)]
 
 
-def trained(mode: str, workers: int, shards: int) -> Cluster:
-    """A job at STEP. Without rounds: worker 1 is a step ahead, and worker 0's next push has come to the first block only."""
-    cluster = enter(mode, drivers_of(mode, workers, shards))
+def trained(mode: str, workers: int, shards: int, ahead_s: float = 0.0) -> Cluster:
+    """A job at STEP. Without rounds: worker 1 is a step ahead, and worker 0's next push has come to the first block only.
+
+    ahead_s: by which its machines' clocks are ahead of those of the clusters that restore it.
+    """
+    drivers = drivers_of(mode, workers, shards)
+    for driver in drivers:
+        driver.time.value += ahead_s
+    cluster = enter(mode, drivers)
     for seats in cluster.seats:
         for driver, seat in zip(cluster.drivers, seats, strict=True):
             driver.declare(seat)
@@ -152,12 +158,18 @@ def store(cluster: Cluster, directory: CheckpointDirectory) -> str:
     return cut.name
 
 
-def restored(directory: CheckpointDirectory, name: str, mode: str, workers: int, shards: int, **config: Any) -> Cluster:
-    """What a new cluster makes of the checkpoint once all workers have declared the job anew, one after the other."""
+def begun(directory: CheckpointDirectory, name: str, mode: str, workers: int, shards: int, **config: Any) -> list[Driver]:
+    """New shards, for another kind of job, on the timeline that begins with the checkpoint. Nobody has declared it yet."""
     drivers = drivers_of(mode, workers, shards, directory=directory, **config)
     enter(mode, drivers)  # finds them tentative
     for driver in drivers:
         driver.shard.restoration.rollback(control_pb2.RollbackRequest(run_id="mine", checkpoint=name, timeline=1))
+    return drivers
+
+
+def restored(directory: CheckpointDirectory, name: str, mode: str, workers: int, shards: int) -> Cluster:
+    """What a new cluster makes of the checkpoint once all workers have declared the job anew, one after the other."""
+    drivers = begun(directory, name, mode, workers, shards)
     cluster = enter(mode, drivers)
     for seats in cluster.seats:
         for driver, seat in zip(drivers, seats, strict=True):
@@ -166,9 +178,3 @@ def restored(directory: CheckpointDirectory, name: str, mode: str, workers: int,
             assert (reply.initialized, ticket) == (True, None)
             seat.clock = reply.clock
     return cluster
-
-
-def decisions_of(cluster: Cluster) -> list[job_pb2.Decision]:
-    """What shard 0 remembers."""
-    decisions = cluster.drivers[0].core.declared().decisions
-    return [] if decisions is None else decisions.latest()

@@ -13,10 +13,8 @@ from psd.contract.errors import (
     NotDeclared,
     RolledBack,
     ShardRestarted,
-    SpecMismatch,
     StateLost,
 )
-from psd.state.block import BlockState
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
 
@@ -105,88 +103,6 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(directory):
     assert [(reply.clock, reply.initialized, reply.client_state) for reply in replies] == [(2, True, b"row 2"), (2, True, b"")]
     assert fresh.values() == first.values()
     assert fresh.version() == 3
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_gradients_count_where_the_clock_is_behind_that_of_the_machine_before(directory, mode):
-    """Sessions grow with time, and those of before the restore were issued by another machine."""
-    driver = Driver(spec_of(mode), run_id="mine")
-    driver.time.value += 1e6
-    for seat in driver.start():
-        driver.push(seat, 0, 1.0, scalars=MOMENTUM)
-    name = store(driver, directory, 1)
-    fresh = Driver(spec_of(mode), directory=directory)
-    rollback(fresh, name, 1)
-    seats = [fresh.join(rank) for rank in range(2)]
-    for seat in seats:
-        fresh.declare(seat)
-
-    replies = [fresh.push(seat, 1, 1.0, scalars=MOMENTUM) for seat in seats]
-
-    assert [(reply.blocks_counted, reply.blocks_late) for reply in replies] == [(2, 0), (2, 0)]
-
-
-def test_a_restored_shard_that_is_killed_still_lets_its_workers_say_how_they_go_on(directory, tmp_path):
-    """Killed before anybody has declared: the checkpoint's kind of job does not bind them."""
-    trained(directory)
-    fresh = Driver(spec_of("async"), directory=directory, state_dir=str(tmp_path / "state"))
-    rollback(fresh, fresh.shard.restored_from, 1)
-
-    fresh.restart(directory=directory)
-    fresh.declare(fresh.join(0))
-    fresh.restart(directory=directory)
-
-    assert fresh.core.declared().spec == fresh.spec
-    with pytest.raises(SpecMismatch):
-        fresh.declare(fresh.join(0), spec_of())
-
-
-@pytest.mark.parametrize("how", ["rollback", "redeclare", "lost round"])
-def test_a_checkpoint_that_cannot_be_read_to_its_end_after_all_leaves_the_shard_tentative(directory, monkeypatch, how):
-    """It was whole when it was checked. The shard has nothing then, and must not begin from anybody's initial values."""
-    driver, _, name = trained(directory)
-    if how == "redeclare":
-        rollback(driver, name, 1)
-    seat = driver.join(0)
-    restore = BlockState.restore
-
-    def fail(*_):
-        raise CheckpointFailed("the network is gone")
-
-    monkeypatch.setattr(BlockState, "restore", fail)
-    if how == "lost round":
-        driver.core.lost_round = StateLost("worker 0's")
-        driver.advance(1)
-    else:
-        with pytest.raises(CheckpointFailed, match="the network is gone"):
-            rollback(driver, name, 1) if how == "rollback" else driver.declare(seat, spec_of("async"))
-    monkeypatch.setattr(BlockState, "restore", restore)
-
-    with pytest.raises(ShardRestarted):
-        driver.heartbeat(seat)
-    with pytest.raises(RolledBack):
-        driver.resume(seat, timeline=1)
-    with pytest.raises(NotDeclared, match="waits to be told"):
-        driver.declare(driver.join(0))
-    rollback(driver, name, 2)
-    assert driver.declare(driver.join(0))[0].initialized
-    assert driver.version() == 2
-
-
-def test_a_shard_whose_only_checkpoint_cannot_be_read_begins_without_one(directory, monkeypatch):
-    """It finds out half-way."""
-    trained(directory)
-
-    def fail(*_):
-        raise CheckpointCorrupt("block 1")
-
-    monkeypatch.setattr(BlockState, "restore", fail)
-
-    fresh = Driver(spec_of(), directory=directory)
-
-    assert (fresh.shard.restored_from, fresh.core.restored_from, fresh.core.is_tentative) == (None, "", False)
-    fresh.start(value=3.0)
-    assert fresh.values() == [3.0] * 3
 
 
 def test_exact_rounds_go_on_at_the_restored_step(directory):
