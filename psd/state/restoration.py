@@ -86,7 +86,7 @@ class Restoration:
             logger.error("%s", core.lost_round)
             try:
                 core.may_go_back = self.load_newest() is not None
-            except (PsdError, OSError) as failure:
+            except (PsdError, ConfigError, OSError) as failure:
                 logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
                 core.may_go_back = False
             core.lost_round = None
@@ -96,7 +96,8 @@ class Restoration:
             job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
-        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already.
+        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already, or is not as
+        the worker has found it.
 
         Raises:
             CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was.
@@ -105,7 +106,7 @@ class Restoration:
         with core.lock:
             if core.run_id and request.run_id and request.run_id != core.run_id:
                 raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
-            if core.timeline >= request.timeline and not core.is_tentative:
+            if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
                 return
             is_untouched = core.restored_from == request.checkpoint and not core.initial.is_read
             if is_untouched and core.job is not None:
@@ -114,9 +115,8 @@ class Restoration:
                 core.job.arena.set_word("tentative", 0)
                 core.initial.is_read = False
             else:
-                if self._directory is None:
-                    raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
-                self._load(self._directory.load(request.checkpoint), timeline=request.timeline, is_tentative=False)
+                manifest = self._readable().load(request.checkpoint)
+                self._load(manifest, timeline=request.timeline, is_tentative=False)
             core.incarnation = secrets.randbits(62) + 1
             logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
@@ -126,13 +126,13 @@ class Restoration:
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
+            CheckpointFailed, CheckpointCorrupt: it cannot be read any more.
         """
         core = self._core
         stored = core.declared().spec
         if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
             raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
-        assert self._directory is not None
-        manifest = self._directory.load(core.restored_from)
+        manifest = self._readable().load(core.restored_from)
         self._load(manifest, timeline=core.timeline, is_tentative=False, spec=spec, members=core.members)
 
     def _load(
@@ -189,6 +189,10 @@ class Restoration:
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
         """What the checkpoint holds of this shard's blocks, without the dedup windows: nobody's session goes on."""
-        assert self._directory is not None
-        for restored in self._directory.read_blocks(manifest, layout, self._core.config.shard_index):
+        for restored in self._readable().read_blocks(manifest, layout, self._core.config.shard_index):
             yield restored._replace(sessions=None, clocks=None)
+
+    def _readable(self) -> CheckpointDirectory:
+        if self._directory is None:
+            raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
+        return self._directory

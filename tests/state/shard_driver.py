@@ -167,6 +167,12 @@ class Driver:
         seat.caller.incarnation, seat.clock = reply.incarnation, reply.clock
         return reply
 
+    def rollback(self, checkpoint: str, timeline: int, *, run_id: str = "mine", incarnation: int = 0) -> None:
+        """As a worker asks for it that has found the shard as it is, or as that incarnation."""
+        request = control_pb2.RollbackRequest(run_id=run_id, checkpoint=checkpoint, timeline=timeline)
+        request.incarnation = incarnation or self.core.incarnation
+        self.shard.restoration.rollback(request)
+
     def declare(self, seat: Seat, spec: JobSpec | None = None) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         return self.shard.admission.declare(
             control_pb2.DeclareRequest(caller=seat.caller, spec=(spec or self.spec).to_message())

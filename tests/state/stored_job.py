@@ -163,7 +163,7 @@ def begun(directory: CheckpointDirectory, name: str, mode: str, workers: int, sh
     drivers = drivers_of(mode, workers, shards, directory=directory, **config)
     enter(mode, drivers)  # finds them tentative
     for driver in drivers:
-        driver.shard.restoration.rollback(control_pb2.RollbackRequest(run_id="mine", checkpoint=name, timeline=1))
+        driver.rollback(name, 1)
     return drivers
 
 

@@ -9,7 +9,6 @@ from stored_job import STEP, begun, spec_of, store, trained
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, NotDeclared, RolledBack, ShardRestarted, StateLost
 from psd.state.block import BlockState
-from psd.v1 import control_pb2
 
 
 @pytest.fixture
@@ -30,8 +29,6 @@ def test_a_shard_that_could_not_go_back_is_tentative(directory, monkeypatch, how
     name = store(trained("sync", 2, 1), directory)
     (driver,) = begun(directory, name, "sync", 2, 1)
     seat = driver.join(0)
-    rollback = driver.shard.restoration.rollback
-    request = control_pb2.RollbackRequest(run_id="mine", checkpoint=name, timeline=2)
     driver.core.initial.is_read = how != "redeclare"
 
     with monkeypatch.context() as context:
@@ -41,7 +38,7 @@ def test_a_shard_that_could_not_go_back_is_tentative(directory, monkeypatch, how
             driver.advance(1)
         else:
             with pytest.raises(CheckpointFailed, match="the network is gone"):
-                rollback(request) if how == "rollback" else driver.declare(seat, spec_of("async", 2))
+                driver.rollback(name, 2) if how == "rollback" else driver.declare(seat, spec_of("async", 2))
 
     with pytest.raises(ShardRestarted):
         driver.heartbeat(seat)
@@ -49,7 +46,7 @@ def test_a_shard_that_could_not_go_back_is_tentative(directory, monkeypatch, how
         driver.resume(seat, timeline=1)
     with pytest.raises(NotDeclared, match="waits to be told"):
         driver.declare(driver.join(0))
-    rollback(request)
+    driver.rollback(name, 2)
     reply, _ = driver.declare(driver.join(0))
     assert (reply.initialized, reply.clock, driver.version()) == (True, STEP, STEP)
 
