@@ -92,11 +92,12 @@ class Admission:
             before = members.worker(request.rank)
             earlier, was_absent = before.session, before.state is WorkerState.ABSENT
             session = request.session or self._next_session()
+            whose: Any = {"host": request.host, "pid": request.pid, "connection": request.connection, "now": self._core.now()}
             if request.resume:
                 worker = members.check_session(request.rank, session)
-                members.on_return(worker, host=request.host, pid=request.pid, now=self._core.now())
+                members.on_return(worker, **whose)
             else:
-                worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
+                worker = members.on_join(request.rank, session, **whose)
             self._core.membership = members
             self._core.run_id = self._run_id(request.run_id, session)
             if session != earlier:

@@ -24,7 +24,6 @@ from psd.contract.errors import (
     InvalidRequest,
     NonFiniteGradient,
     NotDeclared,
-    SessionFenced,
     ShardRestarted,
     StateLost,
     WrongShard,
@@ -295,15 +294,11 @@ class ShardCore:
 
     def on_session_end(self, worker: Worker) -> None:
         """After a session ended by leaving, expiry or a new one: nothing of it goes on waiting, or is waited for."""
-        is_superseded = worker.state is WorkerState.LIVE  # by a new session, whose program must not be thrown out in turn
-        error = SessionFenced(
-            f"the session of worker {worker.rank} has ended"
-            + (f": the rank joined again from {worker.host} (process {worker.pid})" if is_superseded else ""),
-            cause="superseded" if is_superseded else "expired",
-            rank=worker.rank,
-        )
-        live = worker.session if is_superseded else worker.session + 1
-        self.waiting.fail_session(worker.rank, live, error)
+        for ticket in self.waiting.open(worker.rank):
+            if ticket.session < worker.session:
+                ticket.fail(worker.replaced(ticket.session))
+            elif worker.state is not WorkerState.LIVE:
+                ticket.fail(self.members.ended(worker))
         self.barriers.on_session_end(worker.rank)
         self.initial.on_gone(worker.rank, self.members.workers)
         if self.job is not None:
