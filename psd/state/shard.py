@@ -105,7 +105,7 @@ class Shard:
             self.core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, and see to what that has made hopeless; to be called every quarter of a lease or so.
+        """Expire leases, and see to what that has made hopeless; to be called every `tick_s`.
 
         Returns:
             The workers that expired.
