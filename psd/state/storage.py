@@ -137,7 +137,7 @@ class Storage:
         if not self._is_private:
             self._note_boot(_boot_id())
         else:  # also when the shard is dropped without being closed
-            self._clean_up = weakref.finalize(self, self.arena.close, remove=True)
+            self._clean_up = weakref.finalize(self, self.arena.abandon)
         return self.arena
 
     def save_barriers(self, opened: bytes) -> None:
@@ -193,6 +193,8 @@ class Storage:
                 self._note_boot(_CLOSED)
             self.arena.close(remove=is_removed)
             self.arena = None
+            if self._clean_up is not None:
+                self._clean_up.detach()  # or it would keep the arena, and the memory of all its pages
 
     @staticmethod
     def _clear_abandoned() -> None:
