@@ -69,11 +69,12 @@ class File(_Descriptor):
 
     def __init__(self, path: Path, flags: int) -> None:
         super().__init__(os.open(path, flags | os.O_CLOEXEC, 0o600))
+        self._place = path.parent
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def _used(self, complaint: str = "no space for the arena") -> Iterator[int]:
-        with self._lock, lack_of_space(complaint):
+    def _used(self, complaint: str = "no space") -> Iterator[int]:
+        with self._lock, lack_of_space(f"{complaint} in {self._place}"):
             if self.is_closed:
                 raise ArenaClosed("the arena has been closed")
             yield self._fd
@@ -101,17 +102,17 @@ class File(_Descriptor):
 
     def write(self, data: bytes, start: int) -> None:
         """Write all bytes, into space that is reserved."""
-        with self._used(f"no space for {len(data)} bytes of the arena") as fd:
+        with self._used(f"no space for {len(data)} bytes") as fd:
             assert os.pwrite(fd, data, start) == len(data)
 
     def extend(self, size: int) -> None:
         """Set the length. No space is taken yet. Raises ArenaFull."""
-        with self._used(f"cannot make the arena {size} bytes long") as fd:
+        with self._used(f"no space for an arena of {size} bytes") as fd:
             os.ftruncate(fd, size)
 
     def reserve(self, start: int, nbytes: int) -> None:
         """Take space for a range whose contents do not matter, so that writing to it cannot fail. Raises ArenaFull."""
-        with self._used(f"no space for {nbytes} bytes of the arena") as fd:
+        with self._used(f"no space for {nbytes} bytes") as fd:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, start, nbytes)
             else:
@@ -125,7 +126,7 @@ class File(_Descriptor):
 
     def map_shared(self, start: int, nbytes: int) -> mmap.mmap:
         """Map a range, which must lie within the file. The map outlives the file. Raises ArenaFull."""
-        with self._used(f"cannot map {nbytes} bytes of the arena") as fd:
+        with self._used(f"no memory to map {nbytes} bytes") as fd:
             return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
 
     def sync(self) -> None:

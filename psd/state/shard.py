@@ -129,7 +129,8 @@ class Shard:
     @property
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
-        return self.is_initialized and not self.core.is_tentative and self.core.declared().trained_count > 0
+        job = self.core.job
+        return job is not None and self.is_initialized and not self.core.is_tentative and job.trained_count > 0
 
     @property
     def has_workers(self) -> bool:
@@ -194,8 +195,7 @@ class Shard:
     def release_snapshot(self, snapshot: Snapshot) -> None:
         """Give back the pages that a snapshot still holds."""
         pages, snapshot.pages = snapshot.pages, {}
-        for page in pages.values():
-            snapshot.job.arena.unpin(page)
+        snapshot.job.unpin_all(pages)
         snapshot.job.arena.trim()
 
     def _describe(self, snapshot: Snapshot) -> None:
@@ -208,7 +208,11 @@ class Shard:
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
-        self.core.storage.close(keep=keep)
+        with self.core.lock:
+            if self.core.job is not None:
+                self.cuts.forget(self.core.job, "the shard ends")
+                self.core.job.give_back_pages()
+            self.core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
         """Raise Draining if no new work is taken any more."""
