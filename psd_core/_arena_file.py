@@ -174,7 +174,13 @@ def take_lock(path: Path, *, is_made: bool) -> Directory:
     """
     lock = path / LOCK_NAME
     while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            if is_made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

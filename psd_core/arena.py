@@ -181,12 +181,14 @@ class Arena:
 
         Raises:
             ArenaBusy: another live process holds the directory.
+            ArenaFull: no space even for a lock.
             ArenaCorrupt: the file is not what was written; the message says what is wrong where. The file is left alone.
         """
         path = Path(directory)
         if not path.is_dir():
             return None
-        held = files.take_lock(path, is_made=False)
+        with files.lack_of_space(f"no space in {path}"):
+            held = files.take_lock(path, is_made=False)
         file = None
         try:
             (path / files.UNFINISHED_NAME).unlink(missing_ok=True)

@@ -83,8 +83,8 @@ def test_no_docstring_is_empty_words():
     ],
 )
 def test_what_must_not_be_there(pattern, suffixes, under):
-    """No unfinished work, skipped tests, sleeps, flags that break other machines, pickles, paths of one machine, or promises that
-    no test holds: the state relies on the GIL."""
+    """No unfinished work, skipped tests, sleeps, flags that break other machines, pickles, paths of one machine, or promises
+    that no test holds: the state relies on the GIL."""
     assert lines_with(pattern, sources(*suffixes, under=under)) == []
 
 

@@ -104,7 +104,8 @@ class Shard:
             self.core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, and see to what that has made hopeless; to be called every quarter of a lease or so.
+        """Expire leases, see to what that has made hopeless, and try again what had no room to be written; to be called every
+        quarter of a lease or so.
 
         Returns:
             The workers that expired.
@@ -114,7 +115,7 @@ class Shard:
             self.core.counters.leases_expired += len(expired)
             for worker in expired:
                 self.core.on_session_end(worker)
-        if expired:
+        if expired or self.core.is_held_up:
             self.core.settle()
         self.restoration.give_up_lost_round()
         return expired

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from shard_driver import Driver, job_spec
+from shard_driver import Driver
 
 from psd.contract.errors import NotDeclared
 from psd.state.block import BlockState
