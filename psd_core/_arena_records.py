@@ -14,7 +14,8 @@ from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core._arena import Words
 
-WORDS = ("initialized", "timeline", "decided", "tentative", "restarts", *(f"spare_{i}" for i in range(5, form.WORD_SLOTS)))
+_NAMED = ("initialized", "timeline", "decided", "tentative", "restarts", "undeclared")
+WORDS = (*_NAMED, *(f"spare_{i}" for i in range(len(_NAMED), form.WORD_SLOTS)))
 """Names of the durable words, in file order."""
 
 _INDEX = {name: i for i, name in enumerate(WORDS)}

@@ -105,10 +105,12 @@ class Exchange:
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
+        self._session.go_back(self._begin_again)
+
+    def _begin_again(self) -> None:
         self._sent = None
         if self._settlement is not None:
             self._settlement.forget()
-        self._session.go_back()
         self.pull_all()
 
     def pull(self) -> None:

@@ -71,8 +71,7 @@ class FlatCalls(Worker):
                 raise NonFiniteGradient(
                     f"worker {self.rank}: the initial value of {tensor!r} holds NaN or infinity", rank=self.rank, tensor=tensor
                 )
-            if not self._session.declare(spec, exchange.parameters):
-                exchange.pull_all()
+            self._session.declare(spec, exchange.parameters, exchange.pull_all)
             self._exchange = exchange
 
     @property

@@ -231,8 +231,7 @@ class Worker:
         return RolledBack(
             f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
             "are those of that step, and client_state is what this worker had saved for it",
-            step=self.clock,
-            **error.detail,
+            **(error.detail | {"step": self.clock}),
         )
 
     @contextmanager
@@ -253,12 +252,13 @@ class Worker:
         self._last_failed = True
         try:
             with self._reporter.watching(what, self._session.clock):
-                yield
+                try:
+                    yield
+                except RolledBack as error:
+                    raise self._go_back(error) from None
             self._last_failed = False
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
-        except RolledBack as error:
-            raise self._go_back(error) from None
         except WaitTimeout as error:
             if "missing" in error.detail or not self._reporter.last_text:
                 raise

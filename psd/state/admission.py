@@ -77,11 +77,8 @@ class Admission:
         with self._core.lock:
             if request.run_id:
                 self._core.check_run_id(request.run_id, "run_id")
-            if (
-                request.resume
-                and self._core.initial.is_set
-                and (self._core.is_tentative or request.timeline != self._core.timeline)
-            ):
+            is_behind = self._core.initial.is_set and request.timeline != self._core.timeline
+            if request.resume and (self._core.is_tentative or is_behind):
                 raise RolledBack(
                     f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
                     timeline=self._core.timeline,
@@ -96,11 +93,12 @@ class Admission:
             before = members.worker(request.rank)
             earlier, was_absent = before.session, before.state is WorkerState.ABSENT
             session = request.session or self._next_session()
+            whose: Any = {"host": request.host, "pid": request.pid, "connection": request.connection, "now": self._core.now()}
             if request.resume:
                 worker = members.check_session(request.rank, session)
-                members.on_return(worker, host=request.host, pid=request.pid, now=self._core.now())
+                members.on_return(worker, **whose)
             else:
-                worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
+                worker = members.on_join(request.rank, session, **whose)
             self._core.membership = members
             self._core.run_id = self._run_id(request.run_id, session)
             if session != earlier:
@@ -127,7 +125,7 @@ class Admission:
             self._core.awaits_declaration and members is not None and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
-            return Membership(world_size, self._core.config.lease_s)
+            return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
             raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
         return members
@@ -185,7 +183,7 @@ class Admission:
                 job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
-            self._core.awaits_declaration = False
+            self._core.on_declared()
             choice = self._core.initial.on_declare(worker)
             ticket = None
             if self._core.config.shard_index == 0 and not self._core.initial.is_set and not choice:

@@ -16,6 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 import psd_core
+from psd.checkpoint.cut import Progress
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.custom_rules import load_rules
 from psd.contract.errors import (
@@ -23,7 +24,6 @@ from psd.contract.errors import (
     InvalidRequest,
     NonFiniteGradient,
     NotDeclared,
-    SessionFenced,
     ShardRestarted,
     StateLost,
     WrongShard,
@@ -54,7 +54,8 @@ class ShardCore:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
-        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
+        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it;
+            kept in the arena.
         may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
         rules: the users' own that jobs may name, by import path.
@@ -129,6 +130,18 @@ class ShardCore:
         members.keep(self._save_worker)
         return self.job
 
+    def on_declared(self) -> None:
+        """Note that the job's workers have said what it is."""
+        if self.awaits_declaration:
+            self.declared().arena.set_word("undeclared", 0)
+            self.awaits_declaration = False
+
+    @property
+    def began_at(self) -> int:
+        """The clock at which the job has begun here: the step of the checkpoint that it goes on from, or 0."""
+        checkpoint = Progress.of(self.restored_from)
+        return 0 if checkpoint is None else checkpoint[1]
+
     def recover(self) -> bool:
         """Go on with the job that an earlier process of this shard held; False if there is none."""
         found = self.storage.recover()
@@ -162,6 +175,7 @@ class ShardCore:
         self.run_id, self.membership, self.job = stored.run_id, members, job
         self.restored_from = stored.restored_from
         self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
+        self.awaits_declaration = bool(arena.word("undeclared"))
         members.keep(self._save_worker)
         self.initial.on_recovered(arena.word("initialized"), is_read=job.version_max > 0 or bool(stored.restored_from))
         self.barriers.restore(self.storage.load_barriers())
@@ -282,15 +296,11 @@ class ShardCore:
 
     def on_session_end(self, worker: Worker) -> None:
         """After a session ended by leaving, expiry or a new one: nothing of it goes on waiting, or is waited for."""
-        is_superseded = worker.state is WorkerState.LIVE  # by a new session, whose program must not be thrown out in turn
-        error = SessionFenced(
-            f"the session of worker {worker.rank} has ended"
-            + (f": the rank joined again from {worker.host} (process {worker.pid})" if is_superseded else ""),
-            cause="superseded" if is_superseded else "expired",
-            rank=worker.rank,
-        )
-        live = worker.session if is_superseded else worker.session + 1
-        self.waiting.fail_session(worker.rank, live, error)
+        for ticket in self.waiting.open(worker.rank):
+            if ticket.session < worker.session:
+                ticket.fail(worker.replaced(ticket.session))
+            elif worker.state is not WorkerState.LIVE:
+                ticket.fail(self.members.ended(worker))
         self.barriers.on_session_end(worker.rank)
         self.initial.on_gone(worker.rank, self.members.workers)
         if self.job is not None:

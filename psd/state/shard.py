@@ -105,7 +105,7 @@ class Shard:
 
     def tick(self) -> list[Worker]:
         """Expire leases, see to what that has made hopeless, and try again what had no room to be written; to be called every
-        quarter of a lease or so.
+        `tick_s`.
 
         Returns:
             The workers that expired.

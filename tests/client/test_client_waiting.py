@@ -12,7 +12,7 @@ import pytest
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable, StateLost
 from psd.v1 import control_pb2
 from psd_client.heartbeat import Heartbeats
-from psd_client.session import Membership
+from psd_client.membership import Membership, Memberships
 from psd_client.transport import Cancelled
 from psd_client.waiting import Health, WaitReporter, merge
 
@@ -127,7 +127,7 @@ def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
 class FakeSession:
     """What the heartbeat reads of a session."""
 
-    membership: Membership | None = None
+    memberships: Memberships = field(default_factory=Memberships)
     clock: int = 41
     is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
@@ -167,6 +167,10 @@ class FakeLane:
         return reply
 
 
+def membership(session: int = 5, incarnations: tuple[int, ...] = (11, 22)) -> Membership:
+    return Membership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=9, timeline=0)
+
+
 class Rig:
     """A heartbeat over two fake lanes, lease 9 s."""
 
@@ -174,7 +178,9 @@ class Rig:
         self.clock = FakeClock()
         self.lanes = [FakeLane(0), FakeLane(1)]
         self.reporter = reporter_at(self.clock)
-        self.session = FakeSession(Membership(rank=0, run_id="r", session=5, incarnations=(11, 22), lease_s=9, timeline=0))
+        self.session = FakeSession()
+        self.session.memberships.begin(membership())
+        self.session.memberships.complete()
         lanes: Any = self.lanes
         session: Any = self.session
         health = Health([lane.address for lane in lanes], self.clock)
@@ -200,7 +206,7 @@ def test_step_when_the_worker_is_idle_then_beats_three_times_a_lease() -> None:
 def test_step_when_nobody_has_joined_yet_then_sends_nothing_but_reports(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that cannot connect says so, too."""
     rig = Rig()
-    rig.session.membership = None
+    rig.session.memberships.end()
 
     with rig.reporter.watching("connect", 0):
         rig.run_for(6)

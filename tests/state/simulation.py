@@ -30,7 +30,7 @@ from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import job_pb2
 
-LEASE_S = 10.0
+LEASE_S = 4.0
 MEMORY = Path("/dev/shm")
 
 
