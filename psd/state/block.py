@@ -409,9 +409,10 @@ class BlockState:
 
     def forget_readers(self) -> None:
         """What anybody has read does not matter any more."""
-        with self.lock:
-            for page in self.readers.drop():
-                self._arena.unpin(page)
+        if self._rule.needs_backup:
+            with self.lock:
+                for page in self.readers.drop():
+                    self._arena.unpin(page)
 
     def _keep(self, reader: int, page: Page | None) -> None:
         before = self.readers.keep(reader, page)
