@@ -7,15 +7,12 @@ arrival harmless, also after the barrier has opened. Guarded by the shard's lock
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest, PsdError
 from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
-
-logger = logging.getLogger(__name__)
 
 NAMES_MAX = 4096
 """Names whose generation is remembered while nobody waits there; the oldest is forgotten first. Only the reply's number then
@@ -45,12 +42,10 @@ class Barriers:
 
     Attributes:
         opened_count: how often one has opened since the shard started.
-        is_held_up: one is complete, and its opening could not be kept; `on_members_changed` tries again.
     """
 
     def __init__(self, waited: Callable[[], int], save: Callable[[bytes], None]) -> None:
         self.opened_count = 0
-        self.is_held_up = False
         self._waited = waited
         self._save = save
         self._barriers: dict[str, _Barrier] = {}
@@ -99,19 +94,15 @@ class Barriers:
             barrier.arrived.pop(rank, None)
 
     def on_members_changed(self) -> None:
-        """Open the barriers that are complete now that somebody has left or expired.
-
-        One whose opening cannot be kept stays as it is: who has left has left, and the others are to hear of it.
-        """
-        was_held_up, self.is_held_up = self.is_held_up, False
+        """Open the barriers that are complete now that somebody has left or expired."""
         for barrier in list(self._barriers.values()):
-            try:
-                if barrier.arrived:
+            if barrier.arrived:
+                try:
                     self._open_if_complete(barrier)
-            except PsdError as error:
-                self.is_held_up = True
-                if not was_held_up:
-                    logger.error("a barrier is complete, and waits until that can be noted: %s", error)  # noqa: TRY400
+                except PsdError as error:  # who has left has left; the others are told, and may come again
+                    arrived, barrier.arrived = barrier.arrived, {}
+                    for _, _, ticket in arrived.values():
+                        ticket.fail(error)
 
     def missing(self, name: str) -> int:
         """Mask of the workers that have not arrived."""

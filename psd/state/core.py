@@ -328,12 +328,6 @@ class ShardCore:
             ticket.resolve()
         self.gates = [t for t in self.gates if not t.future.done()]
 
-    @property
-    def is_held_up(self) -> bool:
-        """True if something that is complete could not be opened for lack of room; `settle` tries again."""
-        job = self.job
-        return self.barriers.is_held_up or (job is not None and job.lacks_space)
-
     def settle(self) -> None:
         """After a change of who is waited for: open what that completes. Called without the lock."""
         with self.lock:

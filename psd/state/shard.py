@@ -115,7 +115,8 @@ class Shard:
             self.core.counters.leases_expired += len(expired)
             for worker in expired:
                 self.core.on_session_end(worker)
-        if expired or self.core.is_held_up:
+        job = self.core.job
+        if expired or (job is not None and job.lacks_space):
             self.core.settle()
         self.restoration.give_up_lost_round()
         return expired
@@ -131,7 +132,9 @@ class Shard:
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
         job = self.core.job
-        return job is not None and self.is_initialized and not self.core.is_tentative and job.trained_count > 0
+        if job is None or self.core.is_tentative or not self.is_initialized:
+            return False
+        return job.trained_count > 0 and not job.arena.is_closed
 
     @property
     def has_workers(self) -> bool:

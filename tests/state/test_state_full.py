@@ -7,7 +7,6 @@ import contextlib
 import errno
 import functools
 import io
-import logging
 import os
 import shutil
 
@@ -15,9 +14,11 @@ import pytest
 from full_disk import full_disk
 from settling import bring, clipped, commit, decision, measure, push_all
 from shard_driver import Driver, job_spec
+from stored_job import STEP, begun, spec_of, store, trained
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
-from psd.contract.errors import InternalError, OutOfSpace
+from psd.contract.errors import InternalError, OutOfSpace, RolledBack, StateLost
 from psd.state import storage
 from psd.state.rounds import Outcome
 from psd.state.tickets import Ticket
@@ -120,57 +121,35 @@ def test_calls_that_were_answered_before_the_disk_was_full_still_are(driver_of):
 
 
 @pytest.mark.parametrize("how", ["leave", "leaving", "expire"])
-def test_a_barrier_that_a_worker_completes_by_going_opens_when_there_is_room(driver_of, tmp_path, caplog, how):
-    """It has gone all the same, and is not called back; the lease clock tries again until it can be noted."""
-    driver = driver_of()
-    a, b = driver.start()
-    waiting = driver.arrive(a)
-
-    with full_disk(), caplog.at_level(logging.ERROR, "psd.state"):
-        if how == "leave":
-            driver.leave(b)
-        elif how == "leaving":
-            driver.heartbeat(b, leaving=True)
-        else:
-            driver.expire(b, keep=[a])
-        driver.heartbeat(a)
-        driver.advance(1)
-        assert not waiting.future.done()
-    assert_disk_agrees(driver, tmp_path)
-    driver.advance(1)
-
-    assert waiting.future.result(0) == 0
-    assert len(caplog.records) == 1, "said once"
-    assert NO_ROOM in caplog.text
-    assert_disk_agrees(driver, tmp_path)
-    driver.advance(1)
-    assert driver.core.barriers.opened_count == 1
-
-
-def test_whoever_comes_while_a_barrier_is_held_up_is_not_refused_for_it(driver_of):
-    """Joins, heartbeats and pushes have nothing to write."""
+def test_a_barrier_that_a_worker_completes_by_going_is_refused_to_those_who_wait(driver_of, tmp_path, how):
+    """The worker has gone all the same, and the lease clock goes on; who waits is told why, and comes again."""
     driver = driver_of(job_spec(3))
     a, b, c = driver.start()
-    waiting = driver.arrive(a)
+    waiting = [driver.arrive(seat) for seat in (a, b)]
 
     with full_disk():
-        driver.leave(b)
-        driver.leave(c)
-        b = driver.join(1)
-        driver.declare(b)
-        driver.heartbeat(b)
-        driver.push(a, 0, 1.0)
-        driver.push(b, 0, 1.0)
-        assert driver.version() == 1
-        assert driver.pull(b, 1)[0].tolist() == [-1.0] * 3
+        if how == "leave":
+            driver.leave(c)
+        elif how == "leaving":
+            driver.heartbeat(c, leaving=True)
+        else:
+            driver.expire(c, keep=[a, b])
+        driver.heartbeat(a)
+        driver.advance(1)
+    assert_disk_agrees(driver, tmp_path)
 
-    assert not waiting.future.done(), "b is waited for again"
-    driver.arrive(b)
-    assert waiting.future.result(0) == 0
+    for ticket in waiting:
+        with pytest.raises(OutOfSpace, match=NO_ROOM):
+            ticket.future.result(0)
+    assert driver.core.waiting.open() == []
+    first = driver.arrive(a)
+    assert [worker.rank for worker in driver.shard.missing_for(first)] == [1]
+    assert (driver.arrive(b).future.result(0), first.future.result(0)) == (0, 0)
+    assert_disk_agrees(driver, tmp_path)
 
 
-def test_what_a_disk_says_that_is_not_full_is_told_too(driver_of, tmp_path, caplog):
-    """With its words, and without a traceback; the barrier opens when it works again."""
+def test_what_a_disk_says_that_is_not_full_is_told_too(tmp_path):
+    """With its words; the barrier opens when it works again."""
 
     class Broken:
         is_on = False
@@ -190,11 +169,11 @@ def test_what_a_disk_says_that_is_not_full_is_told_too(driver_of, tmp_path, capl
     driver.leave(b)
     driver.advance(1)
     broken.is_on = False
-    driver.advance(1)
 
-    with pytest.raises(InternalError, match=f"{tmp_path / 'state' / 'barriers'} cannot be written: Input/output error"):
-        refused.future.result(0)
-    assert first.future.result(0) == 0
+    for ticket in (refused, first):
+        with pytest.raises(InternalError, match=f"{tmp_path / 'state' / 'barriers'} cannot be written: Input/output error"):
+            ticket.future.result(0)
+    assert driver.arrive(a).future.result(0) == 0
 
 
 def test_a_private_shard_keeps_no_notes(tmp_path):
@@ -326,7 +305,7 @@ def test_a_round_that_a_worker_completes_by_going_is_applied_when_there_is_room(
         with pytest.raises(OutOfSpace, match="block 0: no room for its next version"):
             driver.pull(a, 1)
         assert driver.version() == 0
-        assert driver.core.is_held_up
+        assert driver.core.job.lacks_space
     assert_disk_agrees(driver, tmp_path)
     hoarder.give_back()
     if asks:
@@ -334,7 +313,7 @@ def test_a_round_that_a_worker_completes_by_going_is_applied_when_there_is_room(
     else:
         driver.advance(1)
 
-    assert (driver.version(), driver.core.is_held_up) == (1, False)
+    assert (driver.version(), driver.core.job.lacks_space) == (1, False)
     assert driver.values() == [-2.0] * 3
 
 
@@ -354,7 +333,7 @@ def test_a_round_that_is_no_longer_complete_when_there_is_room_waits_again(drive
 
     assert isinstance(waiting, Ticket)
     assert not waiting.future.done()
-    assert not driver.core.is_held_up
+    assert not driver.core.job.lacks_space
     driver.push(b, 0, 4.0)
     assert driver.values() == [-3.0] * 3
 
@@ -434,6 +413,37 @@ def test_a_verdict_that_cannot_be_kept_is_not_told(driver_of, tmp_path):
     assert_disk_agrees(driver, tmp_path)
     bring(driver, b, 1, verdict=reply.verdict, decisions=[decision(0, 0, 1)])
     assert driver.version() == 1
+
+
+# -- going back --
+
+
+@pytest.mark.parametrize("how", ["rollback", "redeclare", "lost round"])
+def test_a_shard_that_has_no_room_to_go_back_holds_nothing_and_goes_back_when_there_is_some(tmp_path, how):
+    """What it had is given up by then, in memory as on the disk; its workers are sent to bring it to the checkpoint again."""
+    directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
+    name = store(trained("sync", 2, 1), directory)
+    (driver,) = begun(directory, name, "sync", 2, 1, state_dir=str(tmp_path / "state"))
+    seat = driver.join(0)
+    driver.core.initial.is_read = how != "redeclare"
+
+    with full_disk():
+        if how == "lost round":
+            driver.core.lost_round = StateLost("worker 0's")
+            driver.advance(1)
+        else:
+            with pytest.raises(OutOfSpace, match=f"{tmp_path / 'state'} has no room for this job's parameters"):
+                driver.rollback(name, 2) if how == "rollback" else driver.declare(seat, spec_of("async", 2))
+    assert (driver.core.job, driver.core.storage.arena) == (None, None)
+    assert not (tmp_path / "state").exists()
+
+    with pytest.raises(RolledBack):
+        driver.resume(seat, timeline=1)
+    driver.advance(1)
+    driver.rollback(name, 2)
+    reply, _ = driver.declare(driver.join(0))
+    assert (reply.initialized, reply.clock, driver.version()) == (True, STEP, STEP)
+    assert_disk_agrees(driver, tmp_path)
 
 
 # -- the process --
