@@ -25,6 +25,7 @@ from psd.state.cuts import TIME_S_MAX
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
+from psd_core.arena import Page
 
 TRANSPORT_BYTES_MAX = 256
 HOST_BYTES_MAX = 256
@@ -217,7 +218,11 @@ class Admission:
             init.values[block] = values
 
     def end_initialize(self, init: Initialization) -> bool:
-        """Make the values the job's, all blocks or none; False if the shard has others already."""
+        """Make the values the job's, all blocks or none; False if the shard has others already.
+
+        Raises:
+            OutOfSpace: there is no room for all of them; what the shard had before it still has.
+        """
         job = self._core.declared()
         if not init.is_accepted:
             return self._core.initial.has(init.choice)
@@ -230,8 +235,16 @@ class Admission:
             self._core.members.check_session(init.worker.rank, init.session)
             if not self._core.initial.accepts(init.worker, init.choice):
                 return self._core.initial.has(init.choice)
-            for index, values in init.values.items():
-                job.blocks[index].initialize(values)
+            pages: dict[int, Page] = {}
+            try:
+                for index, values in init.values.items():
+                    pages[index] = job.blocks[index].prepare(values)
+            except BaseException:
+                for index, page in pages.items():
+                    job.blocks[index].discard(page)
+                raise
+            for index, page in pages.items():
+                job.blocks[index].begin(page)
             job.arena.set_word("initialized", init.choice)
             self._core.initial.on_set(init.choice)
         self._core.settle()  # of what happened before there were blocks

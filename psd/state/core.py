@@ -95,15 +95,17 @@ class ShardCore:
     @property
     def members(self) -> Membership:
         """The membership; NotDeclared before the first worker has joined."""
-        if self.membership is None:
+        members = self.membership  # once: asked without the lock, too
+        if members is None:
             raise NotDeclared("no worker has joined this shard yet")
-        return self.membership
+        return members
 
     def declared(self) -> Job:
         """The job; NotDeclared if there is none."""
-        if self.job is None:
+        job = self.job  # once: asked without the lock, too
+        if job is None:
             raise NotDeclared("no job has been declared on this shard yet")
-        return self.job
+        return job
 
     def initialized(self) -> Job:
         """The job, with its initial values; NotDeclared if it has none."""

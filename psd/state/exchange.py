@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, ShardRestarted, WrongShard
+from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted, WrongShard
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.contract.verdicts import Verdict
@@ -27,7 +27,7 @@ from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
 from psd.state.voices import Voice
 from psd.v1 import control_pb2, data_pb2
-from psd_core.arena import ArenaFull
+from psd_core.arena import ArenaClosed
 
 
 class Exchange:
@@ -116,12 +116,13 @@ class Exchange:
         """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
         checkpoint. Takes no lock: it is asked for every block."""
         if call.worker is not self._core.members.worker(call.worker.rank):
-            raise ShardRestarted(
-                f"shard {self._core.config.shard_index} has gone back to a checkpoint since the call began",
-                shard=self._core.config.shard_index,
-            )
+            raise self._gone_back()
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
+
+    def _gone_back(self) -> ShardRestarted:
+        index = self._core.config.shard_index
+        return ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index)
 
     def check_arrival(self, push: Push) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
@@ -183,8 +184,8 @@ class Exchange:
             push.lent.append(block)
         try:
             outcome = block.contribute(part)
-        except ArenaFull as error:
-            raise _out_of_space(block, error) from error
+        except ArenaClosed:
+            raise self._gone_back() from None
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
         if index not in push.covered:
@@ -337,7 +338,7 @@ class Exchange:
         """
         self._check_session(pull)
         version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
-        found = _read(block, version_min, pull.reader)
+        found = self._found(block, version_min, pull.reader)
         if found is not None:
             return found
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
@@ -345,19 +346,14 @@ class Exchange:
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
         if pull.has_rounds:
-            return _read(block, pull.clock, None)
-        return _read(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
+            return self._found(block, pull.clock, None)
+        return self._found(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
 
-
-def _read(block: BlockState, version_min: int, reader: int | None) -> Found | None:
-    try:
-        return block.read(version_min, reader)
-    except ArenaFull as error:
-        raise _out_of_space(block, error) from error
-
-
-def _out_of_space(block: BlockState, error: ArenaFull) -> OutOfSpace:
-    return OutOfSpace(f"block {block.plan.index}: no room for its next version: {error}")
+    def _found(self, block: BlockState, version_min: int, reader: int | None) -> Found | None:
+        try:
+            return block.read(version_min, reader)
+        except ArenaClosed:
+            raise self._gone_back() from None
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

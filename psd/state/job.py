@@ -250,10 +250,32 @@ class Job:
 
     def pin_all(self) -> dict[int, Page]:
         """The pages of all blocks at one instant, pinned, by block."""
+        pages: dict[int, Page] = {}
         with contextlib.ExitStack() as locks:
             for block in self.blocks.values():
                 locks.enter_context(block.lock)
-            return {index: block.pin() for index, block in self.blocks.items()}
+            try:
+                for index, block in self.blocks.items():
+                    pages[index] = block.pin()
+            except BaseException:
+                self.unpin_all(pages)
+                raise
+        return pages
+
+    def unpin_all(self, pages: Mapping[int, Page]) -> None:
+        """Give pinned pages back."""
+        for page in pages.values():
+            self.arena.unpin(page)
+
+    def give_back_pages(self) -> None:
+        """Give back the pages that are kept of what workers have read: nobody will send a gradient any more."""
+        for block in self._trained:
+            block.forget_readers()
+
+    @property
+    def lacks_space(self) -> bool:
+        """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
+        return any(block.lacks_space for block in self._trained)
 
     def on_gone(self, rank: int) -> None:
         """Forget what only mattered as long as a session of the rank lived."""

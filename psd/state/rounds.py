@@ -402,7 +402,7 @@ class ExactRound(_Sum):
             self._sum = None
 
     def _staged(self) -> int:
-        return sum(1 << rank for rank in self._parts)
+        return sum(1 << rank for rank in list(self._parts))  # of a copy: `missing` is asked without the lock
 
     def _drop(self, rank: int) -> None:
         part = self._parts.pop(rank, None)

@@ -124,7 +124,7 @@ class Driver:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
         _open_shards.remove(self.shard)
         if self.core.storage.arena is not None:
-            self.core.storage.arena.close(remove=False)
+            self.core.storage.arena._directory.close()
 
     def restart(self, *seats: Seat, **arguments: Any) -> None:
         """Kill the process and start it again on its state directory, where these workers resume."""
