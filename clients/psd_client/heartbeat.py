@@ -3,8 +3,7 @@
 Every third of the lease it sends a heartbeat to every shard at once, with the worker's clock. A shard that does not answer is
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
 Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the session
-resume at a shard that was restarted. A lane whose shard is silent for long is told, because it may be blocked in a send, where
-nothing else would notice before the call's deadline.
+resume at a shard that was restarted.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ logger = logging.getLogger("psd_client")
 
 BEATS_PER_LEASE = 3
 HEARTBEAT_TIMEOUT_MAX_S = 5.0
-SUSPECT_AFTER_S = 20.0
-"""A shard that has been silent for so long may have vanished with its machine; as gRPC's and TCP's keep-alive have it."""
 
 
 class Heartbeats:
@@ -114,8 +111,6 @@ class Heartbeats:
             return
         if isinstance(error, ShardUnavailable):
             self._health.failed(lane.shard)
-            if self._health.silent_s(lane.shard) >= SUSPECT_AFTER_S:
-                lane.suspect()
         elif isinstance(error, SessionFenced) and (
             error.detail.get("cause") == "expired" or membership is not self._session.membership
         ):

@@ -41,12 +41,6 @@ class Health:
         with self._lock:
             self._failing_since.setdefault(shard, self._clock())
 
-    def silent_s(self, shard: int) -> float:
-        """Seconds for which the shard has not answered; 0 if it does."""
-        with self._lock:
-            since = self._failing_since.get(shard)
-        return 0.0 if since is None else self._clock() - since
-
     def silent(self) -> list[str]:
         """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s"."""
         now = self._clock()
