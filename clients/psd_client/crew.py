@@ -14,6 +14,21 @@ from typing import Any, Generic, TypeVar, cast
 
 ResultT = TypeVar("ResultT")
 
+_exiting = threading.Event()
+# Python has no public name for what is called before it waits for threads that are no daemons, and has an end of executors.
+threading._register_atexit(_exiting.set)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def can_start_threads() -> bool:
+    """False when the interpreter exits and starts no threads any more: from Python 3.12 on."""
+    if not _exiting.is_set():
+        return True
+    try:
+        threading.Thread(target=int, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
 
 class Task(Generic[ResultT]):
     """A function that is run once, in whatever thread.

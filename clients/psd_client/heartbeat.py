@@ -24,6 +24,12 @@ logger = logging.getLogger("psd_client")
 
 BEATS_PER_LEASE = 3
 HEARTBEAT_TIMEOUT_MAX_S = 5.0
+WAITING_BEAT_S = 3.0
+"""From one heartbeat to the next, at most, while an operation takes long."""
+ANSWER_S = 2.5
+"""A shard that takes longer for a heartbeat does not answer; with a short lease, half the time to the next one."""
+REPORT_S = 0.7
+"""As above, when it is said what is waited for: within six seconds of the wait's beginning."""
 
 
 class Heartbeats:
@@ -57,8 +63,10 @@ class Heartbeats:
         is_due = due_in_s is not None and due_in_s <= 0
         waits: list[control_pb2.Wait] = []
         if membership is not None and (is_due or self._clock() >= self._next_beat):
-            self._next_beat = self._clock() + membership.lease_s / BEATS_PER_LEASE
-            waits = self._beat(membership)
+            interval_s = membership.lease_s / BEATS_PER_LEASE
+            self._next_beat = self._clock() + (min(interval_s, WAITING_BEAT_S) if self._reporter.is_overdue else interval_s)
+            timeout_s = min(interval_s, max(interval_s / 2, 1.0), ANSWER_S)
+            waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
             self._reporter.report(waits, self._health.silent())
         # An operation that begins during the sleep is due in report_after_s at the earliest.
@@ -70,9 +78,9 @@ class Heartbeats:
             pauses.append(due_in_s)
         return max(min(pauses), 0.01)
 
-    def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
+    def _beat(self, membership: Membership, timeout_s: float) -> list[control_pb2.Wait]:
         """Heartbeats to all shards at once; what they say that this worker waits for."""
-        timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
+        began = self._clock()
         clock, leaving = self._session.clock, self._session.is_leaving
         pending = []
         try:
@@ -83,17 +91,17 @@ class Heartbeats:
                 pending.append((lane, lane.begin_heartbeat(request, timeout_s)))
         except Cancelled:
             return []
-        return [wait for lane, reply in pending for wait in self._waits(lane, reply, membership)]
+        return [wait for lane, reply in pending for wait in self._waits(lane, reply, membership, began)]
 
     def _waits(
-        self, lane: Lane, reply: Callable[[], control_pb2.HeartbeatReply], membership: Membership
+        self, lane: Lane, reply: Callable[[], control_pb2.HeartbeatReply], membership: Membership, began: float
     ) -> Sequence[control_pb2.Wait]:
         try:
             waits = reply().waits
         except Cancelled:
             return ()
         except PsdError as error:
-            self._on_error(lane, error, membership)
+            self._on_error(lane, error, membership, began)
             return ()
         self._on_answer(lane)
         return waits
@@ -103,14 +111,14 @@ class Heartbeats:
         if self._logged.pop(lane.shard, None) is not None:
             logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
 
-    def _on_error(self, lane: Lane, error: PsdError, membership: Membership) -> None:
+    def _on_error(self, lane: Lane, error: PsdError, membership: Membership, began: float) -> None:
         if self._stopped:
             return
         if isinstance(error, ShardRestarted):
             self._resume(lane, error)
             return
         if isinstance(error, ShardUnavailable):
-            self._health.failed(lane.shard)
+            self._health.failed(lane.shard, began)
         elif isinstance(error, SessionFenced) and (
             error.detail.get("cause") == "expired" or membership is not self._session.membership
         ):

@@ -29,6 +29,8 @@ logger = logging.getLogger("psd_client")
 
 JOIN_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 5.0
+LEAVE_FAILED_TIMEOUT_S = 2.0
+"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
 """In one operation; then the lease is too short for this network or this worker, and the error is raised."""
 
@@ -367,9 +369,10 @@ class Session:
         membership, self._membership = self._membership, None
         if membership is None:
             return
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
-        for lane in self._shards.lanes:
+
+        def leave_at(lane: Lane) -> None:
             request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed, left_at=left_at)
             try:
                 lane.leave(request, max(deadline - time.monotonic(), 0.2))
@@ -381,3 +384,5 @@ class Session:
                     lane.address,
                     error,
                 )
+
+        self._shards.run_once(leave_at)

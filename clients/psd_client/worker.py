@@ -139,8 +139,8 @@ class Worker:
 
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
-        wait timeout. What prevents that is logged. Nothing is waited for after a failure. (A program that ends without close()
-        waits likewise, but only up to Python 3.11: later ones give an exiting program no threads for it.)
+        wait timeout. What prevents that is logged. Nothing is waited for after a failure. A program that ends without close()
+        waits likewise; but from Python 3.12 on it cannot send the gradient again over gRPC, and logs that it is lost.
         """
         self._close(None)
 
