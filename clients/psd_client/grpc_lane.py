@@ -61,6 +61,9 @@ CHANNEL_OPTIONS = (
 UNREACHED_S = 2.0
 """A channel that is this old when it cannot reach the shard is replaced."""
 
+AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
+"""Of gradients or parameters, in one message."""
+
 WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
 """Besides, where no threads can be started any more: gRPC then makes blocking calls, and receives streams, without any."""
 
@@ -281,6 +284,12 @@ class GrpcLane(Lane):
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """Send a gradient."""
+        if not can_start_threads():
+            if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
+                raise RuntimeError(
+                    "from Python 3.12 on, gRPC sends no large gradient when the program ends: call close() before"
+                )
+            return self._push_pull_small(part, None, call)  # whoever ends waits for the round, too
         return self._send("Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
@@ -309,7 +318,7 @@ class GrpcLane(Lane):
         )
         return self._with_reply(self._receive(rpc, part.blocks, parameters, call))
 
-    def _push_pull_small(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+    def _push_pull_small(self, part: GradientPart, parameters: FlatBuffers | None, call: Call) -> data_pb2.PushReply:
         message = data_pb2.SmallPush()
         for frame, payload in push_messages(part):
             if payload is not None:
@@ -330,8 +339,6 @@ class GrpcLane(Lane):
 
     def _send(self, name: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
         parse = reply.FromString
-        if not can_start_threads():
-            raise RuntimeError("from Python 3.12 on, gRPC cannot send gradients when the program ends: call close() before")
         rpc = self._begin(
             lambda channel, how: channel.stream_unary(_DATA + name, None, parse).future(messages, **how), call.timeout_s
         )
