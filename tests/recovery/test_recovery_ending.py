@@ -45,7 +45,7 @@ def test_program_when_it_ends_after_a_push_and_a_shard_is_killed_then_its_gradie
     shards = shard_processes(2)
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    arguments = [servers_of(shards), transport, aggregation, str(SIZE)]
+    command = [PYTHON, str(script), servers_of(shards), transport, aggregation, str(SIZE)]
     with (
         subprocess.Popen(
             [PYTHON, str(script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
