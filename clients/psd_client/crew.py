@@ -2,7 +2,7 @@
 
 concurrent.futures takes no work any more once the interpreter exits, and waits for all its threads first. But a worker that
 ends has something to send then, and must not wait for a shard that never answers. Threads that run already are there until the
-very end; from Python 3.12 on an interpreter that exits starts no others. Must not know lanes or shards.
+very end; not every Python starts others then. Must not know lanes or shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ threading._register_atexit(_exiting.set)  # type: ignore[attr-defined]  # noqa: 
 
 
 def can_start_threads() -> bool:
-    """False when the interpreter exits and starts no threads any more: from Python 3.12 on."""
+    """False when the interpreter exits and starts no threads any more, as that of Python 3.12.1 does."""
     if not _exiting.is_set():
         return True
     try:

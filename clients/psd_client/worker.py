@@ -140,8 +140,8 @@ class Worker:
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
         wait timeout. What prevents that is logged. Nothing is waited for after a failure. A program that ends without close()
-        waits likewise; but where the lane is gRPC, from Python 3.12 on, it sends a killed shard only up to 31 MiB again, and
-        none with exact aggregation, and logs that the gradient is lost.
+        waits likewise. Only over gRPC, and if this Python starts no threads then, as some 3.12 do not, a killed shard gets no
+        more than 31 MiB again, and nothing with exact aggregation; the log says then that the gradient is lost.
         """
         self._close(None)
 

@@ -32,7 +32,7 @@ servers, transport, aggregation, size = sys.argv[1:]
 ps = psd_client.connect(servers, 0, 2, transport=transport, wait_timeout=60, retry_timeout=60)
 ps.declare({"w": np.zeros(int(size), np.float32)}, psd_client.SGD(lr=1.0), reduce="sum", aggregation=aggregation)
 ps.push({"w": np.full(int(size), -1, np.float32)})
-print(*sys.version_info[:2], flush=True)
+print("pushed", flush=True)
 """
 
 
@@ -47,23 +47,23 @@ def test_program_when_it_ends_after_a_push_and_a_shard_is_killed_then_its_gradie
     script.write_text(PROGRAM)
     command = [PYTHON, str(script), servers_of(shards), transport, aggregation, str(SIZE)]
     with (
-        subprocess.Popen(
-            [PYTHON, str(script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as program,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program,
         psd_client.connect(servers_of(shards), 1, 2, wait_timeout=60, retry_timeout=60) as ps,
     ):
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0), reduce="sum", aggregation=aggregation)
         assert program.stdout is not None
-        assert program.stderr is not None
-        can_send = tuple(map(int, program.stdout.readline().split())) < (3, 12) or (transport, aggregation) != ("grpc", "exact")
+        assert program.stdout.readline() == "pushed\n"
 
         shards[1].kill()
         shards[1].start()
-        if can_send:
+        try:
             assert set(ps.push_pull({"w": np.full(SIZE, -2, np.float32)})["w"].tolist()) == {3.0}
-        else:
-            with pytest.raises(StateLost, match=r"workers \[0\] were decided to count"):
-                ps.push_pull({"w": np.full(SIZE, -2, np.float32)})
+            is_lost = False
+        except StateLost:
+            is_lost = True
 
-        assert ("that gradient is lost" in program.stderr.read()) is not can_send
+        assert program.stderr is not None
+        assert ("that gradient is lost" in program.stderr.read()) is is_lost
+        # Only if this Python starts no threads any more when it exits.
+        assert not is_lost or (transport, aggregation) == ("grpc", "exact")
         assert program.wait(60) == 0
