@@ -26,6 +26,8 @@ from psd_client.transport import Call, Cancelled, Lane, Scope, Share
 logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
+LEAVE_FAILED_TIMEOUT_S = 2.0
+"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
 """In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
 
@@ -302,12 +304,13 @@ class Session:
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
         known_as = self.memberships.end()
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
-        for lane in self._shards.lanes:
+
+        def leave_at(lane: Lane) -> None:
             membership = known_as(lane.shard)
             if membership is None:
-                continue
+                return
             request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed, left_at=left_at)
             try:
                 lane.leave(request, max(deadline - time.monotonic(), 0.2))
@@ -319,6 +322,8 @@ class Session:
                     lane.address,
                     error,
                 )
+
+        self._shards.run_once(leave_at)
 
 
 def _may_return(error: SessionFenced) -> bool:
