@@ -1,4 +1,4 @@
-"""A program for test_recovery_suspended.py: a worker that makes a step for each line that it reads, and says at which clock it
+"""A program for test_recovery_leases.py: a worker that makes a step for each line that it reads, and says at which clock it
 is then. python stepping_worker.py SERVERS TRANSPORT
 """
 
