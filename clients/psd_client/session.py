@@ -97,7 +97,10 @@ class Session:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Enter at shard 0, which issues the session, then at the others; leases of those that it has entered are kept."""
+        """Become a member. Raises SessionFenced only if somebody else has the rank, or the lease always runs out on the way."""
+        self._enter()
+
+    def _join(self) -> None:
         self._is_entered = False
         try:
             replies = self._entrance.join()
@@ -112,12 +115,12 @@ class Session:
     def _join_anew(self) -> None:
         """Join; before the job has values, also one that others have begun under another name that nobody has given."""
         try:
-            self.join()
+            self._join()
         except ForeignRun:
             if self._declaration is not None or self._config.run_id or not self._entrance.run_id:
                 raise
             self._entrance.run_id = ""
-            self.join()
+            self._join()
 
     # -- becoming another session ----------------------------------------------------------------------------------------
 

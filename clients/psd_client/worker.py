@@ -235,7 +235,7 @@ class Worker:
         return RolledBack(
             f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
             "are those of that step, and client_state is what this worker had saved for it",
-            **(error.detail | {"step": self.clock}),
+            **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
     @contextmanager
