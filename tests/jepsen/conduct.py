@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from counting import Failure
-from history import Call, Histories, Life
+from history import Call, Gradient, Histories, Life
 from plan import LINKS
 
 SAYS_S = 6.0
@@ -213,18 +213,16 @@ def _outages(histories: Histories) -> list[tuple[float, float]]:
 
 def _seen(histories: Histories, life: Life) -> Iterator[Failure]:
     """A worker that has pushed reads its own gradient, once."""
-    last: Call | None = None
-    is_clean = True
-    for call in life.calls:
+    last: Gradient | None = None
+    for index, call in enumerate(life.calls):
         if call.pushes:
-            last, is_clean = (call if call.is_ok else None), True
-        is_clean &= call.is_ok and not call.change.get("blocks_late") and not call.change.get("pushes_dropped")
-        if call.seen is None:
+            last = histories.gradients[call.number]
+        if call.seen is None or last is None:
             continue
+        text = f"{life.name}, {call.op} at {call.begun:.2f} sees its gradient {last.number} {call.seen} times"
+        has_heard = last.finished is not None and life.calls.index(last.finished) <= index and not last.is_dropped
+        is_clean = not any(each.change.get("blocks_late") or each.result == "RolledBack" for each in last.until(call))
         if call.seen[1] > 1:
-            yield Failure(
-                "counted twice", f"{life.name}, {call.op} at {call.begun:.2f} sees its last gradient {call.seen} times"
-            )
-        elif last is not None and is_clean and call.seen != (1, 1):
-            text = f"{life.name}, {call.op} at {call.begun:.2f} sees its gradient {last.number} {call.seen} times"
+            yield Failure("counted twice", text)
+        elif has_heard and is_clean and call.seen != (1, 1):
             yield Failure("own gradient not read", text)

@@ -1,6 +1,6 @@
 """The model: what the parameters of the end must say of each gradient, by what its program was told.
 
-once        its program has heard that the shards have it: it counts once in every block
+once        its program has heard that all shards have it: it counts once in every block
 told        it has heard, too, that some blocks were late: it counts in as many as it was told
 at most     its call has failed, its process was killed, it was told of a dropped push, or the job went back to a checkpoint:
             it counts in no block twice; with exact aggregation in all or in none
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from cells import TENSORS, Counts
-from history import CONFIRMING, Call, Gradient, Histories, Life
+from history import CONFIRMING, PULLING, Call, Gradient, Histories, Life
 
 UNSAFE_END = "ends without knowing that its last push has been applied"
 _GOES_BACK = re.compile(r"the shards go back to checkpoint \S+-step-(\d+)-\S+, timeline (\d+)")
@@ -98,17 +98,13 @@ class _Saying:
 
 def claim(histories: Histories, gradient: Gradient) -> str | int:
     """What must be true of a gradient: "once", "at most", or the number of blocks that its program was told of."""
-    life, plan = gradient.life, histories.plan
-    if gradient.acknowledged is None or _may_be_rolled_back(histories, gradient):
+    if gradient.finished is None or gradient.is_dropped or _may_be_rolled_back(histories, gradient):
         return "at most"
-    window = _until_confirmed(life, gradient, has_rounds=plan.has_rounds)
+    window = _until_confirmed(gradient, gradient.finished, has_rounds=histories.plan.has_rounds)
     if window is None:
-        killed = any(record["t"] >= gradient.begun for record in histories.faults(*KILLS))
-        if killed:
+        if any(record["t"] >= gradient.begun for record in histories.faults(*KILLS)):
             return "at most"
-        window = life.calls[life.calls.index(gradient.calls[0]) :]
-    if any(call.change.get("pushes_dropped") for call in window):
-        return "at most"
+        window = gradient.until(gradient.life.calls[-1])
     if any(call.change.get("blocks_late") for call in window):
         is_alone = all(call.number in (-1, gradient.number) for call in window)
         told = sum(call.change.get("blocks_counted", 0) + call.change.get("blocks_duplicate", 0) for call in window)
@@ -116,19 +112,20 @@ def claim(histories: Histories, gradient: Gradient) -> str | int:
     return "once"
 
 
-def _until_confirmed(life: Life, gradient: Gradient, *, has_rounds: bool) -> list[Call] | None:
+def _until_confirmed(gradient: Gradient, finished: Call, *, has_rounds: bool) -> list[Call] | None:
     """The calls from a gradient's first one to the one that says that it is safe; None if none does."""
-    first, last = life.calls.index(gradient.calls[0]), life.calls.index(gradient.calls[-1])
-    if gradient.calls[-1].op == "push_pull" or not has_rounds:
-        return life.calls[first : last + 1]
-    for index in range(last + 1, len(life.calls)):
-        call = life.calls[index]
+    life = gradient.life
+    if not has_rounds or (finished.is_ok and finished.op in PULLING):
+        return gradient.until(finished)
+    for call in life.calls[life.calls.index(finished) + 1 :]:
         if call.result in ("RolledBack", "SessionFenced", "StateLost"):
             return None
+        if call.pushes and call.number != gradient.number and not finished.is_ok:
+            return None  # another gradient has been sent instead of finding out about this one
         if call.is_ok and (call.op in CONFIRMING or (call.op == "close" and not life.says(UNSAFE_END, call.begun))):
-            return life.calls[first : index + 1]
+            return gradient.until(call)
     if life.how == "fall" and life.status == 0 and not life.says(UNSAFE_END, life.how_at):
-        return life.calls[first:]
+        return gradient.until(life.calls[-1])
     return None
 
 
@@ -165,15 +162,15 @@ def _may_be_rolled_back(histories: Histories, gradient: Gradient) -> bool:
     last = max([each.last for each in returns] + losses)
     if gradient.begun > last:
         return bool(losses) and losses[-1] == last  # nobody has noticed
-    acknowledged, call = gradient.acknowledged, gradient.calls[-1]
-    assert acknowledged is not None
+    finished, clock = gradient.finished, gradient.calls[0].clock
+    assert finished is not None
     is_kept = (
         histories.plan.mode in ("fast", "exact", "norm")
-        and call.clock is not None
-        and call.clock_after == call.clock + 1
+        and clock is not None
+        and finished.clock_after == clock + 1
         and bool(returns)
-        and call.clock < min(each.step for each in returns)
-        and acknowledged < min([each.first for each in returns] + losses)
+        and clock < min(each.step for each in returns)
+        and finished.ended < min([each.first for each in returns] + losses)
     )
     return not is_kept
 

@@ -85,21 +85,28 @@ class Life:
 
 @dataclass
 class Gradient:
-    """What one life has pushed under one number, in one or more calls."""
+    """What one life has pushed under one number, in one or more calls.
+
+    Attributes:
+        finished: the call over which the program has learnt that all shards have it: by its success, or from stats(), if the
+            call has failed later on, or was the next one, which completes what the one before has left behind.
+        is_dropped: stats() has said so.
+    """
 
     number: int
     tensors: tuple[str, ...]
     life: Life
     calls: list[Call] = field(default_factory=list)
+    finished: Call | None = None
+    is_dropped: bool = False
 
     @property
     def begun(self) -> float:
         return self.calls[0].begun
 
-    @cached_property
-    def acknowledged(self) -> float | None:
-        """When a call that pushes it has succeeded."""
-        return next((call.ended for call in self.calls if call.is_ok), None)
+    def until(self, call: Call) -> list[Call]:
+        """The life's calls from its first one to another."""
+        return self.life.calls[self.life.calls.index(self.calls[0]) : self.life.calls.index(call) + 1]
 
     def __str__(self) -> str:
         results = ", ".join(call.result or "killed" for call in self.calls)
@@ -120,6 +127,32 @@ class Histories:
                 if call.pushes:
                     gradient = Gradient(call.number, call.tensors, life)
                     self.gradients.setdefault(call.number, gradient).calls.append(call)
+            self._follow(life)
+
+    def _follow(self, life: Life) -> None:
+        """Learn from what stats() say over each call what has become of its gradient, or of the one that has failed before."""
+        failed: Gradient | None = None
+        for call in life.calls:
+            own = self.gradients[call.number] if call.pushes else None
+            before = failed if failed is not own else None
+            dropped, finished = call.change.get("pushes_dropped", 0), call.change.get("pushes", 0)
+            if dropped:
+                (before or own or self._latest(life, call)).is_dropped = True
+            if own is not None and call.is_ok:
+                own.finished = own.finished or call
+                finished -= 1
+            if finished > 0 and (before or own) is not None:
+                subject = before or own
+                subject.finished = subject.finished or call
+            if own is not None:
+                failed = None if call.is_ok else own
+            elif call.op == "pull" and call.is_ok:
+                failed = None
+
+    def _latest(self, life: Life, call: Call) -> Gradient:
+        """The last gradient that was pushed before a call."""
+        numbers = [each.number for each in life.calls[: life.calls.index(call)] if each.pushes]
+        return self.gradients[numbers[-1]]
 
     @cached_property
     def shard_logs(self) -> list[str]:

@@ -105,7 +105,8 @@ class ShardActor:
 
     def __init__(self, plan: Plan, index: int, directory: Path, timeline: Timeline) -> None:
         self.index = index
-        self.control, self.bulk = _free_port(), _free_port()
+        self._held = [_held_port(), _held_port()]
+        self.control, self.bulk = (int(held.getsockname()[1]) for held in self._held)
         self._disk = directory / f"disk-{index}"
         self._disk.mkdir()
         self.is_small = plan.small_disk and _mount(self._disk, plan)
@@ -167,6 +168,8 @@ class ShardActor:
         if self.is_small:
             subprocess.run(["umount", "-l", str(self._disk)], check=False)
         shutil.rmtree(self._disk, ignore_errors=True)
+        for held in self._held:
+            held.close()
 
 
 class WorkerActor:
@@ -211,12 +214,19 @@ def last_word(options: Options) -> dict[str, Any]:
     return record
 
 
-def _free_port() -> int:
+def _held_port() -> socket.socket:
+    """A socket bound to a port that nobody has. As long as it is held nobody else takes the port, while the shard is down, say;
+    the shard may, because this one does not listen."""
     source = random.Random(os.urandom(8))
     while True:
-        port = source.choice(PORTS)
-        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
-            return port
+        address = HOST, source.choice(PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(address)  # fails beside any other socket, also one that does not listen
+            probe.close()
+            held = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+            return held
 
 
 def may_mount() -> bool:

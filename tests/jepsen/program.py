@@ -162,7 +162,7 @@ class Program:
         return self._random.choices(list(reactions), list(reactions.values()))[0]
 
     def _insist(self, op: str, function: Callable[[], Any], **fields: Any) -> bool:
-        """Call until it succeeds, or the program turns to something else; True if it has succeeded."""
+        """Call until it succeeds, or the program turns to something else; True if it has come about."""
         for _ in range(ATTEMPTS_MAX):
             try:
                 self.call(op, function, **fields)
@@ -174,9 +174,7 @@ class Program:
                     case "other":
                         return False
                     case "pull":
-                        if op == "pull" or not self._pulled():
-                            return False
-                        continue
+                        return op != "pull" and self._pulled()  # which completes the push
                     case "abort":
                         self._history.write("end", how="abort")
                         os._exit(RESTART)

@@ -188,6 +188,28 @@ def test_checks_when_a_program_was_told_or_could_not_be_then_a_lost_gradient_is_
     assert story.found() == set()
 
 
+@pytest.mark.parametrize(("times", "found"), [(0, {"acknowledged and lost", "own gradient not read"}), (1, set())])
+def test_checks_when_a_pull_completes_a_push_that_has_failed_then_it_counts_once(
+    story: Story, times: int, found: set[str]
+) -> None:
+    story.fault("shard-kill")
+    story.call("push", "ShardUnavailable", number=0, blocks_counted=2)
+    story.call("pull", pushes=1, blocks_counted=2, seen=[times, times])
+    story.count(0, times)
+    story.end("fall")
+
+    assert story.found() == found
+
+
+def test_checks_when_a_push_was_dropped_before_the_next_then_only_that_one_may_be_lost(story: Story) -> None:
+    story.fault("shard-kill")
+    story.push_pull(0, "ShardUnavailable")
+    story.push_pull(1, pushes=1, pushes_dropped=1, clock=1)
+    story.end("fall")
+
+    assert story.found() == {"acknowledged and lost"}
+
+
 @pytest.mark.parametrize(
     ("op", "result", "options", "kind"),
     [

@@ -58,7 +58,7 @@ def try_plan(plan: Plan, directory: Path) -> Verdict:
 
 def _counts(histories: Histories) -> Counter[str]:
     counts = Counter(runs=1, cuts=histories.outcome.cuts)
-    counts["pushes"] = sum(gradient.acknowledged is not None for gradient in histories.gradients.values())
+    counts["pushes"] = sum(gradient.finished is not None for gradient in histories.gradients.values())
     counts["errors"] = sum(call.result not in ("", "ok") for life in histories.lives for call in life.calls)
     counts["lives"] = len(histories.lives)
     for record in histories.of("signal"):
