@@ -177,12 +177,14 @@ def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, floa
     stops = [r for r in histories.of("signal") if r["name"] == life.name and r["signal"] == "SIGSTOP"]
     was_stopped = bool(stops)
     for call in life.calls:
+        if call.op == "read" and _may_be_lost(histories):
+            continue
         unexplained = call.ended - call.begun - _overlap(call.begun, call.ended, windows)
         if unexplained > UNEXPLAINED_S + slack_s and call.result in ("", "ok", *PASSING):
             text = f"{life.name}, {call.op} at {call.begun:.2f} took {call.ended - call.begun:.1f} s"
             yield Failure("slow", f"{text}, {unexplained:.1f} without a reason: {call.result} {call.text}")
         says_by = call.begun + SAYS_S + slack_s
-        if call.ended > says_by and not was_stopped and not life.signalled:
+        if call.ended > says_by and not was_stopped and not life.signalled and call.op != "read":
             said = [text for t, _, text in life.logs if call.begun <= t <= says_by]
             if not any(NAMES_SOMEBODY.search(_PREFIX.sub("", text)) for text in said):
                 text = f"{life.name}, {call.op} at {call.begun:.2f}, for {call.ended - call.begun:.1f} s, had said: {said}"
