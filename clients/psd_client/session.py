@@ -19,6 +19,7 @@ from typing import TypeVar
 from psd.contract.config import ClientConfig
 from psd.contract.errors import ForeignRun, LayoutMismatch, PsdError, RolledBack, SessionFenced, ShardRestarted, StateLost
 from psd.contract.jobspec import JobSpec
+from psd.contract.printable import printable
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.shards import Shards, transfer_s
@@ -150,7 +151,7 @@ class Session:
             shard_count=len(config.servers),
             rank=config.rank,
             world_size=config.world_size,
-            host=socket.gethostname()[:256],
+            host=printable(socket.gethostname())[:256],
             pid=os.getpid(),
         )
 
