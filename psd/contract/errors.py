@@ -143,7 +143,8 @@ class SpecMismatch(PsdError):
 
 
 class ScalarsDisagree(PsdError):
-    """Two workers of one round pushed different scalars. Detail: ranks, group, scalar."""
+    """Two workers that have been in the job from its start pushed different scalars for one round. Detail: ranks, group, scalar,
+    round."""
 
     code = "INVALID_ARGUMENT"
 
