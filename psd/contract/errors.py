@@ -143,8 +143,7 @@ class SpecMismatch(PsdError):
 
 
 class ScalarsDisagree(PsdError):
-    """Two workers that have been in the job from its start pushed different scalars for one round. Detail: ranks, group, scalar,
-    round."""
+    """Two workers that were there from the start pushed different scalars in a round. Detail: ranks, group, scalar, round."""
 
     code = "INVALID_ARGUMENT"
 
