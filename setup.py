@@ -46,7 +46,6 @@ kernels.cython_directives = arena.cython_directives = {
     "wraparound": DEBUG,
     "initializedcheck": DEBUG,
     "cdivision": not DEBUG,
-    "freethreading_compatible": True,  # the modules hold no state
 }
 
 

@@ -21,7 +21,7 @@
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
     ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
     ├── RuleFailed                a user's own update rule raised; the parameters are as they were
-    ├── OutOfSpace                a shard has no room for the job's parameters
+    ├── OutOfSpace                a shard has no room for the job's parameters, or in its --state-dir
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
     ├── Unauthenticated           the call has no token, or one that the shard does not know
@@ -195,7 +195,11 @@ class RuleFailed(PsdError):
 
 
 class OutOfSpace(PsdError):
-    """A shard has no room, in memory or on disk, for the job's parameters and slots; nothing was changed."""
+    """A shard has no room, in memory or on disk, for what it has to keep; the same call succeeds when there is room again.
+
+    Nothing was changed, and nothing is lost that can be asked for again: a shard that has no room to go back to a checkpoint
+    has given up what it held, and goes back when it is asked again.
+    """
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -21,7 +21,7 @@ from psd.state.agreement import Agreement
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.decisions import KEPT, Decisions
+from psd.state.decisions import KEPT, Decisions, StagedPushes
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.state.staleness import bound_rule
@@ -46,6 +46,7 @@ class Job:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
         agreement: SYNC: the scalars of the open rounds.
         decisions: EXACT, on shard 0 only: which workers make up the rounds.
+        staged: EXACT: pushes that wait for the decision on their round.
         verdicts: in a job that has verdicts, on shard 0 only: how rounds are applied.
     """
 
@@ -91,6 +92,7 @@ class Job:
                 has_verdicts=spec.has_verdicts,
                 ratio_places=self._ratio_places(plan),
                 waited_in=membership.waited_in,
+                session_of=membership.session_of,
                 may_void=membership.is_void,
                 on_lost=on_lost,
                 times=RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
@@ -98,6 +100,7 @@ class Job:
             for slot, plan in enumerate(plans)
         }
         self.decisions = Decisions(self.arena, self.policy, membership) if self.is_exact and shard_index == 0 else None
+        self.staged = StagedPushes()
         self.verdicts: Verdicts | None = None
         if spec.has_verdicts and shard_index == 0:
             measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
@@ -202,6 +205,15 @@ class Job:
         """Updates applied to the block that is furthest ahead."""
         return max((b.version for b in self._trained), default=0)
 
+    def entry_round(self, rank: int) -> int:
+        """The first round in which a new session of the rank takes part, as far as this shard's blocks are concerned.
+
+        With fast aggregation a rank has one gradient in a round, and an earlier session's may be in some blocks' open one.
+        """
+        if self.is_exact:
+            return self.version_max
+        return max((block.entry_round(rank) for block in self._trained), default=0)
+
     def settle(self) -> None:
         """Close every round that is complete now that somebody left, expired or skipped rounds."""
         if self.policy.has_rounds:
@@ -238,10 +250,32 @@ class Job:
 
     def pin_all(self) -> dict[int, Page]:
         """The pages of all blocks at one instant, pinned, by block."""
+        pages: dict[int, Page] = {}
         with contextlib.ExitStack() as locks:
             for block in self.blocks.values():
                 locks.enter_context(block.lock)
-            return {index: block.pin() for index, block in self.blocks.items()}
+            try:
+                for index, block in self.blocks.items():
+                    pages[index] = block.pin()
+            except BaseException:
+                self.unpin_all(pages)
+                raise
+        return pages
+
+    def unpin_all(self, pages: Mapping[int, Page]) -> None:
+        """Give pinned pages back."""
+        for page in pages.values():
+            self.arena.unpin(page)
+
+    def give_back_pages(self) -> None:
+        """Give back the pages that are kept of what workers have read: nobody will send a gradient any more."""
+        for block in self._trained:
+            block.forget_readers()
+
+    @property
+    def lacks_space(self) -> bool:
+        """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
+        return any(block.lacks_space for block in self._trained)
 
     def on_gone(self, rank: int) -> None:
         """Forget what only mattered as long as a session of the rank lived."""

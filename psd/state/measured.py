@@ -53,10 +53,6 @@ class MeasuredRound(ExactRound):
         self._whole: Gradient | None = None
         self._squares: dict[bool, Squares] = {}
 
-    def has(self, part: Contribution) -> bool:
-        """See Round. What has been measured is not changed any more."""
-        return self._whole is not None or super().has(part)
-
     def is_complete_with(self, part: Contribution) -> bool:
         """See Round. A gradient alone never completes it: it has to be measured."""
         del part

@@ -38,6 +38,7 @@ class Contribution:
         version_read: of the parameters that the gradient was computed from; None: not known.
         scale: without rounds: by which the gradient is multiplied.
         is_lent: `values` stay as they are until the round has closed, or `BlockState.take_over` was called.
+        session: as which the push was begun; with rank and clock, its name. sent_by: the session that sends it.
         since: see Voice.
     """
 
@@ -51,6 +52,7 @@ class Contribution:
     version_read: int | None = None
     scale: float = 1.0
     is_lent: bool = False
+    sent_by: int = 0
     since: int = 0
 
     @property
@@ -66,6 +68,7 @@ class Outcome(enum.IntEnum):
     DUPLICATE = 1
     LATE = 2
     EARLY = 3  # its round is not open yet; nothing changed
+    STAGED = 4  # EXACT: kept until it is decided whether it counts
 
 
 class Accumulators(Protocol):
@@ -91,8 +94,8 @@ class Round(Protocol):
     scalars: Sequence[float]
     sessions: dict[int, int]
 
-    def has(self, part: Contribution) -> bool:
-        """True if the round has this worker's gradient."""
+    def standing(self, part: Contribution) -> Outcome | None:
+        """DUPLICATE if the round has this very push, LATE if it can take it no more, None if it takes it."""
         ...
 
     def is_complete_with(self, part: Contribution) -> bool:
@@ -207,9 +210,12 @@ class FastRound(_Sum):
         self._lent: Contribution | None = None
         self._last: Contribution | None = None
 
-    def has(self, part: Contribution) -> bool:
-        """See Round. Also of an earlier session of the rank, which has counted before it died."""
-        return bool(self._contributors >> part.rank & 1)
+    def standing(self, part: Contribution) -> Outcome | None:
+        """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""
+        session = self.sessions.get(part.rank)
+        if session is None:
+            return None
+        return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
     def is_complete_with(self, part: Contribution) -> bool:
         """See Round."""
@@ -316,10 +322,15 @@ class ExactRound(_Sum):
         self._parts: dict[int, Contribution] = {}
         self._sum: NDArray[Any] | None = None
 
-    def has(self, part: Contribution) -> bool:
-        """See Round. A half push of an earlier session does not count: its successor's replaces it."""
+    def standing(self, part: Contribution) -> Outcome | None:
+        """See Round. A half push of an earlier session does not count: its successor's replaces it, until that is decided."""
         staged = self._parts.get(part.rank)
-        return staged is not None and staged.session >= part.session
+        if self.members is not None and not self.members >> part.rank & 1:
+            return Outcome.LATE
+        if staged is not None and staged.session == part.session:
+            return Outcome.DUPLICATE
+        is_final = staged is not None and (staged.session > part.session or self.members is not None)
+        return Outcome.LATE if is_final else None
 
     def is_complete_with(self, part: Contribution) -> bool:
         """See Round."""
@@ -391,7 +402,7 @@ class ExactRound(_Sum):
             self._sum = None
 
     def _staged(self) -> int:
-        return sum(1 << rank for rank in self._parts)
+        return sum(1 << rank for rank in list(self._parts))  # of a copy: `missing` is asked without the lock
 
     def _drop(self, rank: int) -> None:
         part = self._parts.pop(rank, None)

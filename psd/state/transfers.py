@@ -26,6 +26,7 @@ class Push:
 
     Attributes:
         job: as it was when the push began; the call ends where there is another one, see Exchange.
+        session: of the worker that sends it. begun_as: the session as which it was begun, which is in its name.
         is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
         is_finite: the worker has looked for NaN and infinity itself.
         since: see Voice.
@@ -37,6 +38,7 @@ class Push:
     job: Job
     worker: Worker
     session: int
+    begun_as: int
     clock: int
     weight: float
     scalars: Scalars

@@ -349,9 +349,10 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(restartable: C
     job = restartable()
     ps = connect(job.servers, 0, 1)
     declare(ps)
-    ps._session._membership, known = None, ps._session._membership  # no heartbeat resumes
+    memberships = ps._session.memberships
+    memberships._held, known = None, memberships._held  # no heartbeat resumes
     job.restart(1)
-    ps._session._membership = known
+    memberships._held = known
 
     ps.close()
 

@@ -335,7 +335,8 @@ def wrong_control(rng: random.Random, target: Target) -> Request:
         name, request = "Describe", control_pb2.DescribeRequest(shard_count=rng.choice((0, 1, 3)))
         reasons, word = ("WrongShard",), "shard 0/2"
     elif kind == 7:
-        name, request = "Rollback", control_pb2.RollbackRequest(checkpoint="none", timeline=rng.choice((1, (1 << 64) - 1)))
+        request = control_pb2.RollbackRequest(checkpoint="none", incarnation=caller.incarnation)
+        name, request.timeline = "Rollback", rng.choice((1, (1 << 64) - 1))
         reasons, word = ("CheckpointFailed",), "checkpoint"
     elif kind == 0:
         name, request = "Barrier", control_pb2.BarrierRequest(caller=caller, seq=1, name=rng.choice(("", "b" * 257)))
