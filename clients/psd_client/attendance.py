@@ -34,9 +34,7 @@ class Attendance:
 
     def since(self, session: int, clock: int) -> int:
         """For a push's header: the clock since which this process has pushed at every step; 0 only from the job's start."""
-        if self._last is None:
-            self._since = clock
-        elif clock not in (self._last[1], self._last[1] + 1):
+        if self._last is None or clock not in (self._last[1], self._last[1] + 1):
             self._since = clock
         if self._last is not None and self._last[0] != session:
             # Something went wrong between the two, of which the program's schedule may know or not: it is to give way if it
