@@ -8,6 +8,8 @@
 Importing it imports no framework and opens nothing.
 """
 
+import logging
+
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     BarrierTimeout,
@@ -40,10 +42,13 @@ from psd.contract.errors import (
     WaitTimeout,
     WrongShard,
 )
+from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
 from psd_client.optimizers import FTRL, LAMB, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
+
+logging.getLogger("psd_client").addFilter(PrintableRecords())
 
 __all__ = [
     "connect",

@@ -15,6 +15,7 @@ from functools import cached_property
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.printable import is_printable
 from psd.contract.rules import FLOAT32_MAX, LAYERWISE, STATIC, RuleInfo, rule_info
 from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
@@ -189,6 +190,8 @@ class JobSpec:
         name_bytes = len(tensor.name.encode())
         if not 1 <= name_bytes <= NAME_BYTES_MAX:
             raise InvalidTensor(f"tensors.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {tensor.name[:40]!r}")
+        if not is_printable(tensor.name):
+            raise InvalidTensor(f"tensors.name: {tensor.name!r} has control characters")
         if len(tensor.shape) > DIMENSIONS_MAX:
             raise InvalidTensor(
                 f"tensor {tensor.name!r}: shape has {len(tensor.shape)} dimensions, the limit is {DIMENSIONS_MAX}"
