@@ -12,7 +12,7 @@ BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
 INSTALLED_KERAS := .venv-keras/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
-	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/rules.py psd_core/csrc/*)
+	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
 
 .PHONY: help setup demo test test-keras chaos fuzz bench lint clean
 

@@ -7,11 +7,12 @@ modules are committed; protobuf modules are written into psd/v1/ of the source t
 PSD_CYTHON_DEBUG=1 builds the extensions with Cython's bounds checks and with symbols, unoptimised.
 """
 
-import importlib.util
+import importlib
 import os
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -29,10 +30,10 @@ COMPILE_ARGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno
 if DEBUG:
     COMPILE_ARGS += ["-O0", "-g"]
 
-# By its path, since psd_core itself cannot be imported before it is built.
-spec = importlib.util.spec_from_file_location("rules", ROOT / "psd_core/rules.py")
-rules = sys.modules["rules"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rules)
+# psd_core itself cannot be imported before its kernels are built; these modules of it can.
+sys.modules["psd_core"] = ModuleType("psd_core")
+sys.modules["psd_core"].__path__ = [str(ROOT / "psd_core")]
+headers = importlib.import_module("psd_core._c_headers")
 
 KERNELS = ("half", "kernels", "kernels_f32", "kernels_f64")
 kernels = Extension(
@@ -40,7 +41,7 @@ kernels = Extension(
     sources=["psd_core/_kernels.pyx", *(f"psd_core/csrc/{name}.c" for name in KERNELS)],
     depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
     include_dirs=["psd_core/csrc"],
-    define_macros=[("PSD_RULES_CHECKSUM", f"{rules.checksum()}u")],
+    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
     extra_compile_args=COMPILE_ARGS,
     libraries=["m"],
 )
@@ -65,7 +66,7 @@ class BuildExtWithHeaders(build_ext):
     """build_ext that first writes the headers that the kernels include."""
 
     def run(self) -> None:
-        for name, text in rules.c_headers().items():
+        for name, text in headers.c_headers().items():
             (CSRC / name).write_text(text)
         super().run()
 

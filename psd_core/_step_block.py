@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from psd_core import _kernels
+from psd_core._c_headers import checksum
 from psd_core._kernels import InvalidTensor
-from psd_core.rules import RULES, checksum
+from psd_core.rules import RULES
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 GradientArray = RealArray | npt.NDArray[np.float16] | npt.NDArray[np.uint16]

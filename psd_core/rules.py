@@ -1,165 +1,22 @@
 """The table of the update rules: a class each, from which ids, scalars, flags, slots, ranges and defaults follow everywhere.
 
 A class is what a worker names, psd_client.Adam(lr=1e-3) say, and one row of the table: `RULES` is what shards and clients look
-up, `c_headers` what the kernels are built with. To add a rule write csrc/rule_<name>.h, and a class here, named in `__all__`.
+up, and _c_headers.py makes of it what the kernels are built with. To add a rule write csrc/rule_<name>.h, and a class here that
+is named in `__all__`.
 
 Must not know how a rule computes; nor tensors, groups or messages. Imports the standard library alone, because setup.py loads
-this file before psd_core can be imported.
+it before psd_core can be imported.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from psd_core.optimizer import Betas, Number, Optimizer, Positive, Real, Share, Slot, facts_of
 
 __all__ = ["SGD", "Adagrad", "Adadelta", "RMSprop", "Adam", "AdamW", "Adamax", "NAdam", "FTRL", "LAMB", "Lion"]
-
-OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
-
-FLOAT32_MAX = 3.4028234663852886e38
-"""A double beyond it is infinite where the kernels compute in float32."""
-
-FLOAT32_TINY = 1.1754943508222875e-38
-"""The smallest normal float32: what must be greater than 0 must be so in the kernels, too."""
-
-_BELOW_1 = math.nextafter(1, 0)
-
-
-class Range(NamedTuple):
-    """The values that a number may have, both ends included."""
-
-    low: float = -math.inf
-    high: float = math.inf
-
-    def problem(self, value: float) -> str | None:
-        """What is wrong with a value, or None."""
-        if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
-            return f"must be finite, also as a float32, got {value}"
-        if self.low <= value <= self.high:
-            return None
-        if self.low == FLOAT32_TINY:
-            return f"must be > 0, also as a float32, got {value}"
-        above = "" if self.high == math.inf else " and < 1" if self.high == _BELOW_1 else f" and <= {self.high:g}"
-        return f"must be >= {self.low:g}{above}, got {value}"
-
-
-Real = Annotated[float, Range()]
-Number = Annotated[float, Range(0)]
-Positive = Annotated[float, Range(FLOAT32_TINY)]
-Share = Annotated[float, Range(0, 1)]
-Decay = Annotated[float, Range(0, _BELOW_1)]
-Betas = tuple[Decay, Decay]
-
-_PAIRS = {"beta1": ("betas", 0), "beta2": ("betas", 1)}
-"""Scalars that users know as one of a pair."""
-
-
-def option_of(scalar: str) -> str:
-    """The option that a scalar is read from: itself, or the pair that it is in."""
-    return _PAIRS[scalar][0] if scalar in _PAIRS else scalar
-
-
-def number(where: str, value: object) -> float:
-    """The value as a float; TypeError names `where`."""
-    if isinstance(value, (bool, str, bytes)):
-        raise TypeError(f"{where}: expected a number, got {value!r}")
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"{where}: expected a number, got {value!r}") from None
-
-
-def scalar_of(scalar: str, where: str, value: Any) -> float:
-    """A scalar from the value of its option; TypeError names `where`."""
-    if scalar in _PAIRS:
-        if not isinstance(value, (tuple, list)) or len(value) != 2:
-            raise TypeError(f"{where}: expected two numbers, got {value!r}")
-        value = value[_PAIRS[scalar][1]]
-    return number(where, value)
-
-
-class Slot(NamedTuple):
-    """An array that a rule keeps beside the parameter.
-
-    Attributes:
-        flag: the slot is there only with this flag; empty: always. If no argument is called so, the scalar of this name
-            implies the flag, and must be 0 without it.
-        start: the argument that says what the slot begins with, fixed for the job; empty: zeros.
-    """
-
-    name: str
-    flag: str = ""
-    start: str = ""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What the rules have in common; use one of the subclasses. They hold no state and compute nothing: the shards do.
-
-    Arguments that are bool are flags; numbers travel with each push as scalars, in this order, but for a slot's `start`.
-
-    Attributes:
-        rule: its name in jobs, and in the C header rule_<name>.h.
-        all_slots: with every flag; with torch's names, if torch has the rule, but for SGD's.
-        faces_flags: flags that are no arguments. "keras": epsilon or the learning rate is where keras.optimizers has it.
-        always: flags that the class stands for.
-        needs: flag -> the flag that it does not go without.
-        is_in_torch: torch.optim has the class, with these arguments.
-        is_layerwise: an update needs norms of whole tensors; the kernel gives its direction alone.
-        lr_scales_steps: if not, the parameters are computed from lr anew at each update, and a smaller lr is no smaller step.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
-
-    rule: ClassVar[str] = ""
-    all_slots: ClassVar[tuple[Slot, ...]] = ()
-    faces_flags: ClassVar[tuple[str, ...]] = ()
-    always: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[Mapping[str, str]] = {}
-    is_in_torch: ClassVar[bool] = True
-    is_layerwise: ClassVar[bool] = False
-    lr_scales_steps: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        facts = RULES[self.rule]
-        values = self.option_values()
-        for name in sorted(values.keys() & facts.flags - facts.ranges.keys()):
-            if not isinstance(values[name], bool):
-                raise TypeError(f"{name}: expected True or False, got {values[name]!r}")
-        numbers = {}
-        for name, allowed in facts.ranges.items():
-            option = option_of(name)
-            numbers[name] = scalar_of(name, option, values[option])
-            problem = allowed.problem(numbers[name])
-            if problem:
-                raise ValueError(f"{option}: {name + ' ' if option != name else ''}{problem}")
-        for name, problem in self.conflicts([name for name in facts.flags if values.get(name)], numbers):
-            raise ValueError(f"{name}: {problem}")
-
-    @classmethod
-    def conflicts(cls, flags: Collection[str], numbers: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Flags that do not go with the numbers, and why."""
-        del flags, numbers
-        return []
-
-    def option_values(self) -> dict[str, Any]:
-        """The arguments by name."""
-        return {argument.name: getattr(self, argument.name) for argument in fields(self)}
-
-    def with_options(self: OptimizerT, options: Mapping[str, Any]) -> OptimizerT:
-        """The same with some arguments changed; TypeError or ValueError as for the class itself."""
-        return replace(self, **options)
-
-    def scalars(self) -> dict[str, Any]:
-        """What travels with each push, by option."""
-        values = self.option_values()
-        options = dict.fromkeys(option_of(name) for name in RULES[self.rule].scalars)
-        return {name: tuple(map(float, values[name])) if name == "betas" else float(values[name]) for name in options}
-
 
 _MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
 
@@ -179,6 +36,7 @@ class SGD(Optimizer):
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum", "momentum"),)
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
     needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number
     momentum: Number = 0.0
@@ -209,6 +67,7 @@ class Adagrad(Optimizer):
     rule: ClassVar[str] = "adagrad"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("sum", start="initial_accumulator_value"),)
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number = 0.01
     lr_decay: Number = 0.0
@@ -229,6 +88,7 @@ class Adadelta(Optimizer):
 
     rule: ClassVar[str] = "adadelta"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("square_avg"), Slot("acc_delta"))
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number = 1.0
     rho: Share = 0.9
@@ -254,6 +114,7 @@ class RMSprop(Optimizer):
         Slot("momentum_buffer", "momentum"),
     )
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number = 0.01
     alpha: Share = 0.99
@@ -277,6 +138,7 @@ class Adam(Optimizer):
     rule: ClassVar[str] = "adam"
     all_slots: ClassVar[tuple[Slot, ...]] = (*_MOMENTS, Slot("max_exp_avg_sq", "amsgrad"))
     faces_flags: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay", "keras")
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number = 1e-3
     betas: Betas = (0.9, 0.999)
@@ -312,6 +174,7 @@ class Adamax(Optimizer):
     rule: ClassVar[str] = "adamax"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("exp_avg"), Slot("exp_inf"))
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number = 2e-3
     betas: Betas = (0.9, 0.999)
@@ -332,6 +195,7 @@ class NAdam(Optimizer):
 
     rule: ClassVar[str] = "nadam"
     all_slots: ClassVar[tuple[Slot, ...]] = _MOMENTS
+    is_in_torch: ClassVar[bool] = True
 
     lr: Number = 2e-3
     betas: Betas = (0.9, 0.999)
@@ -354,7 +218,6 @@ class FTRL(Optimizer):
 
     rule: ClassVar[str] = "ftrl"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("accumulator", start="initial_accumulator_value"), Slot("linear"))
-    is_in_torch: ClassVar[bool] = False
     lr_scales_steps: ClassVar[bool] = False
 
     lr: Positive
@@ -377,7 +240,6 @@ class LAMB(Optimizer):
 
     rule: ClassVar[str] = "lamb"
     all_slots: ClassVar[tuple[Slot, ...]] = _MOMENTS
-    is_in_torch: ClassVar[bool] = False
     is_layerwise: ClassVar[bool] = True
 
     lr: Number = 1e-3
@@ -398,7 +260,6 @@ class Lion(Optimizer):
 
     rule: ClassVar[str] = "lion"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("exp_avg"),)
-    is_in_torch: ClassVar[bool] = False
 
     lr: Number = 1e-4
     betas: Betas = (0.9, 0.99)
@@ -406,93 +267,11 @@ class Lion(Optimizer):
     maximize: bool = False
 
 
-@dataclass(frozen=True)
-class RuleFacts:
-    """What follows from a rule's class.
-
-    Attributes:
-        name: as it stands in GroupSpec.rule. row: the class. number: the kernels' id.
-        scalars: names of the numbers that travel with each push, in order.
-        flags: names of the switches that are fixed for the job.
-        constants: names of the numbers that are fixed for the job, in order: initial values of slots.
-        all_slots: with every flag, in order. ranges: of scalars and constants, by name.
-    """
-
-    name: str
-    row: type[Optimizer] = Optimizer
-    number: int = -1
-    scalars: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
-    all_slots: tuple[Slot, ...] = ()
-    ranges: Mapping[str, Range] = field(default_factory=dict)
-
-    def slots(self, flags: Collection[str]) -> tuple[str, ...]:
-        """Names of the slots that there are under these flags."""
-        return tuple(slot.name for slot in self.all_slots if not slot.flag or slot.flag in flags)
-
-
-def _facts(number: int, row: type[Optimizer]) -> RuleFacts:
-    hints = get_type_hints(row, include_extras=True)
-    arguments = {argument.name: hints[argument.name] for argument in fields(row)}
-    ranges: dict[str, Range] = {}
-    for option, kind in arguments.items():
-        names = [scalar for scalar in _PAIRS if option_of(scalar) == option] or [option]
-        parts = get_args(kind) if get_origin(kind) is tuple else [kind]
-        ranges |= {name: part.__metadata__[0] for name, part in zip(names, parts, strict=True) if kind is not bool}
-    flags = [option for option, kind in arguments.items() if kind is bool]
-    flags += [slot.flag for slot in row.all_slots if slot.flag and slot.flag not in flags] + list(row.faces_flags)
-    constants = tuple(slot.start for slot in row.all_slots if slot.start)
-    scalars = tuple(name for name in ranges if name not in constants)
-    return RuleFacts(row.rule, row, number, scalars, tuple(flags), constants, row.all_slots, ranges)
-
-
 RULES = {
-    row.rule: _facts(number, row)
+    row.rule: replace(facts_of(row), number=number)
     for number, row in enumerate(sorted(Optimizer.__subclasses__(), key=lambda row: row.rule))  # not AdamW, a form of Adam
 }
-"""By name, in the order of the kernels' ids."""
-
+"""Facts by name, in the order of the kernels' ids."""
 
 CLASSES: tuple[type[Optimizer], ...] = tuple(globals()[name] for name in __all__)
-"""What workers may name, in the order of the documentation."""
-
-
-def c_headers() -> dict[str, str]:
-    """The C headers that follow from the table, by file name."""
-    rules = RULES.values()
-    flags_max = 8 * (max(len(rule.flags) for rule in rules) // 8 + 1)  # a multiple of 8, so that the doubles follow at once
-    slots = [f"SLOT_{r.name}_{slot.name}".upper() + f" = {at}" for r in rules for at, slot in enumerate(r.all_slots)]
-    structs = ""
-    for name, rule in RULES.items():
-        flags = ", ".join([*rule.flags, f"unused[{flags_max - len(rule.flags)}]"])
-        structs += f"typedef struct {{ struct {{ uint8_t {flags}; }} is; double {', '.join(rule.scalars)}; }} psd_{name};\n"
-    plain = f"""/* Made from psd_core/rules.py: the rules' ids, and by which names C knows their flags, scalars and slots. */
-#include <stdint.h>
-enum {{ {", ".join(f"PSD_{name.upper()}" for name in RULES)}, PSD_RULES }};
-enum {{ {", ".join(slots)} }};
-#define PSD_FLAGS_MAX {flags_max}
-#define PSD_SCALARS_MAX {max(len(rule.scalars) for rule in rules)}
-#define PSD_SLOTS_MAX {max(len(rule.all_slots) for rule in rules)}
-{structs}typedef union {{
-    struct {{ uint8_t flags[PSD_FLAGS_MAX]; double scalars[PSD_SCALARS_MAX]; }};
-    {" ".join(f"psd_{name} {name};" for name in RULES)}
-}} psd_hyper;
-"""
-    table = ""
-    for name, rule in RULES.items():
-        upper, functions = name.upper(), f"FN({name}_prepare), FN(psd_{name}_tile)"
-        table += f"    [PSD_{upper}] = {{{len(rule.all_slots)}, {upper}_STEPS_ALIKE_FROM, {functions}}},\n"
-    templates = f"""/* Template over `real`, made from psd_core/rules.py: all rules. */
-{"".join(f'#include "rule_{name}.h"{chr(10)}' for name in RULES)}typedef union {{
-    {" ".join(f"FN({name}) {name};" for name in RULES)}
-}} FN(constants);
-static const FN(rule) FN(rules)[] = {{
-{table}}};
-"""
-    return {"rules.h": plain, "rule_templates.h": templates}
-
-
-def checksum() -> int:
-    """Tells tables apart: kernels that were built with another one would take a rule's numbers for others."""
-    return zlib.crc32("".join(c_headers().values()).encode())
+"""Classes that workers may name."""

@@ -24,7 +24,7 @@ from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
-from psd_core.rules import Optimizer
+from psd_core.optimizer import Optimizer
 
 logger = logging.getLogger("psd_client")
 

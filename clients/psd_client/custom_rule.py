@@ -10,7 +10,7 @@ from typing import Any
 
 from psd.contract.custom_rules import load_rule
 from psd.contract.jobspec import GroupSpec
-from psd_core.rules import Optimizer, number
+from psd_core.optimizer import Optimizer, number
 
 
 class CustomRule(Optimizer):

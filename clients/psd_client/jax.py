@@ -27,7 +27,7 @@ from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
-from psd_core.rules import Optimizer
+from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "GradientTransformation"]
 

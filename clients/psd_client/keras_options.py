@@ -15,7 +15,7 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.rules import RULES
 from psd_client.optimizers import group_spec
-from psd_core.rules import option_of
+from psd_core.optimizer import option_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""From update rules as a worker names them, psd_client.Adam(lr=1e-3) say, to what is declared and what travels with each push.
+"""Groups and scalars, as they are declared and pushed, from a rule as the worker names it, psd_client.Adam(lr=1e-3) say.
 
-The rules are psd_core/rules.py's, and the user's own. Must not know tensors or connections.
+The rules are in psd_core/rules.py; and CustomRule. Must not know tensors or connections.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from psd.contract.jobspec import GroupSpec
 from psd_client.custom_rule import CustomRule
-from psd_core.rules import Optimizer, number, option_of, scalar_of
+from psd_core.optimizer import Optimizer, number, option_of, scalar_of
 
 
 def spec_of(optimizer: Optimizer) -> GroupSpec:
-    """What is declared: the rule and what is fixed for the job."""
+    """The group that a rule declares: its name, and what is fixed for the job."""
     if isinstance(optimizer, CustomRule):
         return optimizer.spec
     return group_spec(GroupSpec(optimizer.rule), optimizer.always, optimizer.option_values())

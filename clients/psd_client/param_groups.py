@@ -12,7 +12,7 @@ from typing import Any
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import parse_staleness
 from psd_client.optimizers import scalar_values, spec_of
-from psd_core.rules import Optimizer
+from psd_core.optimizer import Optimizer
 
 
 class ParamGroups:

@@ -30,7 +30,7 @@ from psd_client.torch_declaration import Declaration, Options, check_optimizer, 
 from psd_client.torch_gradients import Gradients, Overlap
 from psd_client.torch_options import check_no_slots
 from psd_client.torch_parameters import Parameters, as_tensors
-from psd_core.rules import Optimizer
+from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "DistributedOptimizer"]
 

@@ -17,7 +17,7 @@ from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import STATIC
 from psd_client.optimizers import group_spec
 from psd_client.torch_options import check_no_slots, check_options, rule_of
-from psd_core.rules import Optimizer
+from psd_core.optimizer import Optimizer
 
 _DTYPES = {
     torch.float32: "float32",

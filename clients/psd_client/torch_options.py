@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
-from psd_core.rules import CLASSES, RULES, option_of
+from psd_core.optimizer import option_of
+from psd_core.rules import CLASSES, RULES
 
 _CLASSES = {kind.__name__: kind for kind in CLASSES if kind.is_in_torch}
 

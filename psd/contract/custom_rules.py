@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psd.contract.config import ConfigError, is_rule_path
-from psd_core.rules import FLOAT32_MAX
+from psd_core.optimizer import FLOAT32_MAX
 
 NAMES_MAX = 64
 """Slots, and numbers, of one rule."""

@@ -18,7 +18,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.rules import STATIC, RuleInfo, rule_info
 from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
-from psd_core.rules import FLOAT32_MAX
+from psd_core.optimizer import FLOAT32_MAX
 
 NAME_BYTES_MAX = 4096  # what --max-name-bytes may be set to; by default shards accept 256
 GROUPS_MAX = 1024

@@ -13,8 +13,8 @@ from psd.contract.config import is_rule_path
 from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import STALENESS, check_staleness
+from psd_core.optimizer import Range, RuleFacts, Slot
 from psd_core.rules import RULES as PSD_RULES
-from psd_core.rules import Range, RuleFacts, Slot
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
 """Of a push, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of finite gradients
@@ -23,7 +23,7 @@ would become NaN, and with it the parameters."""
 
 @dataclass(frozen=True)
 class RuleInfo(RuleFacts):
-    """What both sides know of a rule as a group declares it, staleness included, and what they refuse.
+    """Facts of a rule as a group declares it, staleness included, and what both sides refuse.
 
     Attributes:
         is_custom: a user's own rule, of which psd knows nothing but what it declares.

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest
-from psd_core.rules import Range, RuleFacts
+from psd_core.optimizer import Range, RuleFacts
 
 
 @dataclass(frozen=True)
