@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
 
@@ -39,12 +39,20 @@ class Range(NamedTuple):
         return f"must be >= {self.low:g}{above}, got {value}"
 
 
-Real = Annotated[float, Range()]
-Number = Annotated[float, Range(0)]
-Positive = Annotated[float, Range(FLOAT32_TINY)]
-Share = Annotated[float, Range(0, 1)]
-Decay = Annotated[float, Range(0, _BELOW_1)]
-Betas = tuple[Decay, Decay]
+Real = float
+Number = float
+Positive = float
+Share = float
+Betas = tuple[float, float]
+
+_RANGES = {
+    "Real": Range(),
+    "Number": Range(0),
+    "Positive": Range(FLOAT32_TINY),
+    "Share": Range(0, 1),
+    "Betas": Range(0, _BELOW_1),
+}
+"""Of arguments, by their annotation."""
 
 _PAIRS = {"beta1": ("betas", 0), "beta2": ("betas", 1)}
 """Scalars that users know as one of a pair."""
@@ -182,14 +190,13 @@ class RuleFacts:
 
 def facts_of(row: type[Optimizer]) -> RuleFacts:
     """Facts of a class, but for the number."""
-    hints = get_type_hints(row, include_extras=True)
-    arguments = {argument.name: hints[argument.name] for argument in fields(row)}
+    arguments = {argument.name: str(argument.type) for argument in fields(row)}
+    flags = [option for option, kind in arguments.items() if kind == "bool"]
     ranges: dict[str, Range] = {}
     for option, kind in arguments.items():
-        names = [scalar for scalar in _PAIRS if option_of(scalar) == option] or [option]
-        parts = get_args(kind) if get_origin(kind) is tuple else [kind]
-        ranges |= {name: part.__metadata__[0] for name, part in zip(names, parts, strict=True) if kind is not bool}
-    flags = [option for option, kind in arguments.items() if kind is bool]
+        if kind != "bool":
+            names = [scalar for scalar in _PAIRS if option_of(scalar) == option] or [option]
+            ranges |= dict.fromkeys(names, _RANGES[kind])
     flags += [slot.flag for slot in row.all_slots if slot.flag and slot.flag not in flags] + list(row.faces_flags)
     constants = tuple(slot.start for slot in row.all_slots if slot.start)
     scalars = tuple(name for name in ranges if name not in constants)

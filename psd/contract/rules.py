@@ -20,6 +20,8 @@ WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
 """Of a push, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of finite gradients
 would become NaN, and with it the parameters."""
 
+_ANY = Range()
+
 
 @dataclass(frozen=True)
 class RuleInfo(RuleFacts):
@@ -38,7 +40,7 @@ class RuleInfo(RuleFacts):
 
     def problem(self, name: str, value: float) -> str | None:
         """What is wrong with the value of a scalar or a constant by itself, or None."""
-        return self.ranges.get(name, Range()).problem(value)
+        return self.ranges.get(name, _ANY).problem(value)
 
     def check_flags(self, flags: Sequence[str]) -> None:
         """Raise InvalidRequest unless `flags` are known, sorted, unique and make sense together."""
