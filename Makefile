@@ -15,7 +15,7 @@ BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
 INSTALLED_KERAS := .venv-keras/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
-	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
+	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
 
 .PHONY: help setup demo test test-keras chaos jepsen fuzz bench lint clean
 
@@ -97,5 +97,5 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf .venv .venv-keras build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c
+	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c psd_core/csrc/rules.h psd_core/csrc/rule_templates.h
 	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
