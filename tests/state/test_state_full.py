@@ -236,6 +236,19 @@ def test_a_job_that_has_no_room_at_any_step_leaves_nothing_and_can_be_declared_a
     assert_disk_agrees(driver, tmp_path)
 
 
+def test_a_directory_that_is_not_fit_for_a_job_is_named_to_whoever_declares_it(tmp_path):
+    """One that cannot be made, and one that another shard was faster to take."""
+    (tmp_path / "file").touch()
+    drivers = [Driver(state_dir=str(tmp_path / name)) for name in ("file/state", "shared", "shared")]
+    drivers[1].start()
+
+    for driver, words in ((drivers[0], "Not a directory"), (drivers[2], "is in use by process")):
+        seat = driver.join(0)
+        with pytest.raises(InternalError, match=rf"--state-dir: cannot use {tmp_path}.*{words}"):
+            driver.declare(seat)
+        assert driver.core.job is None
+
+
 def test_initial_values_that_have_no_room_are_refused_all_together(driver_of, tmp_path):
     """Another choice's values, over those that a dead initializer has left: until there is room, these stand."""
     driver = driver_of(job_spec(1, blocks=6), shard=1, shards=2)
