@@ -95,7 +95,7 @@ class FlatCalls(Worker):
         *,
         skip: bool = False,
     ) -> None:
-        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat`, or the next push.
+        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat` has returned.
 
         Args:
             scalars: per group, in the order of the rule's list.

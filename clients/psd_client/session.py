@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
+from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.declaration import Declaration
@@ -26,6 +26,8 @@ from psd_client.transport import Call, Cancelled, Lane, Scope, Share
 logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
+LEAVE_FAILED_TIMEOUT_S = 2.0
+"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
 """In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
 
@@ -42,6 +44,8 @@ class Session:
 
     Attributes:
         clock: steps that the worker has finished.
+        pushing: the clock of a push that a shard may still lack, or may lose before its round has closed. Heartbeats tell of no
+            later one meanwhile, because rounds do not wait for a worker that has gone beyond them.
         is_leaving: it waits for the round of its last push to close, and does nothing more then.
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
@@ -61,8 +65,10 @@ class Session:
         self._is_entered = False  # joined and, if there is a declaration, declared at all shards
         self._followed: int | None = None  # the timeline whose parameters the program has, or is about to get
         self._barrier_seq = 0
+        self._open_barrier: tuple[str, int, int] | None = None  # name, session and number of the last call, if it has failed
         shards.on_restart = self.resume = self._entrance.resume
         self.clock = 0
+        self.pushing: int | None = None
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
         self.stored_state = b""
@@ -72,6 +78,12 @@ class Session:
     def caller(self, shard: int) -> job_pb2.Caller:
         """Who asks, for a request to that shard."""
         return self.memberships.held.caller(shard)
+
+    @property
+    def told_clock(self) -> int:
+        """The clock that heartbeats tell."""
+        pushing = self.pushing
+        return self.clock if pushing is None else min(self.clock, pushing)
 
     @property
     def number(self) -> int:
@@ -272,27 +284,33 @@ class Session:
 
     def barrier(self, name: str) -> None:
         """Wait at shard 0 until every worker that is in the job has arrived."""
-        self.while_fenced(lambda: self._barrier(name))
+        begun = self._open_barrier
+        if begun is None or begun[0] != name:  # else the same call again: the barrier may have opened without our hearing of it
+            self._barrier_seq += 1
+            begun = self._open_barrier = (name, self.number, self._barrier_seq)
+        _, session, seq = begun
 
-    def _barrier(self, name: str) -> None:
-        self._barrier_seq += 1  # stays the same while the call is retried
-        self._shards.run(
-            lambda lane, call: lane.barrier(
-                control_pb2.BarrierRequest(caller=self.caller(lane.shard), name=name, seq=self._barrier_seq), call
-            ),
-            self._config.wait_timeout_s,
-            self._shards.lanes[:1],
-        )
+        def arrive(lane: Lane, call: Call) -> control_pb2.BarrierReply:
+            request = control_pb2.BarrierRequest(caller=self.caller(lane.shard), name=name, seq=seq, session=session)
+            return lane.barrier(request, call)
+
+        try:
+            self.while_fenced(lambda: self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1]))
+        except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or nobody's counts any more
+            self._open_barrier = None
+            raise
+        self._open_barrier = None
 
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
         known_as = self.memberships.end()
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
-        for lane in self._shards.lanes:
+
+        def leave_at(lane: Lane) -> None:
             membership = known_as(lane.shard)
             if membership is None:
-                continue
+                return
             request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed, left_at=left_at)
             try:
                 lane.leave(request, max(deadline - time.monotonic(), 0.2))
@@ -304,6 +322,8 @@ class Session:
                     lane.address,
                     error,
                 )
+
+        self._shards.run_once(leave_at)
 
 
 def _may_return(error: SessionFenced) -> bool:

@@ -195,8 +195,8 @@ class RuleFailed(PsdError):
 class OutOfSpace(PsdError):
     """A shard has no room, in memory or on disk, for what it has to keep; the same call succeeds when there is room again.
 
-    Nothing was changed. Only a shard that has no room to go back to a checkpoint has given up what it held by then; it goes
-    back when it is asked again.
+    Nothing was changed, and nothing is lost that can be asked for again: a shard that has no room to go back to a checkpoint
+    has given up what it held, and goes back when it is asked again.
     """
 
     code = "RESOURCE_EXHAUSTED"

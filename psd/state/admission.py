@@ -159,7 +159,7 @@ class Admission:
             return job.decisions.entry_clock(worker.rank)
         if job.policy.has_rounds:
             # Without blocks a shard has no rounds, and knows the clock from its workers alone.
-            return job.version_max if job.trained_count else max(w.clock for w in self._core.members.workers)
+            return job.entry_round(worker.rank) if job.trained_count else max(w.clock for w in self._core.members.workers)
         if job.policy.has_bound and is_awaited:
             return worker.clock
         others = [w.clock for w in self._core.members.workers if w is not worker and w.state is WorkerState.LIVE]

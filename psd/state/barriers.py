@@ -30,7 +30,7 @@ _Calls = tuple[int, Mapping[int, int]]
 @dataclass
 class _Barrier:
     generation: int = 0
-    arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> session, seq, ticket
+    arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> begun_as, seq, ticket
 
 
 class Barriers:
@@ -62,17 +62,20 @@ class Barriers:
         if seq < 1:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
 
-    def on_arrive(self, seq: int, ticket: Ticket) -> None:
-        """Enter a worker at the barrier that its ticket names; it resolves with the generation when everybody is there."""
+    def on_arrive(self, begun_as: int, seq: int, ticket: Ticket) -> None:
+        """Enter a worker at the barrier that its ticket names; it resolves with the generation when everybody is there.
+
+        begun_as: the session as which the call was begun: the number of the call is that session's.
+        """
         name = ticket.name
         session, opened = self._opened.get(ticket.rank, (0, {}))
-        if session == ticket.session and seq in opened:
+        if session == begun_as and seq in opened:
             ticket.resolve(opened[seq])
             return
         barrier = self._barriers.pop(name, None) or _Barrier()
         self._barriers[name] = barrier  # the most recently used name stands last
         replaced = barrier.arrived.get(ticket.rank)
-        barrier.arrived[ticket.rank] = (ticket.session, seq, ticket)
+        barrier.arrived[ticket.rank] = (begun_as, seq, ticket)
         if replaced is not None:
             replaced[2].fail(BarrierTimeout(f"barrier {name!r}: worker {ticket.rank} sent the call again", missing=[]))
         try:

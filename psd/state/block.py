@@ -42,6 +42,7 @@ class BlockState:
         slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
         has_verdicts: rounds are applied as a verdict says.
+        session_of: asks the membership for a rank's latest session.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
         on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
         rule_name, tensor_at: for messages. times: of its rounds.
@@ -66,6 +67,7 @@ class BlockState:
         is_mean: bool,
         is_exact: bool,
         waited_in: Callable[[int], int],
+        session_of: Callable[[int], int],
         may_void: Callable[[int], bool],
         on_lost: Callable[[StateLost], bool],
         times: RoundTimes,
@@ -89,6 +91,7 @@ class BlockState:
         self._has_verdicts = has_verdicts
         self.ratio_places = ratio_places
         self._waited_in = waited_in
+        self._session_of = session_of
         self._may_void = may_void
         self._on_lost = on_lost
         self.times = times
@@ -161,9 +164,9 @@ class BlockState:
             session = int(page.sessions[part.rank])
             if session == part.session and int(page.clocks[part.rank]) > part.clock:
                 return Outcome.DUPLICATE
-            if session > part.session:
-                # Fenced between the check of its session and now. Counting it would turn back the dedup window of the rank's
-                # new session.
+            if session > part.session or self._session_of(part.rank) != part.sent_by:
+                # The rank has joined again between the check of the session and now, and its new session has been told in which
+                # round it begins: see `entry_round`.
                 return Outcome.LATE
             if not self._policy.has_rounds:
                 touched = self._all if part.present is None else part.present
@@ -191,9 +194,11 @@ class BlockState:
                 self._settle()
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
-        round_ = self._round if self._round is not None else self._new_round(part.scalars)
-        if round_.has(part):
-            return Outcome.DUPLICATE
+        round_ = self._round if self._round is not None else self._new_round()
+        standing = round_.standing(part)
+        if standing is not None:
+            return standing
+        is_staged = isinstance(round_, ExactRound) and round_.members is None
         self.times.on_gradient(part.rank, lambda: self._waited_in(self.version))
         if not round_.is_complete_with(part):
             round_.add(part)
@@ -207,18 +212,27 @@ class BlockState:
         else:
             self._close(round_, part)
             self._settle()
-        return Outcome.COUNTED
+        return Outcome.STAGED if is_staged else Outcome.COUNTED
 
-    def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
+    def entry_round(self, rank: int) -> int:
+        """FAST: the first round in which a new session of the rank takes part: not the open one, if that has a gradient of it.
+
+        Gradients of its earlier sessions that are still on their way are refused from now on.
+        """
+        with self.lock:
+            round_ = self._round
+            return self.version + (round_ is not None and rank in round_.sessions)
+
+    def _new_round(self) -> FastRound | ExactRound:
         version = self.version
-        return self._open_round(scalars, len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
+        return self._open_round(len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
         with self.lock:
             if round_ != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, ExactRound)
             current.members = members
             self._round = current
@@ -229,7 +243,7 @@ class BlockState:
         with self.lock:
             if verdict.round != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, MeasuredRound)
             current.verdict = verdict
             self._round = current

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -45,6 +45,13 @@ from psd_core.arena import Arena, BlockShape
 UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
 """A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
 job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
+
+
+def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
+    """The session as which a call was begun: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
+    if session > caller.session:
+        raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
+    return session or caller.session
 
 
 class ShardCore:
@@ -306,6 +313,14 @@ class ShardCore:
         if self.job is not None:
             self.job.on_gone(worker.rank)
 
+    def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
+        """EXACT: count the pushes whose rounds are decided, also by these decisions, as what they have turned out to be."""
+        if self.job is not None and self.job.is_exact:
+            self.job.staged.learn(decisions)
+            counted, left_out = self.job.staged.count()
+            self.counters.pushes_accepted += counted
+            self.counters.pushes_late += left_out
+
     def add_gate(self, ticket: Ticket) -> None:
         """Keep the ticket of a worker that the staleness bound holds back."""
         self.gates = [t for t in self.gates if not t.future.done()]
@@ -338,6 +353,7 @@ class ShardCore:
             if job is not None and job.decisions is not None:
                 job.decisions.settle()
                 news, job.decisions.news = job.decisions.news, []
+                self.count_staged(news)
         if job is not None:
             job.decide(news)
             job.settle()

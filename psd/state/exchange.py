@@ -17,7 +17,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
-from psd.state.core import ShardCore
+from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job
@@ -25,6 +25,7 @@ from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
+from psd.state.voices import Voice
 from psd.v1 import control_pb2, data_pb2
 from psd_core.arena import ArenaClosed
 
@@ -53,10 +54,15 @@ class Exchange:
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
-            job.check_agreement(header.clock, scalars, worker.rank)
+            begun_as = check_begun_as(header.session, header.caller)
+            if header.since > header.clock + 1:
+                raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
+            if job.policy.has_rounds:
+                job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
+            self._core.count_staged(decisions)
         job.decide(decisions)
         if skipped:
             self._core.settle()
@@ -64,10 +70,12 @@ class Exchange:
             job,
             worker,
             header.caller.session,
+            begun_as,
             header.clock,
             header.weight,
             scalars,
             scale=scale,
+            since=header.since,
             is_finite=header.is_finite,
             client_state=header.client_state,
             cuts=tuple(header.cuts),
@@ -78,7 +86,8 @@ class Exchange:
         """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
-            job.agree_on_scalars(push.clock, push.scalars, push.worker.rank)
+            if job.policy.has_rounds:
+                job.agreement.hear(push.clock, push.voice)
             self._core.initial.is_read = True
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
@@ -158,7 +167,18 @@ class Exchange:
         push.worker.last_seen = self._core.now()
         scalars, read = push.scalars[plan.group], push.versions.get(index)
         part = Contribution(
-            push.worker.rank, push.session, push.clock, push.weight, values, mask, scalars, read, push.scale, is_lent
+            push.worker.rank,
+            push.begun_as,
+            push.clock,
+            push.weight,
+            values,
+            mask,
+            scalars,
+            read,
+            push.scale,
+            is_lent,
+            since=push.since,
+            sent_by=push.session,
         )
         if is_lent:
             push.lent.append(block)
@@ -171,9 +191,9 @@ class Exchange:
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
-            if outcome is Outcome.COUNTED and push.outcomes[outcome] == 1:
+            if outcome in (Outcome.COUNTED, Outcome.STAGED) and push.outcomes[outcome] == 1:
                 with self._core.lock:
-                    job.on_counted(push.clock)
+                    job.agreement.on_counted(push.clock, push.worker.rank)
         return None
 
     @staticmethod
@@ -191,25 +211,31 @@ class Exchange:
                 f"block: {lacking} is missing; the push of clock {push.clock} ended after {len(push.covered)} of "
                 f"{job.trained_count} blocks"
             )
-        counted, late = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.LATE]
+        counted, late, staged = (push.outcomes[i] for i in (Outcome.COUNTED, Outcome.LATE, Outcome.STAGED))
         clock = push.clock + 1
         with self._core.lock:
             self._check_session(push)
             self._core.members.on_step(push.worker, clock)
-            if counted or job.trained_count == 0:
+            if staged:
+                job.staged.add(push.clock, push.worker.rank)
+                self._core.count_staged()
+            elif counted or job.trained_count == 0:
                 self._core.counters.pushes_accepted += 1
             elif late:
                 self._core.counters.pushes_late += 1
             else:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
+            overruled = job.agreement.overruled(push.clock, push.worker.rank)
         self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,
             blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
             blocks_late=late,
+            blocks_staged=staged,
             cuts=self._cuts.latest(),
+            overruled=overruled,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------
@@ -233,6 +259,7 @@ class Exchange:
             skipped = self._core.members.on_clock(worker, request.clock)
             self._core.initial.is_read = True
             self._core.counters.pulls += 1
+            self._core.count_staged(decisions)
         job.decide(decisions)
         job.judge(verdict)
         if skipped:

@@ -165,6 +165,10 @@ class Membership:
             raise InvalidRequest(f"rank: {rank} is not below world_size {len(self.workers)}")
         return self.workers[rank]
 
+    def session_of(self, rank: int) -> int:
+        """The latest session of a rank, whatever has become of it. Takes no lock."""
+        return self.workers[rank].session
+
     def check_session(self, rank: int, session: int) -> Worker:
         """The worker, if `session` is its live one; SessionFenced says why it is not."""
         worker = self.worker(rank)

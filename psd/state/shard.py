@@ -18,7 +18,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, WrongShard
 from psd.state.admission import Admission
-from psd.state.core import ShardCore
+from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
 from psd.state.measures import Measures
@@ -87,6 +87,7 @@ class Shard:
         with self.core.lock:
             worker = self.core.check_caller(request.caller)
             self.core.barriers.check(request.name, request.seq, self.core.config.limits.name_bytes_max)
+            begun_as = check_begun_as(request.session, request.caller)
             ticket = self.core.ticket(
                 worker,
                 worker.session,
@@ -95,7 +96,7 @@ class Shard:
                 lambda: self.core.barriers.missing(request.name),
                 request.name,
             )
-            self.core.barriers.on_arrive(request.seq, ticket)
+            self.core.barriers.on_arrive(begun_as, request.seq, ticket)
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:

@@ -95,6 +95,9 @@ def wrong_header(rng: random.Random, push: data_pb2.PushHeader) -> tuple[tuple[s
             push.cuts.add(id=rng.choice(("", "a/b", "x" * 65, "é")), step=rng.choice((0, 3, (1 << 64) - 1)))
         return ("InvalidRequest",), "cuts"
     if kind == 1:
+        if rng.random() < 0.3:
+            push.since = rng.choice((push.clock + 2, 1 << 40, (1 << 64) - 1))
+            return ("InvalidRequest",), "since"
         push.clock = rng.choice((2 + 1025, 5000, 1 << 40, (1 << 64) - 1))
         return ("InvalidRequest",), "clock"
     if kind == 2:

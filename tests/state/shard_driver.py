@@ -242,14 +242,18 @@ class Driver:
         weight: float = 1.0,
         scalars: Sequence[float] = SGD,
         versions: Sequence[int] = (),
+        session: int = 0,
+        since: int = 0,
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
+            session=session,
             clock=clock,
             weight=weight,
             layout_digest=self.layout.digest,
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
             versions=versions,
+            since=since,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
@@ -333,7 +337,7 @@ class Driver:
                         round_._contributors,
                         round_._total_weight,
                         round_._touched.tobytes(),
-                        round_.scalars,
+                        round_._voice,
                         None if round_._accumulator is None else round_._accumulator.tobytes(),
                     ),
                     None if page is None else (page.sessions.tobytes(), page.clocks.tobytes()),
@@ -344,5 +348,5 @@ class Driver:
             for w in (self.core.membership.workers if self.core.membership is not None else [])
             if w.rank != but
         ]
-        scalars = {} if job is None else {r: (e.scalars, e.rank, e.is_counted) for r, e in job._round_scalars.items()}
+        scalars = None if job is None else job.agreement.fingerprint()
         return blocks, workers, scalars, self.core.initial.is_set, self.core.run_id

@@ -89,7 +89,7 @@ def test_who_is_missing_from_a_round_can_be_asked_while_gradients_come_and_go():
     """Status asks without the block's lock."""
     workers = 200
     waited = (1 << workers) - 1
-    round_ = ExactRound((), 1, is_mean=True, accumulators=FreshArrays(), waited=lambda: waited)
+    round_ = ExactRound(1, is_mean=True, accumulators=FreshArrays(), waited=lambda: waited)
     done = threading.Event()
     faults: list[Exception] = []
 
