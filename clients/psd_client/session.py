@@ -29,7 +29,7 @@ logger = logging.getLogger("psd_client")
 
 JOIN_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 5.0
-LEAVE_FAILED_TIMEOUT_S = 2.0
+LEAVE_FAILED_TIMEOUT_S = 1.5
 """Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
 """In one operation; then the lease is too short for this network or this worker, and the error is raised."""
