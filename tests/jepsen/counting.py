@@ -11,6 +11,7 @@ pull or push; a program that dies before that is told nothing more.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from cells import TENSORS, Counts
 from history import CONFIRMING, Call, Gradient, Histories, Life
 
 UNSAFE_END = "ends without knowing that its last push has been applied"
+_GOES_BACK = re.compile(r"the shards go back to checkpoint \S+-step-(\d+)-\S+, timeline (\d+)")
 KILLS = ("shard-kill", "shard-lose", "shard-terminate")
 
 
@@ -130,33 +132,48 @@ def _until_confirmed(life: Life, gradient: Gradient, *, has_rounds: bool) -> lis
     return None
 
 
+@dataclass
+class _Return:
+    """The job's return to a checkpoint: which step that was of, and when somebody first and last heard of it."""
+
+    step: int
+    first: float
+    last: float
+
+
+def _returns(histories: Histories) -> list[_Return]:
+    """One for each timeline that began so."""
+    heard: dict[int, _Return] = {}
+    for life in histories.lives:
+        told = [(c.ended, c.detail.get("timeline", 0), c.detail.get("step", 0)) for c in life.calls if c.result == "RolledBack"]
+        for t, _, text in life.logs:
+            found = _GOES_BACK.search(text)
+            if found is not None:
+                told.append((t, int(found[2]), int(found[1])))
+        for t, timeline, step in told:
+            known = heard.setdefault(timeline, _Return(step, t, t))
+            known.first, known.last = min(known.first, t), max(known.last, t)
+    return list(heard.values())
+
+
 def _may_be_rolled_back(histories: Histories, gradient: Gradient) -> bool:
     """The job went back to a checkpoint at a time that may have been after this gradient's."""
-    heard: dict[int, tuple[float, int]] = {}
-    for life in histories.lives:
-        for call in life.calls:
-            if call.result == "RolledBack":
-                timeline = call.detail.get("timeline", 0)
-                before = heard.get(timeline, (call.ended, 0))[0]
-                heard[timeline] = min(before, call.ended), call.detail.get("step", 0)
+    returns = _returns(histories)
     losses = [record["t"] for record in histories.faults("shard-lose")]
-    if not (heard or losses):
+    if not (returns or losses):
         return False
-    if losses and (len(heard) < len(losses) or any(t > max(at for at, _ in heard.values()) for t in losses)):
-        # Nobody has said when it went back: certainly not any more once a program has begun after all that.
-        ready = [r["t"] for r in histories.of("ready") if r["t"] > losses[-1]]
-        return not ready or gradient.life.begun < ready[0] or any(at > gradient.begun for at, _ in heard.values())
-    acknowledged = gradient.acknowledged
+    last = max([each.last for each in returns] + losses)
+    if gradient.begun > last:
+        return bool(losses) and losses[-1] == last  # nobody has noticed
+    acknowledged, call = gradient.acknowledged, gradient.calls[-1]
     assert acknowledged is not None
-    if gradient.begun > max(at for at, _ in heard.values()):
-        return False
-    call = gradient.calls[-1]
     is_kept = (
         histories.plan.mode in ("fast", "exact", "norm")
         and call.clock is not None
         and call.clock_after == call.clock + 1
-        and call.clock < min(step for _, step in heard.values())
-        and acknowledged < min([at for at, _ in heard.values()] + losses)
+        and bool(returns)
+        and call.clock < min(each.step for each in returns)
+        and acknowledged < min([each.first for each in returns] + losses)
     )
     return not is_kept
 

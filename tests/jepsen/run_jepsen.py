@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import shutil
 import signal
 import sys
@@ -47,6 +48,7 @@ SHRINK_S = 240.0
 def main() -> int:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running, or in memory
+    logging.getLogger("psd").addHandler(logging.NullHandler())  # what is wrong with checkpoints is for the shards to say
     begun = time.monotonic()
     total: Counter[str] = Counter()
     shrunk: set[frozenset[str]] = set()

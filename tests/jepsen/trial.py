@@ -346,6 +346,8 @@ class _Trial:
                 self._at(fault.seconds, lambda: self._end(fault, process.resume))
                 return
             case "worker-twin":
+                if not _has_begun(worker):
+                    return  # it would join after its twin, and be the later one
                 process.signal(signal.SIGSTOP)
                 self._at(fault.seconds, lambda: self._end(fault, process.resume))
                 self._timeline.note("superseded", name=process.name)
@@ -367,7 +369,7 @@ class _Trial:
 
 
 def _has_begun(worker: WorkerActor) -> bool:
-    """It has pushed something, or has ended."""
-    process, options = worker.lives[0]
+    """Its latest life has pushed something, or has ended."""
+    process, options = worker.lives[-1]
     path = Path(options.history)
     return process.status is not None or (path.exists() and '"op": "push' in path.read_text())
