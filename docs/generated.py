@@ -6,18 +6,20 @@
     <!-- environment -->                     the variables that psd reads
     <!-- errors -->                          the tree of errors and their gRPC codes
 
-is replaced when MkDocs reads the page. Marks of the tests in the pages are taken out.
+is replaced when Sphinx reads the page. Marks of the tests in the pages are taken out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import posixpath
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from sphinx.application import Sphinx
 
 from psd.contract import errors
 from psd.contract.environment import VARIABLES
@@ -25,49 +27,84 @@ from psd.contract.environment import VARIABLES
 ROOT = Path(__file__).parents[1]
 MODULES = {"psd-server": "psd.cli.server", "psd-run": "psd.cli.run", "psdctl": "psd.cli.ctl"}
 
+PAGES = {
+    "README.md": "docs/index.md",
+    "ARCHITECTURE.md": "docs/design/architecture.md",
+    "deploy/README.md": "docs/kubernetes.md",
+}
+"""Files of the repository that are pages of the site."""
+
 _DIRECTIVE = re.compile(r"^<!-- (include|help|environment|errors)(?:: (.+?))? -->$", re.MULTILINE)
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
+_properties: dict[str, list[str]] = {}
+
+_TITLE = re.compile(r'^```(\w+) title="(.+)"$', re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Called by MkDocs with each page before it is rendered."""
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx, which conf.py tells of this module."""
+    app.connect("source-read", lambda _app, name, source: source.__setitem__(0, replaced(source[0], f"docs/{name}.md")))
+    # Napoleon (priority 500) takes the sections of docstrings apart. In a property's it finds a type: the words up to a colon.
+    app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)
+    app.connect("autodoc-process-docstring", _without_a_type, priority=600)
+    return {"parallel_read_safe": True}
+
+
+def _as_restructured_text(_app: Sphinx, what: str, name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
+    """Docstrings are written as Markdown is: `code`, and names that end with an underscore."""
+    lines[:] = [re.sub(r"(?<=\w)_(?!\w)", r"\\_", re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)) for line in lines]
+    if what == "property":
+        _properties[name] = list(lines)
+
+
+def _without_a_type(_app: Sphinx, what: str, name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
+    if what == "property":
+        lines[:] = _properties.pop(name)
+
+
+def replaced(markdown: str, page: str) -> str:
+    """The text of a page as Sphinx is to see it."""
 
     def replacement(found: re.Match[str]) -> str:
         kind, argument = found.groups()
         if kind == "include":
-            return included(argument, page.file.src_uri)
+            return linked((ROOT / argument).read_text(), argument, page)
         return {"help": helps, "environment": environment, "errors": error_tree}[kind](*([argument] if argument else []))
 
-    return _COMMENT.sub("", _DIRECTIVE.sub(replacement, markdown))
+    text = _COMMENT.sub("", _DIRECTIVE.sub(replacement, linked(markdown, page, page)))
+    return _TITLE.sub(r"```{code-block} \1\n:caption: \2\n", text)
 
 
-def included(name: str, page: str) -> str:
-    """A Markdown file of the repository, as part of a page: links into docs/ lead there, others become plain text."""
-    here = posixpath.dirname(f"docs/{page}")
+def linked(markdown: str, origin: str, page: str) -> str:
+    """The text of one file as it stands in a page: links to other pages lead there, links out of docs/ become plain text.
+
+    Raises:
+        FileNotFoundError: a link leads to what is not there.
+    """
 
     def link(found: re.Match[str]) -> str:
         image, text, target = found.groups()
         if re.match(r"[a-z]+:|#", target):
             return found[0]
         path, hash_mark, anchor = target.partition("#")
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
-        path = {"README.md": "docs/index.md", "ARCHITECTURE.md": "docs/design/architecture.md"}.get(path, path)
-        path = {"deploy/README.md": "docs/kubernetes.md"}.get(path, path)
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+        path = PAGES.get(path, path)
         if not (ROOT / path).exists():
-            raise FileNotFoundError(f"{name}: links to {target}, which is not there")
-        if path.startswith("docs/") and (ROOT / path).is_file():
-            return f"{image}[{text}]({posixpath.relpath(path, here)}{hash_mark}{anchor})"
-        return f"{text}" if path in text else f"{text} (`{path}`)"
+            raise FileNotFoundError(f"{origin}: links to {target}, which is not there")
+        if path.startswith("docs/"):
+            return f"{image}[{text}]({posixpath.relpath(path, posixpath.dirname(page))}{hash_mark}{anchor})"
+        return text if path in text or path.rpartition("/")[2] == text else f"{text} (`{path}`)"
 
-    return _LINK.sub(link, (ROOT / name).read_text())
+    return _LINK.sub(link, markdown)
 
 
-def help_text(*command: str) -> str:
+def help_text(name: str, *arguments: str) -> str:
     """What a command of psd prints with --help."""
-    name, *subcommands = command
-    arguments = [sys.executable, "-m", MODULES[name], *subcommands, "--help"]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        importlib.import_module(MODULES[name]).main([*arguments, "--help"])
+    return said.getvalue()
 
 
 def subcommands(name: str) -> list[str]:
@@ -81,10 +118,7 @@ def helps(argument: str) -> str:
     name, _, which = argument.partition(" ")
     if not which:
         return f"```text\n{help_text(name)}```"
-    names = subcommands(name)
-    with ThreadPoolExecutor() as pool:
-        texts = pool.map(lambda subcommand: help_text(name, subcommand), names)
-        return "\n".join(f"## {name} {each}\n\n```text\n{text}```\n" for each, text in zip(names, texts, strict=True))
+    return "\n".join(f"## {name} {each}\n\n```text\n{help_text(name, each)}```\n" for each in subcommands(name))
 
 
 def environment() -> str:

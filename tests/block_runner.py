@@ -115,7 +115,9 @@ class PageRunner:
         text = re.sub(r"(--metrics-port |--bulk-port )([79]\d{3})\b", lambda m: m[1] + str(self._port("127.0.0.1", m[2])), text)
         text = re.sub(r"\bhost-[ab]\b", "127.0.0.1", text)
         text = text.replace("s3://bucket", f"{self._folder}/bucket").replace("/var/lib/psd", f"{self._folder}/state")
-        text = re.sub(r"^(.*)examples/mnist\.py", rf"\1{ROOT}/examples/mnist.py --steps 5 --data digits", text, flags=re.MULTILINE)
+        text = re.sub(
+            r"^(.*)examples/mnist\.py", rf"\1{ROOT}/examples/mnist.py --steps 5 --data digits", text, flags=re.MULTILINE
+        )
         text = re.sub(r"(?<![\w/])examples/", f"{ROOT}/examples/", text)
         return re.sub(r"(?<![\w/])deploy/", f"{ROOT}/deploy/", text)
 
