@@ -1,4 +1,4 @@
-"""The site of docs/: `make docs` builds it into build/site. Nothing in it is loaded from elsewhere, so it can be read offline."""
+"""The site of docs/: `make docs` builds it into build/site. It loads nothing from elsewhere, so it can be read offline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for generated.py
 autodoc_mock_imports = ["torch", "jax"]
 keras = ModuleType("keras")
 keras.optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}), LossScaleOptimizer=type("LossScaleOptimizer", (), {}))
-keras.saving = SimpleNamespace(register_keras_serializable=lambda package: lambda kind: kind)
+keras.saving = SimpleNamespace(register_keras_serializable=lambda **_: lambda kind: kind)
 sys.modules["keras"] = keras
 
 project = "psd"

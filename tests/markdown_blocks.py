@@ -3,7 +3,7 @@
 A mark is an HTML comment right before the block, so that neither the site nor a code host shows it:
 
     <!-- not run: REASON -->    the block is only shown; the reason is for whoever reads the page's source
-    <!-- background -->         commands that go on while the next blocks run; they must end with status 0 at the end of the page
+    <!-- background -->         commands that go on while the next blocks run; they must end well before the page does
     <!-- continues -->          Python that goes on with the names, and the job, of the Python block before
     <!-- fails: WORDS -->       the last command must fail, and say these words
     <!-- prints: WORDS -->      the output must have these words
