@@ -42,8 +42,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page that users read, and so has blocks to run."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Every page that users and maintainers read, and so has blocks to run."""
+    names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "deploy/README.md")
+    return [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[Block]:

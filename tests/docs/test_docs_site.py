@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markdown_blocks import pages
 from source_tree import ROOT
 
 import psd_client
@@ -37,13 +38,13 @@ def text(page: Path) -> str:
 
 
 def test_every_page_is_there_and_none_loads_anything_from_elsewhere(site):
-    pages = list(site.rglob("*.html"))
+    built = list(site.rglob("*.html"))
     sources = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
     from_elsewhere = r'<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
 
     assert [str(page) for page in sources if not (site / page).is_file()] == []
     assert len(sources) > 20
-    assert [f"{page.name}: {tag}" for page in pages for tag in re.findall(from_elsewhere, page.read_text())] == []
+    assert [f"{page.name}: {tag}" for page in built for tag in re.findall(from_elsewhere, page.read_text())] == []
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert re.findall(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//", styles) == []
 
@@ -85,9 +86,22 @@ def test_the_reference_says_what_the_commands_and_the_environment_are(site):
     assert [name for name in VARIABLES if name not in text(site / "reference/environment.html")] == []
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_files_that_a_page_names_are_there(page):
+    """Paths in backticks, such as `psd/rim/calls.py`, and links within the repository."""
+    words = page.read_text()
+    paths = set(
+        re.findall(r"`((?:psd|psd_core|psd_client|clients|proto|tests|benchmarks|examples|deploy|docs)/[\w./-]+)[`:]", words)
+    )
+    links = {found.partition("#")[0] for found in re.findall(r"\]\((?!\w+:|#)([^)\s]+)\)", words)}
+
+    assert [path for path in sorted(paths) if not ((ROOT / path).exists() or (ROOT / "clients" / path).exists())] == []
+    assert [link for link in sorted(links) if not (page.parent / link).exists()] == []
+
+
 def test_the_navigation_has_every_page(site):
     """Sphinx warns of a page that no table of contents has; the front page's has them all."""
     front = (site / "index.html").read_text()
-    pages = [page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    sources = [page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in (ROOT / "docs").rglob("*.md")]
 
-    assert [page for page in pages if page != "index.html" and f'href="{page}"' not in front] == []
+    assert [page for page in sources if page != "index.html" and f'href="{page}"' not in front] == []
