@@ -46,7 +46,7 @@ def test_most_blocks_are_run():
     not_run = [block for block in runnable if "not run" in block.marks]
 
     assert len(runnable) >= 40
-    assert len(not_run) <= len(runnable) / 4, [f"{block.where}: {block.marks['not run']}" for block in not_run]
+    assert len(not_run) <= len(runnable) / 3, [f"{block.where}: {block.marks['not run']}" for block in not_run]
 
 
 @pytest.mark.parametrize(
