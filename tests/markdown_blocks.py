@@ -70,7 +70,9 @@ def blocks(page: Path) -> list[Block]:
             title = re.fullmatch(r'title="([^"]+)"', rest)
             if rest and not title:
                 raise ValueError(f'{where}: expected title="...", got {rest}')
-            found.append(Block(where, language, title[1] if title else "", "\n".join(lines[number + 1 : end]) + "\n", marks))
+            if not language.startswith("{"):  # a directive of the site's, not code
+                body = "\n".join(lines[number + 1 : end]) + "\n"
+                found.append(Block(where, language, title[1] if title else "", body, marks))
             marks, number = {}, end
         elif line.strip():
             if set(marks) - {"not run"}:
