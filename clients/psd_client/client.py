@@ -143,7 +143,8 @@ class ParameterServer(FlatCalls):
     push that some shards have counted already is not counted twice.
 
     Args:
-        config: settings. lanes: the way to each shard, in their order; closed with the connection.
+        config: settings.
+        lanes: the way to each shard, in their order; closed with the connection.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
