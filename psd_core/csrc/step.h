@@ -3,11 +3,13 @@
  *   block -> runs of segments that need the same treatment -> tiles that fit in the L1 cache, if there is something to reduce or widen
  *   tile:  widen grad, if it is half; reduce (g = scale * (acc + weight * grad)); then the rule (param, slots, g -> param, slots)
  *
- * A rule is a file rule_<name>.h. It defines a struct FN(<name>) of constants; PSD_PREPARE, which sets them from the scalars and
- * flags `h` and the step, once per run, and computes in double, rounding to `real` where it assigns; PSD_TILE, the arithmetic on one
- * tile, which reads element i of its inputs before it writes element i of its outputs, since they may be the same arrays; and
- * <NAME>_STEPS_ALIKE_FROM: all steps from this one on are alike to it, which makes longer runs. The split costs nothing: the
- * reduced gradient never leaves L1, and memory sets the pace.
+ * A rule is a file rule_<name>.h, which has
+ *   FN(<name>)               a struct of constants
+ *   PSD_PREPARE(<name>)      sets them, `k`, once per run from the scalars and flags `h` and the step; double until it is assigned
+ *   PSD_TILE(<name>)         the arithmetic on one tile; it reads element i of its inputs before it writes element i of its outputs,
+ *                            which may be the same arrays
+ *   <NAME>_STEPS_ALIKE_FROM  all steps from this one on are alike to the rule: longer runs
+ * The split costs nothing: the reduced gradient never leaves L1, and memory sets the pace.
  */
 
 typedef struct {

@@ -31,7 +31,11 @@ OPTIONAL = {
     "rmsprop": {"weight_decay": 0.01, "momentum": 0.9},
     "sgd": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
 }
-"""What is 0 in some cases."""
+"""What is 0 in some cases; of other rules the weight decay."""
+
+
+def optional_of(rule: str) -> dict[str, float]:
+    return {name: x for name, x in OPTIONAL.get(rule, {"weight_decay": 0.01}).items() if name in psd_core.RULES[rule].scalars}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Case:
     flags: tuple[str, ...]
 
     def __str__(self) -> str:
-        on = [name for name in OPTIONAL.get(self.rule, {"weight_decay": 0}) if self.named[name]]
+        on = [name for name in optional_of(self.rule) if self.named[name]]
         return "-".join([self.rule, *on, *(flag for flag in self.flags if flag not in on)])
 
     @property
@@ -106,7 +110,7 @@ def cases(*rules: str) -> list[Case]:
     found = []
     for rule in rules or (name for name, facts in psd_core.RULES.items() if not facts.row.is_layerwise):
         info = psd_core.RULES[rule]
-        optional = OPTIONAL.get(rule, {"weight_decay": 0.01})
+        optional = optional_of(rule)
         free = [flag for flag in info.flags if flag not in info.scalars and flag != "keras"]
         for chosen in itertools.product([False, True], repeat=len(optional) + len(free)):
             scalars = dict.fromkeys(info.scalars, 0.0) | SCALARS.get(rule, dict.fromkeys(info.scalars, 0.1))
