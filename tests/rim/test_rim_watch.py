@@ -106,6 +106,22 @@ def test_the_connection_of_a_worker_that_has_gone_is_ended(
     stream.close()
 
 
+def test_the_connection_of_a_rank_that_there_is_not_any_more_is_ended(
+    server: Any, dial: Callable[..., grpc.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that has begun meanwhile has fewer workers."""
+    worker = BulkWorker(dial(server.address), 0, 1)
+    stream = worker.connect()
+    monkeypatch.setattr(server.shard.core.members, "workers", [])
+
+    server._bulk._watch.look()
+    server._bulk._watch.look()
+
+    with pytest.raises(Disconnected):
+        stream.receive()
+    stream.close()
+
+
 def test_a_worker_that_goes_on_as_another_session_keeps_its_connection(server: Any, dial: Callable[..., grpc.Channel]) -> None:
     """It was fenced, has joined again, and calls."""
     before = BulkWorker(dial(server.address), 0, 1)
