@@ -143,7 +143,6 @@ def test_a_worker_that_joins_a_running_job_begins_at_its_rates(cluster):
         return psd_client.connect(servers, rank, 2, wait_timeout=30)
 
     def distributed(ps, *, on_given=False):
-        given = SGD(small_model().parameters(), lr=0.4)
         model = small_model()
         given = SGD(model.parameters(), lr=0.4)
         optimizer = psd.distribute(model, given, ps=ps)
