@@ -45,8 +45,9 @@ from psd.contract.errors import (
 from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
-from psd_client.optimizers import FTRL, LAMB, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
+from psd_core import rules as _rules
+from psd_core.rules import *  # noqa: F403 - a rule stands in one place
 
 logging.getLogger("psd_client").addFilter(PrintableRecords())
 
@@ -54,17 +55,6 @@ __all__ = [
     "connect",
     "ParameterServer",
     "Reader",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "FTRL",
-    "LAMB",
-    "Lion",
-    "NAdam",
-    "RMSprop",
     "CustomRule",
     "ConfigError",
     "PsdError",
@@ -97,3 +87,4 @@ __all__ = [
     "WaitTimeout",
     "WrongShard",
 ]
+__all__ += _rules.__all__

@@ -4,8 +4,7 @@ Every third of the lease it sends a heartbeat to every shard at once, with the w
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
 While a session is being made, the shards that know it already are sent heartbeats for it: another one may stay away for longer
 than a lease. Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the
-session resume at a shard that was restarted. A lane whose shard is silent for long is told, because it may be blocked in a
-send, where nothing else would notice before the call's deadline.
+session resume at a shard that was restarted.
 """
 
 from __future__ import annotations
@@ -29,8 +28,12 @@ logger = logging.getLogger("psd_client")
 BEATS_PER_LEASE = 3
 HEARTBEAT_TIMEOUT_MAX_S = 5.0
 AFTER_DEFECT_S = 1.0
-SUSPECT_AFTER_S = 20.0
-"""A shard that has been silent for so long may have vanished with its machine; as gRPC's and TCP's keep-alive have it."""
+WAITING_BEAT_S = 3.0
+"""From one heartbeat to the next, at most, while an operation takes long."""
+ANSWER_S = 2.5
+"""A shard that takes longer for a heartbeat does not answer; with a short lease, half the time to the next one."""
+REPORT_S = 0.7
+"""As above, when it is said what is waited for: within six seconds of the wait's beginning."""
 
 
 class Heartbeats:
@@ -66,8 +69,10 @@ class Heartbeats:
         is_due = due_in_s is not None and due_in_s <= 0
         waits: list[control_pb2.Wait] = []
         if membership is not None and (is_due or self._clock() >= self._next_beat):
-            self._next_beat = self._clock() + membership.lease_s / BEATS_PER_LEASE
-            waits = self._beat(membership)
+            interval_s = membership.lease_s / BEATS_PER_LEASE
+            self._next_beat = self._clock() + (min(interval_s, WAITING_BEAT_S) if self._reporter.is_overdue else interval_s)
+            timeout_s = min(interval_s, max(interval_s / 2, 1.0), ANSWER_S)
+            waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
             self._reporter.report(waits, self._health.silent())
         # An operation that begins during the sleep is due in report_after_s at the earliest.
@@ -79,9 +84,9 @@ class Heartbeats:
             pauses.append(due_in_s)
         return max(min(pauses), 0.01)
 
-    def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
+    def _beat(self, membership: Membership, timeout_s: float) -> list[control_pb2.Wait]:
         """Heartbeats to all shards at once that know the session; what they say that this worker waits for."""
-        timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
+        began = self._clock()
         # Where a session takes part is known only when all shards have let it in.
         clock = 0 if membership.is_joining else self._session.told_clock
         leaving = self._session.is_leaving
@@ -106,7 +111,7 @@ class Heartbeats:
             except ShardRestarted as error:
                 restarted[lane] = error
             except PsdError as error:
-                self._on_error(lane, error, membership)
+                self._on_error(lane, error, membership, began)
             else:
                 self._on_answer(lane)
         self._resume(restarted, self._clock() + timeout_s)
@@ -117,13 +122,11 @@ class Heartbeats:
         if self._logged.pop(lane.shard, None) is not None:
             logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
 
-    def _on_error(self, lane: Lane, error: PsdError, membership: Membership) -> None:
+    def _on_error(self, lane: Lane, error: PsdError, membership: Membership, began: float) -> None:
         if self._stopped:
             return
         if isinstance(error, ShardUnavailable):
-            self._health.failed(lane.shard)
-            if self._health.silent_s(lane.shard) >= SUSPECT_AFTER_S:
-                lane.suspect()
+            self._health.failed(lane.shard, began)
         elif isinstance(error, SessionFenced) and (error.detail.get("cause") == "expired" or not self._is_latest(membership)):
             return  # the next operation joins again, or one has done so meanwhile
         kind = "unreachable" if isinstance(error, RETRIED) else error.reason

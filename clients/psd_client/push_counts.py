@@ -34,27 +34,28 @@ class PushCounts:
         self._lock = threading.Lock()
 
     def on_reply(self, sent: SentPush, shard: int, reply: data_pb2.PushReply) -> None:
-        """Note what a shard says of a push; it replaces what the shard said before. From any thread."""
+        """Note what a shard says of a push; it replaces what the shard said before. From any thread.
+
+        A shard that is sent the push again, because it was killed, has staged it, although the decision is known.
+        """
+        known = data_pb2.PushReply()
+        known.CopyFrom(reply)
+        known.blocks_staged = 0
+        if sent.staged_are:
+            setattr(known, sent.staged_are, getattr(known, sent.staged_are) + reply.blocks_staged)
         with self._lock:
             before = sent.replies.get(shard)
-            sent.replies[shard] = reply
+            sent.replies[shard] = known
             if before is not None:
                 self._add(before, -1)
-            self._add(reply, 1)
+            self._add(known, 1)
 
     def on_decision(self, sent: SentPush, *, is_member: bool, is_skipped: bool) -> None:
         """Exact aggregation: a push's gradient counts, or not, on all shards that have staged it; neither, if skipped."""
         sent.is_decided = True
+        sent.staged_are = "" if is_skipped else "blocks_counted" if is_member else "blocks_late"
         for shard, reply in list(sent.replies.items()):
-            if reply.blocks_staged:
-                known = data_pb2.PushReply()
-                known.CopyFrom(reply)
-                known.blocks_staged = 0
-                if is_member and not is_skipped:
-                    known.blocks_counted += reply.blocks_staged
-                elif not is_skipped:
-                    known.blocks_late += reply.blocks_staged
-                self.on_reply(sent, shard, known)
+            self.on_reply(sent, shard, reply)
 
     def _add(self, reply: data_pb2.PushReply, sign: int) -> None:
         self.totals["blocks_counted"] += sign * reply.blocks_counted

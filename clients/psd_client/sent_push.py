@@ -36,6 +36,7 @@ class SentPush:
         incarnations: by shard, of those that have it. replies: by shard, the last one.
         is_finished: all shards have it, with exact aggregation shard 0 knows that, and the worker's clock has moved on.
         is_decided: exact aggregation: it is known which workers its round is made of.
+        staged_are: what staged blocks count as, a field of PushReply; empty: as nothing, because the round was skipped.
         error: what the call that sends it has failed with.
     """
 
@@ -50,6 +51,7 @@ class SentPush:
     replies: dict[int, data_pb2.PushReply] = field(default_factory=dict)
     is_finished: bool = False
     is_decided: bool = False
+    staged_are: str = "blocks_staged"
     error: BaseException | None = None
     _left: dict[int, bytes] | None = None  # after a failure: what the blocks held that had left
 

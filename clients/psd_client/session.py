@@ -26,6 +26,8 @@ from psd_client.transport import Call, Cancelled, Lane, Scope, Share
 logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
+LEAVE_FAILED_TIMEOUT_S = 1.5
+"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
 """In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
 
@@ -95,7 +97,10 @@ class Session:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Enter at shard 0, which issues the session, then at the others; leases of those that it has entered are kept."""
+        """Become a member. Raises SessionFenced only if somebody else has the rank, or the lease always runs out on the way."""
+        self._enter()
+
+    def _join(self) -> None:
         self._is_entered = False
         try:
             replies = self._entrance.join()
@@ -110,12 +115,12 @@ class Session:
     def _join_anew(self) -> None:
         """Join; before the job has values, also one that others have begun under another name that nobody has given."""
         try:
-            self.join()
+            self._join()
         except ForeignRun:
             if self._declaration is not None or self._config.run_id or not self._entrance.run_id:
                 raise
             self._entrance.run_id = ""
-            self.join()
+            self._join()
 
     # -- becoming another session ----------------------------------------------------------------------------------------
 
@@ -302,12 +307,13 @@ class Session:
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
         known_as = self.memberships.end()
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        deadline = time.monotonic() + (LEAVE_FAILED_TIMEOUT_S if self.has_failed else LEAVE_TIMEOUT_S)
         left_at = time.time()
-        for lane in self._shards.lanes:
+
+        def leave_at(lane: Lane) -> None:
             membership = known_as(lane.shard)
             if membership is None:
-                continue
+                return
             request = control_pb2.LeaveRequest(caller=membership.caller(lane.shard), failed=self.has_failed, left_at=left_at)
             try:
                 lane.leave(request, max(deadline - time.monotonic(), 0.2))
@@ -319,6 +325,8 @@ class Session:
                     lane.address,
                     error,
                 )
+
+        self._shards.run_once(leave_at)
 
 
 def _may_return(error: SessionFenced) -> bool:

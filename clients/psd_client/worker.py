@@ -142,8 +142,9 @@ class Worker:
 
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
-        wait timeout. What prevents that is logged. Nothing is waited for after a failure. (A program that ends without close()
-        waits likewise, but only up to Python 3.11: later ones give an exiting program no threads for it.)
+        wait timeout. What prevents that is logged. Nothing is waited for after a failure. A program that ends without close()
+        waits likewise. Only over gRPC, and if this Python starts no threads then, as some 3.12 do not, a killed shard gets no
+        more than 31 MiB again, and nothing with exact aggregation; the log says then that the gradient is lost.
         """
         self._close(None)
 
@@ -234,7 +235,7 @@ class Worker:
         return RolledBack(
             f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
             "are those of that step, and client_state is what this worker had saved for it",
-            **(error.detail | {"step": self.clock}),
+            **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
     @contextmanager

@@ -92,8 +92,8 @@ class ShardServer:
                 ("grpc.max_send_message_length", config.limits.message_bytes_max),
                 *WINDOW_OPTIONS,
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-                # Half-open connections are found within half a minute; clients may do the same from their side.
-                ("grpc.keepalive_time_ms", 20_000),
+                # Half-open connections are found within 20 seconds; clients may do the same from their side.
+                ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

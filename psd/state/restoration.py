@@ -82,6 +82,8 @@ class Restoration:
         if core.lost_round is None:
             return
         with core.lock:
+            if core.lost_round is None:
+                return  # a worker was faster
             job = core.declared()
             logger.error("%s", core.lost_round)
             try:
@@ -174,7 +176,7 @@ class Restoration:
                     block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
             except Exception:
                 core.storage.close(keep=False)
-                core.job, core.is_tentative = None, True
+                core.job, core.lost_round, core.is_tentative = None, None, True
                 core.incarnation = secrets.randbits(62) + 1
                 raise
             if job.is_exact:

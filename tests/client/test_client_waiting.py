@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -144,20 +145,17 @@ class FakeSession:
 
 
 class FakeLane:
-    """Answers heartbeats as the test says."""
+    """Answers heartbeats as the test says; the error "silence" takes until the time-out."""
 
     transport = "grpc"
 
-    def __init__(self, shard: int) -> None:
+    def __init__(self, shard: int, clock: FakeClock) -> None:
         self.shard = shard
+        self.clock = clock
         self.address = f"h:{7000 + shard}"
         self.requests: list[control_pb2.HeartbeatRequest] = []
         self.answer: PsdError | control_pb2.HeartbeatReply = control_pb2.HeartbeatReply()
-        self.suspected = 0
         self.on_request: Callable[[], object] = lambda: None
-
-    def suspect(self) -> None:
-        self.suspected += 1
 
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
@@ -167,25 +165,27 @@ class FakeLane:
 
         def reply() -> control_pb2.HeartbeatReply:
             if isinstance(self.answer, PsdError):
+                if str(self.answer) == "silence":
+                    self.clock.now += timeout_s
                 raise self.answer
             return self.answer
 
         return reply
 
 
-def membership(session: int = 5, incarnations: tuple[int, ...] = (11, 22)) -> Membership:
-    return Membership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=9, timeline=0)
+def membership(session: int = 5, incarnations: tuple[int, ...] = (11, 22), lease_s: float = 9) -> Membership:
+    return Membership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=lease_s, timeline=0)
 
 
 class Rig:
-    """A heartbeat over two fake lanes, lease 9 s."""
+    """A heartbeat over two fake lanes."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float = 9) -> None:
         self.clock = FakeClock()
-        self.lanes = [FakeLane(0), FakeLane(1)]
+        self.lanes = [FakeLane(0, self.clock), FakeLane(1, self.clock)]
         self.reporter = reporter_at(self.clock)
         self.session = FakeSession()
-        self.session.memberships.begin(membership())
+        self.session.memberships.begin(membership(lease_s=lease_s))
         self.session.memberships.complete()
         lanes: Any = self.lanes
         session: Any = self.session
@@ -254,19 +254,30 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
     assert len(rig.lanes[1].requests) == 12
 
 
-def test_step_when_a_shard_is_silent_for_long_then_tells_its_lane() -> None:
-    """From 20 seconds on, until it answers; a refusal is an answer."""
-    rig = Rig()
-    rig.lanes[0].answer, rig.lanes[1].answer = ShardUnavailable("silence"), SessionFenced("ended")
-    rig.run_for(20)
-    before = rig.lanes[0].suspected
-    rig.run_for(3)
-    at_last = rig.lanes[0].suspected
-    rig.lanes[0].answer = control_pb2.HeartbeatReply()
-    rig.run_for(30)
+def test_step_when_a_shard_falls_silent_then_it_is_named_within_six_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    """Whenever in a wait that happens, with whatever lease, and though each question takes its time."""
+    for lease_s, silent_from in itertools.product((2, 9, 60, 600), (0, 4, 7, 33)):
+        rig = Rig(lease_s)
+        caplog.clear()
+        with rig.reporter.watching("pull", 41):
+            rig.run_for(silent_from)
+            fell_silent = rig.clock.now
+            rig.lanes[1].answer = ShardUnavailable("silence")
+            while not any("shard 1 at h:7001" in message for message in caplog.messages):
+                rig.clock.now += rig.heartbeats.step()
 
-    assert (before, at_last, rig.lanes[0].suspected) == (0, 1, 1)
-    assert rig.lanes[1].suspected == 0
+        assert rig.clock.now - fell_silent <= 6, (lease_s, silent_from)
+
+
+def test_report_when_a_shard_has_not_answered_then_counts_from_the_question(caplog: pytest.LogCaptureFixture) -> None:
+    """And not from when its answer was given up."""
+    rig = Rig()
+    rig.lanes[1].answer = ShardUnavailable("silence")
+
+    with rig.reporter.watching("pull", 41):
+        rig.run_for(5.5)
+
+    assert "psd: worker 0: shard 1 at h:7001 does not answer since 6 s" in caplog.messages
 
 
 def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(caplog: pytest.LogCaptureFixture) -> None:
