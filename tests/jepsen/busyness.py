@@ -1,4 +1,4 @@
-"""How slow the machine is just now: bounds of time are multiplied by that, since a busy machine is no defect."""
+"""How slow the machine is just now: bounds of time are stretched by that, since a busy machine is no defect."""
 
 from __future__ import annotations
 

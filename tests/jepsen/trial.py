@@ -26,6 +26,9 @@ from program import Options
 from psd.checkpoint import CheckpointDirectory
 
 TICK_S = 0.02
+SLACK_S = 1.0
+"""What needs the processor between two waits: it takes so much longer as the machine is slower."""
+
 LATE_S = 7.0
 RESTART_S = 0.2
 """After which a supervisor starts a program again."""
@@ -62,6 +65,11 @@ class Outcome:
     has_checkpoint: bool = False
     factor: float = 1.0
     cuts: int = 0
+
+    @property
+    def slack_s(self) -> float:
+        """How much longer than on an idle machine something may take, that mostly waits."""
+        return SLACK_S * self.factor
 
 
 def run(plan: Plan, directory: Path) -> Outcome:
