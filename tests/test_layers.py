@@ -34,6 +34,7 @@ OUTSIDE = {
         "psd_client.torch_gradients",
         "psd_client.torch_groups",
         "psd_client.torch_parameters",
+        "psd_client.torch_places",
         "psd_client.torch_scheduler",
         "psd_client.keras_torch",
     ),

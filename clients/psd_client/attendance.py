@@ -33,13 +33,13 @@ class Attendance:
         self.overruled = 0
 
     def since(self, session: int, clock: int) -> int:
-        """For a push's header: the clock since which this session has pushed at every step; 0 only from the job's start."""
-        if self._last is None:
+        """For a push's header: the clock since which this process has pushed at every step; 0 only from the job's start."""
+        if self._last is None or clock not in (self._last[1], self._last[1] + 1):
             self._since = clock
-        elif self._last[0] != session:
-            self._since = max(1, clock)  # this process was there before, and so its schedule may be elsewhere than the others'
-        elif clock > self._last[1] + 1:
-            self._since = clock
+        if self._last is not None and self._last[0] != session:
+            # Something went wrong between the two, of which the program's schedule may know or not: it is to give way if it
+            # differs from those that were there all the time, and not to be refused.
+            self._since = max(1, self._since)
         self._last = session, clock
         return self._since
 

@@ -80,6 +80,9 @@ class BulkConnection:
             self._run(Call(HELLO_S, call.scope), lambda: self._greet(ticket))
         except TimeoutError:
             raise NotGreeted from None
+        except BaseException:
+            self.close()
+            raise
 
     def _greet(self, ticket: bytes) -> None:
         self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())

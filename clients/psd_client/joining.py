@@ -13,6 +13,7 @@ import socket
 
 from psd.contract.config import ClientConfig
 from psd.contract.errors import ForeignRun, InternalError, ShardRestarted, StateLost
+from psd.contract.printable import printable
 from psd.v1 import control_pb2
 from psd_client.membership import Membership, Memberships
 from psd_client.shards import Shards
@@ -86,7 +87,7 @@ class Entrance:
             shard_count=len(config.servers),
             rank=config.rank,
             world_size=config.world_size,
-            host=socket.gethostname()[:256],
+            host=printable(socket.gethostname())[:256],
             pid=os.getpid(),
             connection=self._connection,
         )

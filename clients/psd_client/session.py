@@ -26,7 +26,7 @@ from psd_client.transport import Call, Cancelled, Lane, Scope, Share
 logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
-LEAVE_FAILED_TIMEOUT_S = 2.0
+LEAVE_FAILED_TIMEOUT_S = 1.5
 """Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
 """In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""

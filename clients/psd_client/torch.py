@@ -27,12 +27,13 @@ from psd_client import torch_amp
 from psd_client.client import ParameterServer, connect
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
-from psd_client.optimizers import Optimizer
+from psd_client.optimizers import spec_of
 from psd_client.torch_declaration import Declaration, Options, check_optimizer, read_declaration
 from psd_client.torch_gradients import Gradients, Overlap
 from psd_client.torch_groups import SharedGroups, without_slots
 from psd_client.torch_parameters import Parameters, as_tensors
 from psd_client.torch_scheduler import DistributedScheduler, register, scheduler
+from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
 
@@ -113,7 +114,7 @@ def distribute(
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if isinstance(optimizer, Optimizer):
-        always, template = optimizer.always, optimizer.group()
+        always, template = optimizer.always, spec_of(optimizer)
         optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
     elif params is not None:
         raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")

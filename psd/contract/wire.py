@@ -141,7 +141,7 @@ class Stream:
         try:
             if _is_writable(self.socket):
                 self.socket.sendmsg((PREFIX.pack(kind, 0, 0),))
-        except OSError:  # whoever uses the connection will find out
+        except (OSError, ValueError):  # it has ended, or is closed: whoever uses it finds out
             return
         finally:
             self._sending.release()

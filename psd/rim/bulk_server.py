@@ -275,6 +275,8 @@ class BulkServer:
         membership = self._shard.core.membership
         if membership is None or connection.rank < 0:
             return True
+        if connection.rank >= len(membership.workers):  # of a job that there was before
+            return False
         worker = membership.workers[connection.rank]
         return worker.state is WorkerState.LIVE and worker.session == connection.session
 
@@ -307,6 +309,11 @@ class BulkServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         for connection in connections:
             connection.hang_up()
+        deadline = time.monotonic() + BLOCK_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for connection in connections:
+            connection.cut()
         for thread in threads:
             thread.join(HELLO_S)
         self._watch.stop()

@@ -20,6 +20,7 @@ from psd.contract.errors import (
     StateLost,
 )
 from psd.contract.jobspec import JobSpec
+from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.cuts import TIME_S_MAX
 from psd.state.membership import Membership, Worker, WorkerState
@@ -74,6 +75,8 @@ class Admission:
         for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
+            if not is_printable(text):
+                raise InvalidRequest(f"{name}: {text!r} has control characters")
         with self._core.lock:
             if request.run_id:
                 self._core.check_run_id(request.run_id, "run_id")
@@ -256,7 +259,7 @@ class Admission:
             raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
-            worker.transport = request.transport
+            worker.transport = printable(request.transport)
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)

@@ -111,7 +111,7 @@ class Agreement:
             )
         return None
 
-    def fingerprint(self) -> dict[int, object]:
+    def known(self) -> dict[int, object]:
         """All that it knows, to be compared."""
         return {r: (dict(said.voices), set(said.counted), said.held) for r, said in self._rounds.items()}
 

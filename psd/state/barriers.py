@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest, PsdError
+from psd.contract.printable import is_printable
 from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
 
@@ -53,12 +54,14 @@ class Barriers:
 
     @staticmethod
     def check(name: str, seq: int, name_bytes_max: int) -> None:
-        """Raise InvalidRequest if the name is empty or too long, or the number of the call is 0."""
+        """Raise InvalidRequest if the name is empty, too long or not printable, or the number of the call is 0."""
         if not 1 <= len(name.encode()) <= name_bytes_max:
             raise InvalidRequest(
                 f"name: a barrier's name must have 1 to {name_bytes_max} bytes (the shard's --max-name-bytes), got "
                 f"{len(name.encode())}"
             )
+        if not is_printable(name):
+            raise InvalidRequest(f"name: {name!r} has control characters")
         if seq < 1:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
 

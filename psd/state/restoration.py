@@ -82,6 +82,8 @@ class Restoration:
         if core.lost_round is None:
             return
         with core.lock:
+            if core.lost_round is None:
+                return  # a worker was faster
             job = core.declared()
             logger.error("%s", core.lost_round)
             try:

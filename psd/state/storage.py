@@ -128,6 +128,7 @@ class Storage:
 
         Raises:
             OutOfSpace: the directory has no room for it.
+            InternalError: it is no place for an arena, or another process's.
         """
         if replace:
             self.close(keep=False)
@@ -145,6 +146,8 @@ class Storage:
                 f"{self.directory} has no room for this job's parameters and slots; --state-dir can name another place: "
                 f"{error.strerror}"
             ) from error
+        except (ArenaBusy, OSError) as error:
+            raise InternalError(f"--state-dir: cannot use {self.directory}: {error}") from error
         if not self._is_private:
             try:
                 self._note_boot(_boot_id())

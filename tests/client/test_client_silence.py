@@ -14,7 +14,7 @@ from client_faults import Thread, until
 from scripted_shard import Conversation, Script, ScriptedShard, ToldLane
 
 from psd.contract.config import ConfigError
-from psd.contract.errors import InvalidRequest, ShardUnavailable, WaitTimeout
+from psd.contract.errors import InvalidRequest, Overloaded, ShardUnavailable, WaitTimeout
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.contract.wire import Disconnected, Kind
@@ -62,7 +62,7 @@ def told() -> Iterator[Callable[..., ToldLane]]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"HELLO_S": 0.3, "PAUSE_S": 0.05, "SILENT_S": 0.4, "CANCEL_S": 0.3}.items():
+    for name, seconds in {"HELLO_S": 0.3, "PAUSE_S": 0.05, "SILENT_S": 1.5, "CANCEL_S": 0.3}.items():
         monkeypatch.setattr(bulk_connection, name, seconds)
 
 
@@ -115,6 +115,19 @@ def test_prepare_when_a_port_that_is_insisted_on_does_not_answer_then_says_so(sc
         prepare(lane)
     with pytest.raises(ConfigError, match=r"shard 0 at 127\.0\.0\.1:9 cannot be reached by tcp: port \d+: takes connections"):
         prepare(lane)
+
+
+def test_prepare_when_it_is_refused_then_keeps_no_connection(scripted: Start, told: Told) -> None:
+    """The one before of this rank does not end, for instance: worth another attempt, over another connection."""
+
+    def refuse(conversation: Conversation) -> None:
+        conversation.stream.receive()
+        conversation.stream.send(Kind.ERROR, bulk_pb2.BulkError(reason="Overloaded", message="no").SerializeToString())
+        with pytest.raises(Disconnected):
+            conversation.stream.receive()
+
+    with pytest.raises(Overloaded, match="no"):
+        prepare(told(scripted(refuse).port))
 
 
 def test_prepare_when_a_port_answers_after_all_then_takes_it(scripted: Start, told: Told) -> None:
@@ -188,7 +201,7 @@ def test_call_when_the_shard_says_that_it_is_there_then_waits(scripted: Start, t
 
     def patient(conversation: Conversation) -> None:
         conversation.welcome()
-        for _ in range(20):
+        for _ in range(40):
             conversation.stream.send(Kind.ALIVE)
             conversation.ended.wait(0.05)
         conversation.stream.receive()

@@ -146,6 +146,13 @@ def test_a_word_in_between_never_waits_and_never_cuts_into_a_message(streams: tu
     assert there.receive()[0] is Kind.REPLY
 
 
+def test_a_word_to_a_connection_that_was_closed_meanwhile_is_none(streams: tuple[Stream, Stream]) -> None:
+    """Whoever says it to all connections goes on with the next one."""
+    streams[0].close()
+
+    streams[0].send_if_idle(Kind.ALIVE)
+
+
 def test_a_connection_asks_whether_an_idle_peer_is_there(streams: tuple[Stream, Stream]) -> None:
     """At both ends: twenty seconds of silence, at most."""
     for stream in streams:

@@ -348,5 +348,5 @@ class Driver:
             for w in (self.core.membership.workers if self.core.membership is not None else [])
             if w.rank != but
         ]
-        scalars = None if job is None else job.agreement.fingerprint()
+        scalars = None if job is None else job.agreement.known()
         return blocks, workers, scalars, self.core.initial.is_set, self.core.run_id

@@ -8,11 +8,10 @@ import errno
 import functools
 import io
 import os
-import shutil
 
 import pytest
 from full_disk import full_disk
-from settling import bring, clipped, commit, decision, measure, push_all
+from full_state import NO_ROOM, Hoarder, assert_disk_agrees
 from shard_driver import Driver, job_spec
 from stored_job import STEP, begun, spec_of, store, trained
 
@@ -20,63 +19,15 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
 from psd.contract.errors import InternalError, OutOfSpace, RolledBack, StateLost
 from psd.state import storage
-from psd.state.rounds import Outcome
-from psd.state.tickets import Ticket
-from psd_core.arena import ArenaFull
 
 LOCK_BYTES = 24
 """Enough for the line in the lock file, which is there and is only written over."""
-
-NO_ROOM = "has no room for the shard's notes: File too large"
 
 
 @pytest.fixture
 def driver_of(tmp_path):
     """Makes drivers with a directory of their own."""
     return lambda spec=None, **arguments: Driver(spec, state_dir=str(tmp_path / "state"), **arguments)
-
-
-def durable(driver):
-    """What outlives the process."""
-    core = driver.core
-    if core.job is None:
-        return None
-    verdicts, decisions = core.job.verdicts, core.job.decisions
-    pages = [core.job.arena.current(slot) for slot in range(len(core.job.blocks))]
-    return (
-        [(p.version, p.parameter.tobytes(), p.steps.tobytes(), p.sessions.tobytes(), p.clocks.tobytes()) for p in pages if p],
-        [(w.state, w.session, w.clock) for w in core.members.workers],
-        (core.run_id, core.timeline, core.restored_from, core.initial.is_set),
-        core.barriers._opened,
-        None if verdicts is None else verdicts._latest,
-        None if decisions is None else decisions.latest(),
-    )
-
-
-def assert_disk_agrees(driver, tmp_path):
-    """What a process finds that is started with what is on the disk now is what this one holds."""
-    copy = tmp_path / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    if (tmp_path / "state").exists():
-        shutil.copytree(tmp_path / "state", copy)
-    assert not list(copy.glob("*.new")), "nothing half-written takes the room that there is"
-    twin = Driver(driver.spec, shard=driver.config.shard_index, shards=driver.config.shard_count, state_dir=str(copy))
-    assert durable(twin) == durable(driver)
-
-
-class Hoarder:
-    """Holds all pages of a shard that could be written to."""
-
-    def __init__(self, driver):
-        self._arena = driver.core.job.arena
-        self._pages = []
-        with pytest.raises(ArenaFull):
-            while True:
-                self._pages.append(self._arena.spare(0))
-
-    def give_back(self):
-        while self._pages:
-            self._arena.discard(self._pages.pop())
 
 
 # -- barriers --
@@ -146,6 +97,27 @@ def test_a_barrier_that_a_worker_completes_by_going_is_refused_to_those_who_wait
     assert [worker.rank for worker in driver.shard.missing_for(first)] == [1]
     assert (driver.arrive(b).future.result(0), first.future.result(0)) == (0, 0)
     assert_disk_agrees(driver, tmp_path)
+
+
+def test_what_has_nothing_to_write_goes_on_though_the_disk_is_full(driver_of, tmp_path):
+    """Workers come, train, fall silent and leave; what is to be known of them has its place in the arena."""
+    driver = driver_of(job_spec(3))
+    a, b, c = driver.start()
+
+    with full_disk():
+        driver.leave(b)
+        b = driver.join(1)
+        driver.declare(b)
+        driver.heartbeat(b, clock=0)
+        for seat in (a, b):
+            driver.push(seat, 0, 2.0)
+        driver.expire(c, keep=[a, b])
+        assert driver.pull(b, 1)[0].tolist() == [-2.0] * 3
+        driver.leave(a)
+
+    assert_disk_agrees(driver, tmp_path)
+    driver.restart(b)
+    assert driver.values() == [-2.0] * 3
 
 
 def test_what_a_disk_says_that_is_not_full_is_told_too(tmp_path):
@@ -236,6 +208,19 @@ def test_a_job_that_has_no_room_at_any_step_leaves_nothing_and_can_be_declared_a
     assert_disk_agrees(driver, tmp_path)
 
 
+def test_a_directory_that_is_not_fit_for_a_job_is_named_to_whoever_declares_it(tmp_path):
+    """One that cannot be made, and one that another shard was faster to take."""
+    (tmp_path / "file").touch()
+    drivers = [Driver(state_dir=str(tmp_path / name)) for name in ("file/state", "shared", "shared")]
+    drivers[1].start()
+
+    for driver, words in ((drivers[0], "Not a directory"), (drivers[2], "is in use by process")):
+        seat = driver.join(0)
+        with pytest.raises(InternalError, match=rf"--state-dir: cannot use {tmp_path}.*{words}"):
+            driver.declare(seat)
+        assert driver.core.job is None
+
+
 def test_initial_values_that_have_no_room_are_refused_all_together(driver_of, tmp_path):
     """Another choice's values, over those that a dead initializer has left: until there is room, these stand."""
     driver = driver_of(job_spec(1, blocks=6), shard=1, shards=2)
@@ -260,159 +245,6 @@ def test_initial_values_that_have_no_room_are_refused_all_together(driver_of, tm
     assert driver.shard.admission.end_initialize(init)
     assert [driver.values(index)[0] for index in own] == [2.0] * len(own)
     assert_disk_agrees(driver, tmp_path)
-
-
-# -- rounds --
-
-
-def test_a_gradient_that_completes_a_round_without_room_is_refused_and_not_counted(driver_of, tmp_path):
-    """Nor is the round lost: sent again when there is room, it counts, once."""
-    driver = driver_of()
-    a, b = driver.start()
-    driver.push(a, 0, 1.0)
-
-    with full_disk():
-        hoarder = Hoarder(driver)
-        push = driver.begin_push(b, 0)
-        with pytest.raises(OutOfSpace, match=f"block 0: no room for its next version: no space for .* in {tmp_path}"):
-            driver.push_block(push, 0, 3.0)
-    assert_disk_agrees(driver, tmp_path)
-    hoarder.give_back()
-    driver.push(b, 0, 3.0)
-
-    assert (driver.version(), driver.values()) == (1, [-2.0] * 3)
-
-
-@pytest.mark.parametrize("how", ["leave", "expire"])
-@pytest.mark.parametrize("asks", [True, False], ids=["its workers ask again", "nobody asks"])
-def test_a_round_that_a_worker_completes_by_going_is_applied_when_there_is_room(driver_of, tmp_path, how, asks):
-    """Who waits for it is told why it does not come; the lease clock, or the next one that asks, applies it."""
-    driver = driver_of(job_spec(3))
-    a, b, c = driver.start()
-    for seat in (a, b):
-        driver.push(seat, 0, 2.0)
-    waiting = driver.pull(a, 1)[0]
-    assert isinstance(waiting, Ticket)
-
-    with full_disk():
-        hoarder = Hoarder(driver)
-        if how == "leave":
-            driver.leave(c)
-        else:
-            driver.expire(c, keep=[a, b])
-        driver.advance(1)
-        assert waiting.future.done(), "it asks again"
-        with pytest.raises(OutOfSpace, match="block 0: no room for its next version"):
-            driver.pull(a, 1)
-        assert driver.version() == 0
-        assert driver.core.job.lacks_space
-    assert_disk_agrees(driver, tmp_path)
-    hoarder.give_back()
-    if asks:
-        assert driver.pull(a, 1)[0].tolist() == [-2.0] * 3
-    else:
-        driver.advance(1)
-
-    assert (driver.version(), driver.core.job.lacks_space) == (1, False)
-    assert driver.values() == [-2.0] * 3
-
-
-def test_a_round_that_is_no_longer_complete_when_there_is_room_waits_again(driver_of):
-    """Its worker has come back meanwhile, in that very round: nothing of it may be left out for the lack of room."""
-    driver = driver_of(job_spec(2))
-    a, b = driver.start()
-    driver.push(a, 0, 2.0)
-    with full_disk():
-        hoarder = Hoarder(driver)
-        driver.leave(b)
-    b = driver.join(1)
-    driver.declare(b)
-    hoarder.give_back()
-
-    waiting = driver.pull(a, 1)[0]
-
-    assert isinstance(waiting, Ticket)
-    assert not waiting.future.done()
-    assert not driver.core.job.lacks_space
-    driver.push(b, 0, 4.0)
-    assert driver.values() == [-3.0] * 3
-
-
-def test_lent_gradients_that_have_no_room_are_taken_over_and_applied_later(driver_of):
-    """Over shared memory: the call ends with the refusal, and the worker's memory is its own again."""
-    driver = driver_of()
-    a, b = driver.start()
-    pushes = [driver.begin_push(seat, 0) for seat in (a, b)]
-    gradients = [driver.lend_block(push, 0, value) for push, value in zip(pushes, (1.0, 3.0), strict=True)]
-
-    with full_disk():
-        hoarder = Hoarder(driver)
-        with pytest.raises(OutOfSpace):
-            driver.pull(a, 1)
-        for push, gradient in zip(pushes, gradients, strict=True):
-            driver.shard.exchange.take_over(push)
-            gradient[:] = 1e9
-    hoarder.give_back()
-
-    assert driver.pull(a, 1)[0].tolist() == [-2.0] * 3
-    assert pushes[1].outcomes[Outcome.COUNTED] == 1
-
-
-def test_a_decision_stands_though_its_round_has_no_room(driver_of, tmp_path):
-    """Exact: it is recorded and told; the round closes when there is room."""
-    driver = driver_of(job_spec(2, aggregation="exact"))
-    a, b = driver.start()
-    for seat in (a, b):
-        driver.push(seat, 0, 2.0)
-    commit(driver, a, 0)
-
-    with full_disk():
-        hoarder = Hoarder(driver)
-        reply = commit(driver, b, 0)
-        with pytest.raises(OutOfSpace):
-            driver.pull(b, 1)
-    assert [(d.round, d.members) for d in reply.decisions] == [(0, b"\x03")]
-    assert_disk_agrees(driver, tmp_path)
-    hoarder.give_back()
-
-    assert driver.pull(b, 1)[0].tolist() == [-2.0] * 3
-    assert_disk_agrees(driver, tmp_path)
-
-
-def test_without_rounds_a_gradient_that_has_no_room_is_refused_and_counts_when_it_is_sent_again(driver_of, tmp_path):
-    """Once."""
-    driver = driver_of(job_spec(1, mode="async"))
-    (a,) = driver.start()
-
-    with full_disk():
-        hoarder = Hoarder(driver)
-        push = driver.begin_push(a, 0)
-        with pytest.raises(OutOfSpace):
-            driver.push_block(push, 0, 1.0)
-    assert_disk_agrees(driver, tmp_path)
-    hoarder.give_back()
-    driver.push(a, 0, 1.0)
-
-    assert (driver.version(), driver.values()) == (1, [-1.0] * 3)
-
-
-def test_a_verdict_that_cannot_be_kept_is_not_told(driver_of, tmp_path):
-    """Whoever brought the measures brings them again."""
-    driver = driver_of(clipped())
-    a, b = driver.start()
-    push_all(driver, (a, b), 0, 1.0, 3.0)
-    found = measure(driver, a, 0)
-
-    with full_disk(), pytest.raises(OutOfSpace, match=NO_ROOM):
-        commit(driver, a, 0, measures=[found.measure])
-    assert_disk_agrees(driver, tmp_path)
-    assert not commit(driver, b, 0).HasField("verdict")
-
-    reply = commit(driver, b, 0, measures=[found.measure])
-    assert reply.verdict.is_final
-    assert_disk_agrees(driver, tmp_path)
-    bring(driver, b, 1, verdict=reply.verdict, decisions=[decision(0, 0, 1)])
-    assert driver.version() == 1
 
 
 # -- going back --

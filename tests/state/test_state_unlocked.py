@@ -8,8 +8,10 @@ import threading
 import numpy as np
 import pytest
 from shard_driver import Driver
+from stored_job import begun, store, trained
 
-from psd.contract.errors import NotDeclared
+from psd.checkpoint import CheckpointDirectory
+from psd.contract.errors import NotDeclared, StateLost
 from psd.state.block import BlockState
 from psd.state.rounds import Contribution, ExactRound
 
@@ -114,3 +116,28 @@ def test_who_is_missing_from_a_round_can_be_asked_while_gradients_come_and_go():
         asking.join()
 
     assert faults == []
+
+
+def test_a_lost_round_that_another_worker_has_seen_to_meanwhile_takes_nobody_back_again(tmp_path):
+    """The lease clock has seen that the shard must go back, and waits for the lock under which it just does."""
+    directory = CheckpointDirectory(str(tmp_path / "checkpoints"))
+    name = store(trained("exact", 2, 1), directory)
+    (driver,) = begun(directory, name, "exact", 2, 1)
+    core, incarnation = driver.core, driver.core.incarnation
+    core.initial.is_read = True
+    core.lost_round = StateLost("worker 0's")
+
+    class Taken:
+        """The lock, which another call has had until now."""
+
+        def __enter__(self):
+            core.lost_round = None
+
+        def __exit__(self, *_):
+            pass
+
+    core.lock, lock = Taken(), core.lock
+    driver.shard.restoration.give_up_lost_round()
+    core.lock = lock
+
+    assert (core.is_tentative, core.timeline, core.incarnation) == (False, 1, incarnation)

@@ -143,7 +143,6 @@ def test_a_worker_that_joins_a_running_job_begins_at_its_rates(cluster):
         return psd_client.connect(servers, rank, 2, wait_timeout=30)
 
     def distributed(ps, *, on_given=False):
-        given = SGD(small_model().parameters(), lr=0.4)
         model = small_model()
         given = SGD(model.parameters(), lr=0.4)
         optimizer = psd.distribute(model, given, ps=ps)
@@ -239,13 +238,14 @@ def test_a_job_that_goes_back_to_a_checkpoint_takes_its_schedule_along(cluster, 
 def test_backup_workers_that_fall_behind_have_the_rates_of_where_they_go_on(cluster):
     """The rounds that worker 1 skips are skipped by its schedule, too."""
     servers = cluster(1, lease_s=60).servers
-    behind = threading.Event()
+    declared, behind = threading.Barrier(2, timeout=20), threading.Event()
 
     def worker(rank):
         with psd_client.connect(servers, rank, 2, wait_timeout=30) as ps:
             model = torch.nn.Linear(1, 1, bias=False)
             optimizer = psd.distribute(model, SGD(model.parameters(), lr=1.0), ps=ps, quorum=1)
             schedule = psd.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.5))
+            declared.wait()
             if rank == 1:
                 assert behind.wait(20)
             for _ in range(1 if rank else 5):
