@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
-from psd_client.optimizers import SGD
+from psd_client import SGD
 from psd_client.param_groups import ParamGroups
 from psd_client.tensors import tensor_specs
 
