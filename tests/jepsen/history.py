@@ -130,7 +130,10 @@ class Histories:
             self._follow(life)
 
     def _follow(self, life: Life) -> None:
-        """Learn from what stats() say over each call what has become of its gradient, or of the one that has failed before."""
+        """Learn from what stats() say over each call what has become of its gradient, or of the one that has failed before.
+
+        A call sends nothing of its own before what a failed one has left behind is completed or dropped.
+        """
         failed: Gradient | None = None
         for call in life.calls:
             own = self.gradients[call.number] if call.pushes else None
@@ -141,12 +144,13 @@ class Histories:
             if own is not None and call.is_ok:
                 own.finished = own.finished or call
                 finished -= 1
-            if finished > 0 and (before or own) is not None:
-                subject = before or own
+            subject = before or own
+            if finished > 0 and subject is not None:
                 subject.finished = subject.finished or call
-            if own is not None:
+            is_settled = before is None or before.finished is not None or before.is_dropped
+            if own is not None and (call.is_ok or is_settled):
                 failed = None if call.is_ok else own
-            elif call.op == "pull" and call.is_ok:
+            elif call.result == "RolledBack" or (call.op == "pull" and call.is_ok):
                 failed = None
 
     def _latest(self, life: Life, call: Call) -> Gradient:

@@ -210,6 +210,18 @@ def test_checks_when_a_push_was_dropped_before_the_next_then_only_that_one_may_b
     assert story.found() == {"acknowledged and lost"}
 
 
+def test_checks_when_a_call_fails_before_it_has_begun_its_push_then_only_the_one_before_is_completed(story: Story) -> None:
+    story.fault("shard-kill")
+    story.push_pull(0, "ShardUnavailable")
+    story.push_pull(1, "ShardUnavailable")
+    story.push_pull(2, pushes=2)
+    story.count(0)
+    story.count(2)
+    story.end("fall")
+
+    assert story.found() == set()
+
+
 @pytest.mark.parametrize(
     ("op", "result", "options", "kind"),
     [
