@@ -3,6 +3,7 @@
     make jepsen SECONDS=600 SEED=1          # trials for so long; each has the seed after that of the one before
     make jepsen SECONDS=0 SEED=17           # the trial of seed 17 alone
     python tests/jepsen/run_jepsen.py --replay FAILURE/plan.json
+    python tests/jepsen/run_jepsen.py --judge FAILURE   # the checks alone
 
 A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and a schedule of faults. The parts, in order:
 
@@ -37,7 +38,8 @@ from pathlib import Path
 
 from plan import Plan, draw
 from processes import may_mount
-from verdict import Verdict, shrink, try_plan
+from trial import Outcome
+from verdict import Verdict, judge, shrink, try_plan
 
 from psd.contract.environment import memory_directory
 
@@ -47,6 +49,10 @@ SHRINK_S = 240.0
 
 def main() -> int:
     args = _arguments()
+    if args.judge is not None:
+        verdict = judge(Outcome.load(args.judge))
+        say(verdict.report())
+        return 1 if verdict.failures else 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running, or in memory
     logging.getLogger("psd").addHandler(logging.NullHandler())  # what is wrong with checkpoints is for the shards to say
     begun = time.monotonic()
@@ -81,6 +87,7 @@ def _arguments() -> argparse.Namespace:
         "--out", type=Path, default=Path("build/jepsen"), help="where failures are kept (default: build/jepsen)"
     )
     parser.add_argument("--replay", type=Path, help="run this plan, a plan.json, again and again, instead of drawing plans")
+    parser.add_argument("--judge", type=Path, help="run nothing; look again at a trial whose directory was kept")
     parser.add_argument("--modes", default="", help="draw only plans of these modes, separated by commas")
     parser.add_argument("--lanes", default="", help="likewise lanes")
     parser.add_argument("--no-shrink", action="store_true", help="keep failing plans as they are")

@@ -1,6 +1,6 @@
 """Runs one plan: starts shards and workers, lets the faults strike, heals, and asks everybody to end. Judges nothing.
 
-What it leaves in its directory: plan.json, timeline.jsonl, a history and a log per life of a worker, a log per shard, and the
+What it leaves in its directory: plan.json, outcome.json, timeline.jsonl, a history and a log per life of a worker, a log per shard, and the
 parameters of the end. A process that does not end when it should writes its stacks to its log, and is killed.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import signal
 import threading
 import time
@@ -65,6 +66,20 @@ class Outcome:
     has_checkpoint: bool = False
     factor: float = 1.0
     cuts: int = 0
+
+    def save(self) -> None:
+        """Write down what is in no other file of the directory."""
+        more = {"stuck": self.stuck, "factor": self.factor, "cuts": self.cuts, "has_checkpoint": self.has_checkpoint}
+        (self.directory / "outcome.json").write_text(json.dumps(more))
+
+    @classmethod
+    def load(cls, directory: Path) -> Outcome:
+        """Of a trial whose directory was kept."""
+        plan = Plan.from_json((directory / "plan.json").read_text())
+        timeline = [json.loads(line) for line in (directory / "timeline.jsonl").read_text().splitlines()]
+        final = directory / "final.npz"
+        more = json.loads((directory / "outcome.json").read_text())
+        return cls(plan, directory, timeline, final=final if final.exists() else None, **more)
 
     @property
     def slack_s(self) -> float:
@@ -174,6 +189,7 @@ class _Trial:
         self._timeline.note("closed", factor=round(self.outcome.factor, 2))
         self._timeline.close()
         self.outcome.timeline = self._timeline.records
+        self.outcome.save()
 
     def _give_up(self, stuck: list[Process | None]) -> None:
         """Some processes do not end: keep their stacks, and those of all others, who may be what they wait for."""

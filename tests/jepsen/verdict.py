@@ -13,7 +13,7 @@ from conduct import check_conduct
 from counting import Failure, check_counts
 from history import Histories
 from plan import Fault, Plan
-from trial import run
+from trial import Outcome, run
 
 SHOWN_PER_KIND = 3
 
@@ -49,11 +49,16 @@ class Verdict:
 def try_plan(plan: Plan, directory: Path) -> Verdict:
     """Run a plan in a directory, which is kept, and judge it."""
     shutil.rmtree(directory, ignore_errors=True)
-    outcome = run(plan, directory)
-    histories = Histories(outcome)
-    verdict = Verdict(plan, directory, check_counts(histories) + check_conduct(histories), _counts(histories), outcome.factor)
+    verdict = judge(run(plan, directory))
     (directory / "verdict.txt").write_text(verdict.report() + "\n")
     return verdict
+
+
+def judge(outcome: Outcome) -> Verdict:
+    """What a trial has come to."""
+    histories = Histories(outcome)
+    failures = check_counts(histories) + check_conduct(histories)
+    return Verdict(outcome.plan, outcome.directory, failures, _counts(histories), outcome.factor)
 
 
 def _counts(histories: Histories) -> Counter[str]:
