@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from trial import Outcome
+from outcome import Outcome
 
 PUSHING = ("push", "push_pull")
 PULLING = ("pull", "push_pull")

@@ -13,7 +13,8 @@ program.py     the worker: calls the public API, goes on after errors in one of 
 links.py       a proxy per worker and shard, for control and bulk apart: refuse, reset, delay, truncate, half-open, black hole
 processes.py   shards and workers, killed and started again; children.py is what each does first
 trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
-history.py     reads them
+outcome.py     what is left of it
+history.py     reads all that
 counting.py    the model: what each gradient's program was told, and how often it then must count
 conduct.py     which errors are allowed, how long things take, what is said, how processes end
 busyness.py    by how much bounds of time are stretched, because others use the machine
@@ -36,9 +37,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from outcome import Outcome
 from plan import Plan, draw
 from processes import may_mount
-from trial import Outcome
 from verdict import Verdict, judge, shrink, try_plan
 
 from psd.contract.environment import memory_directory

@@ -11,8 +11,8 @@ from cells import CELLS, NUMBERS, TENSORS, Counts, Gradients, initial, seen
 from conduct import check_conduct
 from counting import compare
 from history import Histories
+from outcome import Outcome
 from plan import Fault, Plan, Style, draw
-from trial import Outcome
 
 SHARDS = 2
 

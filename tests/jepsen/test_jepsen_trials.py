@@ -19,12 +19,12 @@ PLANS = {
         workers=2,
         shards=2,
         wait_s=0.5,
-        seconds=4.0,
+        seconds=3.0,
         lease_s=4.0,
         styles=(Style(reactions=AGAIN, push_share=0.5), Style(reactions=AGAIN, pace_s=0.8)),
         faults=(
-            Fault("link-reset", 1.6, 0.0, shard=0, rank=0, way="control"),
-            Fault("shard-kill", 2.4, 0.3, shard=1),
+            Fault("link-reset", 1.0, 0.0, shard=0, rank=0, way="control"),
+            Fault("shard-kill", 1.6, 0.3, shard=1),
         ),
     ),
     "fast, workers killed after pushes, a torn message": Plan(
@@ -34,13 +34,13 @@ PLANS = {
         workers=2,
         shards=2,
         size="medium",
-        seconds=4.0,
+        seconds=3.0,
         lease_s=2.0,
         styles=(Style(reactions=OTHER, push_share=1.0, pause_s=0.3, ending="close"), Style(push_share=0.5, pause_s=0.3)),
         faults=(
-            Fault("link-truncate", 1.2, 0.5, shard=1, rank=1, way="bulk", direction="up"),
-            Fault("worker-kill", 1.9, 0.1, rank=0),
-            Fault("worker-kill", 3.0, 0.1, rank=1),
+            Fault("link-truncate", 0.8, 0.5, shard=1, rank=1, way="bulk", direction="up"),
+            Fault("worker-kill", 1.4, 0.1, rank=0),
+            Fault("worker-kill", 2.4, 0.1, rank=1),
         ),
     ),
     "ssp, programs that go on with another gradient, a shard suspended": Plan(
@@ -50,10 +50,10 @@ PLANS = {
         workers=2,
         shards=2,
         wait_s=0.5,
-        seconds=4.0,
+        seconds=3.0,
         lease_s=2.0,
         styles=(Style(reactions=OTHER), Style(reactions=OTHER, pace_s=0.8)),
-        faults=(Fault("shard-stop", 1.5, 1.0, shard=1), Fault("worker-kill", 3.0, 0.2, rank=1)),
+        faults=(Fault("shard-stop", 0.8, 1.0, shard=1), Fault("worker-kill", 2.2, 0.2, rank=1)),
     ),
 }
 

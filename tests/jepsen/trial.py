@@ -1,25 +1,25 @@
 """Runs one plan: starts shards and workers, lets the faults strike, heals, and asks everybody to end. Judges nothing.
 
-What it leaves in its directory: plan.json, outcome.json, timeline.jsonl, a history and a log per life of a worker, a log per shard, and the
-parameters of the end. A process that does not end when it should writes its stacks to its log, and is killed.
+What it leaves in its directory: plan.json, outcome.json, timeline.jsonl, a history and a log per life of a worker, a log per
+shard, and the parameters of the end. A process that does not end when it should writes its stacks to its log, and is killed.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from busyness import Busyness
 from cells import NUMBERS
 from links import Link, Network
+from outcome import Outcome
 from plan import LINKS, LIVES, Fault, Plan
 from processes import Process, ShardActor, Timeline, WorkerActor, last_word
 from program import Options
@@ -27,9 +27,6 @@ from program import Options
 from psd.checkpoint import CheckpointDirectory
 
 TICK_S = 0.02
-SLACK_S = 1.0
-"""What needs the processor between two waits: it takes so much longer as the machine is slower."""
-
 LATE_S = 7.0
 RESTART_S = 0.2
 """After which a supervisor starts a program again."""
@@ -46,45 +43,6 @@ INTERRUPTED_S = 20.0
 """How long a process that must end on a signal, within the grace time or 6 seconds, is watched before it is killed."""
 
 _PER_LIFE = NUMBERS // (LIVES + 4)
-
-
-@dataclass
-class Outcome:
-    """What is left of a trial.
-
-    Attributes:
-        stuck: names of processes that did not end in time. final: file of the parameters; None if there are none.
-        has_checkpoint: there was one in the end.
-        factor: how much slower than an idle one the machine was.
-    """
-
-    plan: Plan
-    directory: Path
-    timeline: list[dict[str, Any]] = field(default_factory=list)
-    stuck: list[str] = field(default_factory=list)
-    final: Path | None = None
-    has_checkpoint: bool = False
-    factor: float = 1.0
-    cuts: int = 0
-
-    def save(self) -> None:
-        """Write down what is in no other file of the directory."""
-        more = {"stuck": self.stuck, "factor": self.factor, "cuts": self.cuts, "has_checkpoint": self.has_checkpoint}
-        (self.directory / "outcome.json").write_text(json.dumps(more))
-
-    @classmethod
-    def load(cls, directory: Path) -> Outcome:
-        """Of a trial whose directory was kept."""
-        plan = Plan.from_json((directory / "plan.json").read_text())
-        timeline = [json.loads(line) for line in (directory / "timeline.jsonl").read_text().splitlines()]
-        final = directory / "final.npz"
-        more = json.loads((directory / "outcome.json").read_text())
-        return cls(plan, directory, timeline, final=final if final.exists() else None, **more)
-
-    @property
-    def slack_s(self) -> float:
-        """How much longer than on an idle machine something may take, that mostly waits."""
-        return SLACK_S * self.factor
 
 
 def run(plan: Plan, directory: Path) -> Outcome:

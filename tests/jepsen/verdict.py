@@ -12,8 +12,9 @@ from pathlib import Path
 from conduct import check_conduct
 from counting import Failure, check_counts
 from history import Histories
+from outcome import Outcome
 from plan import Fault, Plan
-from trial import Outcome, run
+from trial import run
 
 SHOWN_PER_KIND = 3
 
