@@ -37,13 +37,14 @@ class Watch:
         self._look_s = look_s
         self._forsaken: set[BulkConnection] = set()
         self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
-        self._stopping, self._stop = socket.socketpair()
+        self._ends: tuple[socket.socket, socket.socket] | None = None  # what is sent at one stops the thread at the other
         self._thread = threading.Thread(target=self._run, name="psd-bulk-watch", daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self._ends = socket.socketpair()
         if self._poll is not None:
-            self._poll.register(self._stopping, select.EPOLLIN)
+            self._poll.register(self._ends[0], select.EPOLLIN)
         self._thread.start()
 
     def add(self, descriptor: int) -> None:
@@ -59,13 +60,13 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread."""
-        if self._thread.is_alive():
-            self._stop.send(b"x")
+        if self._ends is not None:
+            self._ends[1].send(b"x")
             self._thread.join()
+            for end in self._ends:
+                end.close()
         if self._poll is not None:
             self._poll.close()
-        self._stopping.close()
-        self._stop.close()
 
     def look(self) -> None:
         """At all connections."""
@@ -78,10 +79,12 @@ class Watch:
         self._forsaken = forsaken
 
     def _run(self) -> None:
+        assert self._ends is not None
+        stopping = self._ends[0]
         next_look = time.monotonic() + self._look_s
         while True:
-            for descriptor in self._hung_up(max(0.0, next_look - time.monotonic())):
-                if descriptor == self._stopping.fileno():
+            for descriptor in self._hung_up(stopping, max(0.0, next_look - time.monotonic())):
+                if descriptor == stopping.fileno():
                     return
                 connection = self._connections.get(descriptor)
                 if connection is not None:
@@ -90,8 +93,8 @@ class Watch:
                 self.look()
                 next_look = time.monotonic() + self._look_s
 
-    def _hung_up(self, timeout_s: float) -> Collection[int]:
+    def _hung_up(self, stopping: socket.socket, timeout_s: float) -> Collection[int]:
         if self._poll is not None:
             return [descriptor for descriptor, _ in self._poll.poll(timeout_s)]
-        readable, _, _ = select.select([self._stopping], [], [], timeout_s)
+        readable, _, _ = select.select([stopping], [], [], timeout_s)
         return [each.fileno() for each in readable]
