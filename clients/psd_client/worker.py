@@ -98,9 +98,12 @@ class Worker:
         """What this worker has done so far.
 
         Returns:
-            pushes: that all shards have. pushes_dropped: whose lease ran out on the way. blocks_counted, blocks_duplicate,
-            blocks_late: what the shards did with the pushes' blocks. rounds_skipped: see `is_skipped`. rejoins: new sessions
-            after the first. sent_bytes, received_bytes: numbers moved.
+            pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
+            be pushed. pushes_overruled: whose learning rate or the like gave way to that of a worker that has been in the job
+            for longer. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
+            when it came again are the latter. blocks_late: that do not, because their round had closed without it.
+            blocks_staged: exact aggregation: of which that is not decided yet. rounds_skipped: see `is_skipped`. rejoins: new
+            sessions after the first. sent_bytes, received_bytes: numbers moved.
         """
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes
@@ -232,8 +235,7 @@ class Worker:
         return RolledBack(
             f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
             "are those of that step, and client_state is what this worker had saved for it",
-            step=self.clock,
-            **error.detail,
+            **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
     @contextmanager
@@ -254,12 +256,13 @@ class Worker:
         self._last_failed = True
         try:
             with self._reporter.watching(what, self._session.clock):
-                yield
+                try:
+                    yield
+                except RolledBack as error:
+                    raise self._go_back(error) from None
             self._last_failed = False
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
-        except RolledBack as error:
-            raise self._go_back(error) from None
         except WaitTimeout as error:
             if "missing" in error.detail or not self._reporter.last_text:
                 raise

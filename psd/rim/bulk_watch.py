@@ -36,15 +36,16 @@ class Watch:
         self._is_current = is_current
         self._look_s = look_s
         self._forsaken: set[BulkConnection] = set()
-        self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
-        self._ends: tuple[socket.socket, socket.socket] | None = None  # what is sent at one stops the thread at the other
+        self._poll: select.epoll | None = None  # elsewhere than on Linux a wait ends at its deadline
+        self._pair: tuple[socket.socket, socket.socket] | None = None  # to end the thread: read from the first
         self._thread = threading.Thread(target=self._run, name="psd-bulk-watch", daemon=True)
 
     def start(self) -> None:
         """Begin."""
-        self._ends = socket.socketpair()
-        if self._poll is not None:
-            self._poll.register(self._ends[0], select.EPOLLIN)
+        self._pair = socket.socketpair()
+        if hasattr(select, "epoll"):
+            self._poll = select.epoll()
+            self._poll.register(self._pair[0], select.EPOLLIN)
         self._thread.start()
 
     def add(self, descriptor: int) -> None:
@@ -55,18 +56,20 @@ class Watch:
     def forget(self, descriptor: int) -> None:
         """A connection is about to be closed."""
         if self._poll is not None:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # not there any more; or `stop` was called before
                 self._poll.unregister(descriptor)
 
     def stop(self) -> None:
         """End the thread."""
-        if self._ends is not None:
-            self._ends[1].send(b"x")
-            self._thread.join()
-            for end in self._ends:
-                end.close()
+        if self._pair is None:
+            return
+        self._pair[1].send(b"x")
+        self._thread.join()
         if self._poll is not None:
             self._poll.close()
+        for end in self._pair:
+            end.close()
+        self._pair = None
 
     def look(self) -> None:
         """At all connections."""
@@ -79,15 +82,16 @@ class Watch:
         self._forsaken = forsaken
 
     def _run(self) -> None:
-        assert self._ends is not None
-        stopping = self._ends[0]
+        assert self._pair is not None
+        stopping = self._pair[0]
         next_look = time.monotonic() + self._look_s
         while True:
             for descriptor in self._hung_up(stopping, max(0.0, next_look - time.monotonic())):
                 if descriptor == stopping.fileno():
                     return
                 connection = self._connections.get(descriptor)
-                if connection is not None:
+                # Its number may have gone to another connection since.
+                if connection is not None and _has_hung_up(descriptor):
                     connection.hang_up()
             if time.monotonic() >= next_look:
                 self.look()
@@ -98,3 +102,9 @@ class Watch:
             return [descriptor for descriptor, _ in self._poll.poll(timeout_s)]
         readable, _, _ = select.select([stopping], [], [], timeout_s)
         return [each.fileno() for each in readable]
+
+
+def _has_hung_up(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    return bool(poll.poll(0))

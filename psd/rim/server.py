@@ -34,6 +34,7 @@ from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
+from psd.state.membership import tick_s
 from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
@@ -201,22 +202,27 @@ class ShardServer:
         self._health.set(READY, serving if is_ready else not_serving)
 
     def _tick(self) -> None:
-        interval_s = min(1.0, self._config.lease_s / 4)
-        while not self._stopping.wait(interval_s):
-            for worker in self.shard.tick():
-                logger.warning(
-                    "a worker was silent for longer than its lease; going on without it",
-                    extra={
-                        "rank": worker.rank,
-                        "step": worker.clock,
-                        "lease_s": self._config.lease_s,
-                        "run_id": self.shard.core.run_id,
-                    },
-                )
-            self._check_done()
-            self._update_readiness()
-            if self._checkpointer is not None:
-                self._checkpointer.announce_due()
+        while not self._stopping.wait(tick_s(self._config.lease_s)):
+            try:
+                self._tick_once()
+            except Exception:  # without this thread nobody's lease would ever run out, and all would wait for the dead
+                logger.exception("a tick failed by a defect")
+
+    def _tick_once(self) -> None:
+        for worker in self.shard.tick():
+            logger.warning(
+                "a worker was silent for longer than its lease; going on without it",
+                extra={
+                    "rank": worker.rank,
+                    "step": worker.clock,
+                    "lease_s": self._config.lease_s,
+                    "run_id": self.shard.core.run_id,
+                },
+            )
+        self._check_done()
+        self._update_readiness()
+        if self._checkpointer is not None:
+            self._checkpointer.announce_due()
 
     def _check_done(self) -> None:
         if self.shard.is_done:
