@@ -2,18 +2,14 @@
 
 Over a local socket the worker's flat buffers are attached, if they lie in a segment: then gradients are read and parameters
 written by the shard itself, and messages only name them. A connection that has failed in any way is closed, and is not used
-again. Whoever waits looks up every PAUSE_S whether that still makes sense: not after the call's deadline, nor if nothing has
-moved on a TCP connection for SILENT_S, since a shard that is there says so. Must not know retries, sessions, or how the
-connection was opened.
+again. How long anything is waited for is patience.py's. Must not know retries, sessions, or how the connection was opened.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -28,6 +24,7 @@ from psd_client.crew import Crew, Task
 from psd_client.feed import Aborted, Outgoing
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import detail_of
+from psd_client.patience import Patience
 from psd_client.transport import CANCEL_S, Call, Cancelled, GradientPart
 
 logger = logging.getLogger("psd_client")
@@ -35,9 +32,6 @@ logger = logging.getLogger("psd_client")
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
 """For the answer to a ticket, or to memory that is attached: a shard that takes longer is one that does not answer."""
-PAUSE_S = 0.5
-SILENT_S = 16.0
-"""More than three times as long as a shard takes between two words on a connection with a call under way."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
@@ -71,11 +65,7 @@ class BulkConnection:
         self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
         self._lock = threading.Lock()
         self._is_busy = False
-        self._deadline = math.inf
-        self._cancelled_at = math.inf
-        self._progress: tuple[int, int] | None = None
-        self._moved_at = 0.0
-        stream.set_patience(PAUSE_S, self._on_pause)
+        self._patience = Patience(stream)
         try:
             self._run(Call(HELLO_S, call.scope), lambda: self._greet(ticket))
         except TimeoutError:
@@ -272,8 +262,7 @@ class BulkConnection:
                 raise self._unavailable("the connection was closed")
             self._is_busy = True
         try:
-            self._moved_at = now = time.monotonic()
-            self._deadline = now + call.timeout_s
+            self._patience.begin(call.timeout_s)
             with call.scope.entered(self._cancel):
                 try:
                     return self._guarded(exchange)
@@ -290,17 +279,6 @@ class BulkConnection:
                 is_over = not self.is_open
             if is_over:
                 self._give_back()
-
-    def _on_pause(self) -> None:
-        """Nothing has moved for a while: raise what ends the call, if anything does."""
-        now = time.monotonic()
-        if now >= self._deadline or now - self._cancelled_at >= CANCEL_S:
-            raise TimeoutError
-        progress = self._stream.progress()
-        if progress is None or progress != self._progress:
-            self._progress, self._moved_at = progress, now
-        elif now - self._moved_at >= SILENT_S:
-            raise Disconnected(f"nothing has come for {now - self._moved_at:.0f} s, not even word that the shard is there")
 
     def _guarded(self, exchange: Callable[[], ResultT]) -> ResultT:
         """The result of an exchange of messages; the connection is over if it ends in any other way than by an answer."""
@@ -324,16 +302,15 @@ class BulkConnection:
         if self._attached is None:
             self._stream.shut_down(socket.SHUT_RDWR)
             return
-        self._cancelled_at = min(self._cancelled_at, time.monotonic())
+        self._patience.cancel()
         self._stream.shut_down(socket.SHUT_WR)
 
     def _abandon(self) -> None:
         """Wait until the shard has let go, so that nothing of the call touches this worker's memory any more; then close."""
         self._cancel()
-        self._deadline = math.inf
         if self._attached is not None and self.is_open:
             try:
-                self._on_pause()
+                self._patience.check()
                 self._stream.skip(1 << 62)
             except Disconnected:
                 pass

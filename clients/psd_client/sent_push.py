@@ -19,8 +19,11 @@ from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.transport import GradientPart
 
-PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace)
+PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace, KeyboardInterrupt)
 """Errors after which the very same push may succeed."""
+
+DIGEST_BYTES_MAX = 1 << 30
+"""Of gradients that are looked at after Ctrl-C, which is not kept waiting: a second's work. Larger ones are given up."""
 
 
 @dataclass
@@ -82,7 +85,7 @@ class SentPush:
     def on_failure(self, error: BaseException, blocks: Sequence[Block], buffers: FlatBuffers) -> None:
         """Note why its call has failed, and what has left, so that the next call can tell whether it means this push."""
         self.error = error
-        if isinstance(error, Exception):  # else Ctrl-C, which is not kept waiting
+        if isinstance(error, Exception) or sum(block.gradient_nbytes for block in blocks) <= DIGEST_BYTES_MAX:
             self._left = dict(self._digests(blocks, buffers, self.feed, self.present))
 
     def is_same(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, skip: bool) -> bool:

@@ -165,7 +165,7 @@ def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
     """A worker's end: parameters, or an error of psd's that the caller can handle."""
     parameters, request = FlatBuffers(LAYOUT), data_pb2.PullRequest(blocks=[0])
     with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
-        connection = ClientConnection(stream, 0, "127.0.0.1:1", b"ticket")
+        connection = ClientConnection(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()))
         if into_memory:
             connection._attached = (parameters, parameters)
 

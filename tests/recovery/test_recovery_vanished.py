@@ -95,10 +95,12 @@ def test_worker_when_the_shard_vanishes_while_it_waits_then_goes_on_over_another
     """Everything has arrived, and it waits for another worker."""
     others = Thread(lambda: connect(shard.address, 1, 2))
     with connect(proxy.address, 0, 2) as ps, others.result() as other:
+        lane: Any = ps._shards.lanes[0]
         pulling = pushed(ps)
         until(lambda: len(shard.status().waits) == 1)
+        before = lane._bulk
         proxy.vanish(shard.bulk_port if only_bulk else None)
-        until(lambda: not shard.status().waits)  # the shard's end, or the worker's, has noticed
+        until(lambda: lane._bulk is not before)
         pushing = pushed(other)
 
         assert (pulling.result(), pushing.result()) == ({2.0}, {2.0})

@@ -1,0 +1,54 @@
+"""How long whoever waits for the other end of a bulk connection goes on waiting: looked up every PAUSE_S, in its own thread.
+
+Not beyond the call's deadline; not for long once it was cancelled; and over TCP not if nothing has moved for SILENT_S, since a
+shard that is there says so. Must not know messages.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from psd.contract.wire import Disconnected, Stream
+from psd_client.transport import CANCEL_S
+
+PAUSE_S = 0.5
+SILENT_S = 16.0
+"""More than three times as long as a shard takes between two words on a connection with a call under way."""
+
+
+class Patience:
+    """Of one connection, for one call after the other. `cancel` may come from any thread."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._deadline = math.inf
+        self._cancelled_at = math.inf
+        self._progress: tuple[int, int] | None = None
+        self._moved_at = 0.0
+        stream.set_patience(PAUSE_S, self.check)
+
+    def begin(self, timeout_s: float) -> None:
+        """A call begins."""
+        self._moved_at = time.monotonic()
+        self._deadline = self._moved_at + timeout_s
+
+    def cancel(self) -> None:
+        """The call is to end: CANCEL_S from now, or from the first time that this was said."""
+        self._cancelled_at = min(self._cancelled_at, time.monotonic())
+        self._deadline = math.inf
+
+    def check(self) -> None:
+        """Nothing has moved for a while: raise what ends the call, if anything does.
+
+        Raises:
+            TimeoutError: its time is up. Disconnected: the other end has vanished.
+        """
+        now = time.monotonic()
+        if now >= self._deadline or now - self._cancelled_at >= CANCEL_S:
+            raise TimeoutError
+        progress = self._stream.progress()
+        if progress is None or progress != self._progress:
+            self._progress, self._moved_at = progress, now
+        elif now - self._moved_at >= SILENT_S:
+            raise Disconnected(f"nothing has come for {now - self._moved_at:.0f} s, not even word that the shard is there")
