@@ -11,6 +11,7 @@ delay       each piece of data in a direction is held back
 truncate    of the next piece in a direction only a part passes; then the connection is reset
 half-open   connections are reset for one side, and dead for the `side` that does not hear of it: nothing it sends is even
             acknowledged, for ever. New ones work
+mute        connections are accepted, and say nothing; afterwards all goes on
 black-hole  no packet passes, nor is any acknowledged, new connections included; afterwards all goes on
 
 What is not acknowledged is dropped by a socket filter, before TCP has seen it: so the peer's keep-alive notices it, too, as
@@ -37,6 +38,9 @@ from typing import Any
 from plan import Fault
 
 PIECE_BYTES = 1 << 16
+BUFFER_BYTES = 1 << 17
+"""Of the proxy's own sockets: it holds little, so that whoever sends to a peer that does not read is soon blocked."""
+
 CONNECT_S = 1.0
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -159,9 +163,13 @@ class Network:
             worker, _ = way.listener.accept()
         except OSError:
             return
+        shard = socket.socket()
+        shard.settimeout(CONNECT_S)
+        shard.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         try:
-            shard = socket.create_connection(way.target, CONNECT_S)
+            shard.connect(way.target)
         except OSError:  # the shard is down: so it looks from the other side, too
+            shard.close()
             _reset(worker)
             return
         for sock in (worker, shard):
@@ -173,7 +181,7 @@ class Network:
 
     def _advance(self, pair: _Pair) -> None:
         """Move what can be moved, and wait for what cannot."""
-        if pair.is_dead or pair.way.is_hole:
+        if pair.is_dead or pair.way.is_hole or pair.way.is_mute:
             for sock in pair.sockets.values():
                 self._watch(sock, 0, pair)
             return
@@ -277,6 +285,9 @@ class Link:
                     if fault.side in pair.sockets:
                         drop_all(pair.sockets[fault.side])
                     network.reset(pair, only="shard" if fault.side == "worker" else "worker")
+            case "link-mute":
+                way.is_mute = True
+                return 0
             case "link-black-hole":
                 way.is_hole = True
                 if way.listener is not None:
@@ -295,6 +306,8 @@ class Link:
                 way.delays.pop(fault.direction, None)
             case "link-truncate":
                 way.truncation = None
+            case "link-mute":
+                way.is_mute = False
             case "link-black-hole":
                 way.is_hole = False
                 if way.listener is not None:
@@ -310,13 +323,14 @@ class _Way:
     def __init__(self, host: str, port: int, target: tuple[str, int]) -> None:
         self.host, self.port, self.target = host, port, target
         self.listener: socket.socket | None = None
-        self.is_hole = False
+        self.is_hole = self.is_mute = False
         self.delays: dict[str, float] = {}
         self.truncation: Fault | None = None
         self.open()
 
     def open(self) -> None:
         self.listener = socket.create_server((self.host, self.port), backlog=64)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self.listener.setblocking(False)
         self.port = self.listener.getsockname()[1]
 

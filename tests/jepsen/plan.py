@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 EXACT = ("exact", "quorum-exact", "norm")
 ROUNDS = ("fast", "exact", "quorum-fast", "quorum-exact", "norm")
 
-LINKS = ("link-refuse", "link-reset", "link-delay", "link-truncate", "link-half-open", "link-black-hole")
+LINKS = ("link-refuse", "link-reset", "link-delay", "link-truncate", "link-half-open", "link-black-hole", "link-mute")
 SHARDS = ("shard-kill", "shard-stop", "shard-terminate", "shard-lose", "shard-vanish", "disk-full")
 WORKERS = ("worker-kill", "worker-stop", "worker-interrupt", "worker-twin", "worker-vanish")
 
@@ -190,7 +190,10 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
     )
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
-    faults += source.choice(RECIPES)(source, plan) if not faults or source.random() < 0.5 else []
+    if not faults or source.random() < 0.5:
+        recipe = source.choice(RECIPES)
+        plan = replace(plan, size="large") if recipe is _lost_machine else plan
+        faults += recipe(source, plan)
     if plan.small_disk:
         faults.append(_fault(source, plan, "disk-full"))
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
@@ -269,8 +272,15 @@ def _stalled_while_a_shard_is_away(source: random.Random, plan: Plan) -> list[Fa
 
 
 def _lost_machine(source: random.Random, plan: Plan) -> list[Fault]:
-    gone = _fault(source, plan, "worker-vanish", at=1 + 3 * source.random(), seconds=0.5)
-    return [replace(gone, at=round(gone.at - 0.5, 3), kind="worker-stop", seconds=3.0), gone]
+    """While shards send, which never ends."""
+    gone = _fault(source, plan, "worker-vanish", at=1.5 + 3 * source.random(), seconds=0.5)
+    return [Fault("link-delay", round(gone.at - 1, 3), 1.5, rank=gone.rank, way="bulk", direction="down", part=0.5), gone]
+
+
+def _mute_bulk_port(source: random.Random, plan: Plan) -> list[Fault]:
+    at = 1 + 3 * source.random()
+    reset = _fault(source, plan, "link-reset", way="bulk", at=at)
+    return [reset, replace(reset, kind="link-mute", at=round(at - 0.001, 3), seconds=8.0)]
 
 
 def _dead_connection(source: random.Random, plan: Plan) -> list[Fault]:
@@ -301,6 +311,7 @@ RECIPES = (
     _suspended_after_a_restart,
     _stalled_while_a_shard_is_away,
     _lost_machine,
+    _mute_bulk_port,
     _dead_connection,
     _killed_at_the_end,
     _many_deaths,

@@ -136,8 +136,9 @@ def test_delay_then_pieces_are_late_and_whole(link: Link) -> None:
         assert worker.hears(4) == b"late"
 
 
-def test_black_hole_then_nothing_passes_and_all_of_it_afterwards(link: Link) -> None:
-    fault = Fault("link-black-hole", 0, 1, way="control")
+@pytest.mark.parametrize("kind", ["link-black-hole", "link-mute"])
+def test_black_hole_and_mute_then_nothing_passes_and_all_of_it_afterwards(link: Link, kind: str) -> None:
+    fault = Fault(kind, 0, 1, way="control")
     with Worker(link) as worker:
         link.begin(fault)
         worker.sock.sendall(b"patience")
