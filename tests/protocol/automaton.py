@@ -18,8 +18,8 @@ LIVE_MAX = 400
 class Process(Protocol):
     """What an automaton runs."""
 
-    def apply(self, event: Any) -> Any:
-        """Let an event happen; what it has led to."""
+    def apply(self, event: Any, *, is_known: bool = False) -> Any:
+        """Let an event happen; what it has led to, unless that is known."""
         ...
 
     def view(self) -> Any:
@@ -104,7 +104,7 @@ class Automaton:
             node = node.parent
         process = self._make()
         for event in reversed(events):
-            process.apply(event)
+            process.apply(event, is_known=True)
             self.runs += 1
         return process
 

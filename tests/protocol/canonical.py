@@ -3,7 +3,7 @@
 Objects are walked attribute by attribute, whatever their class, and parked fibers frame by frame, so new code is covered as it
 is written. Left out is what decides nothing (times, counters, messages for people) and what never changes (specs, layouts).
 A type that cannot be looked into is an error, not a hole. Python's own stack of values is out of reach: no code that is checked
-may wait in the middle of a comprehension whose results it keeps.
+may wait in the middle of a comprehension whose results matter (the heartbeats' do not).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import operator
 import threading
 import types
 from collections import deque
@@ -45,7 +46,7 @@ LEFT_OUT_ATTRIBUTES = frozenset(
     "_core _membership_of _lanes _heartbeats _shut_down _policy _config config storage rules directory _save".split()
 )
 LEFT_OUT_LOCALS = frozenset(
-    "began now pause failures failing_since deadline timeout_s timeout left_at stats_before context waited clock_before".split()
+    ".0 began now pause failures failing_since deadline timeout_s timeout left_at stats_before context waited clock_before".split()
 )
 """Of `clock`, see _walk_frame: retry.py has the function that tells the time by that name."""
 
@@ -60,6 +61,17 @@ _CALLABLES = (
     types.ModuleType,
 )
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Event, Lock, Waiters, Fibers, Fiber, Sleep)
+
+
+_first = operator.itemgetter(0)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The slots of a class that tell something."""
+    slots = [kind_.__dict__.get("__slots__", ()) for kind_ in kind.__mro__]
+    names = {name for group in slots if not isinstance(group, str) for name in group}
+    return tuple(sorted(name for name in names - LEFT_OUT_ATTRIBUTES if not name.startswith("__")))
 
 
 class Walker:
@@ -82,30 +94,35 @@ class Walker:
 
     def walk(self, value: Any) -> None:
         """Write down a value and all that hangs on it."""
-        if isinstance(value, _ATOMS):
-            self._words.append(repr(value) if not isinstance(value, enum.Enum) else value.name)
-        elif isinstance(value, Protobuf):
-            self._words.append(repr(value.SerializeToString(deterministic=True)))
-        elif isinstance(value, np.ndarray):
-            self._words.append(f"{value.dtype.name}{value.tobytes()!r}")
-        elif isinstance(value, np.generic | enum.Enum):
-            self._words.append(repr(value))
-        elif isinstance(value, list | tuple | deque):
-            self._sequence(value)
-        elif isinstance(value, dict):
-            self._pairs(value.items())
-        elif isinstance(value, set | frozenset):
-            self._sequence(sorted(value, key=repr))
-        elif isinstance(value, memoryview):
-            self._words.append(repr(bytes(value)))
-        elif isinstance(value, _CALLABLES):
-            self._words.append("f")
-        elif isinstance(value, Lane):
-            self._words.append(f"lane {value.shard}")
-        elif isinstance(value, _LOCKS) or type(value).__name__ in LEFT_OUT_TYPES:
-            self._words.append("-")
-        else:
-            self._object(value)
+        kind = type(value)
+        how = _HOW.get(kind)
+        if how is None:
+            how = _HOW[kind] = _how(kind)
+        how(self, value)
+
+    def _atom(self, value: Any) -> None:
+        self._words.append(repr(value))
+
+    def _message(self, value: Any) -> None:
+        self._words.append(repr(value.SerializeToString(deterministic=True)))
+
+    def _array(self, value: Any) -> None:
+        self._words.append(f"{value.dtype.name}{value.tobytes()!r}")
+
+    def _set(self, value: Any) -> None:
+        self._sequence(sorted(value, key=repr))
+
+    def _view(self, value: Any) -> None:
+        self._words.append(repr(bytes(value)))
+
+    def _lane(self, value: Any) -> None:
+        self._words.append(f"lane {value.shard}")
+
+    def _nothing(self, value: Any) -> None:
+        self._words.append("-")
+
+    def _mapping(self, value: Any) -> None:
+        self._pairs(value.items())
 
     def _sequence(self, values: Iterable[Any]) -> None:
         self._words.append("[")
@@ -116,8 +133,8 @@ class Walker:
 
     def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         self._words.append("{")
-        for key, value in sorted(pairs, key=lambda pair: repr(pair[0])):
-            self._words.append(repr(key))
+        for key, value in sorted([(repr(key), value) for key, value in pairs], key=_first):
+            self._words.append(key)
             self.walk(value)
         self._words.append("}")
 
@@ -152,14 +169,14 @@ class Walker:
             self._attributes(value)
 
     def _attributes(self, value: Any) -> None:
+        kind = type(value)
         found = dict(getattr(value, "__dict__", ()))
-        for kind in type(value).__mro__:
-            for name in kind.__dict__.get("__slots__", ()) if not isinstance(kind.__dict__.get("__slots__"), str) else ():
-                if hasattr(value, name):
-                    found[name] = getattr(value, name)
-        if not found and type(value).__module__ == "builtins":
-            raise TypeError(f"cannot look into a {type(value).__name__}")
-        self._pairs((n, v) for n, v in found.items() if n not in LEFT_OUT_ATTRIBUTES and not n.startswith("__"))
+        for name in _slots(kind):
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+        if not found and kind.__module__ == "builtins":
+            raise TypeError(f"cannot look into a {kind.__name__}")
+        self._pairs([(name, each) for name, each in found.items() if name not in LEFT_OUT_ATTRIBUTES])
 
     def page(self, page: Page | None) -> None:
         """Write down one version of a block."""
@@ -183,7 +200,30 @@ class Walker:
         code = frame.f_code
         if not self._is_ours(code.co_filename):
             return
-        if code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>"):
+        if code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>") and not code.co_filename.endswith("heartbeat.py"):
             raise TypeError(f"{code.co_filename}:{frame.f_lineno} waits in the middle of a comprehension")
         self._words.append(f"{code.co_name}@{frame.f_lasti}")
         self._pairs((n, v) for n, v in frame.f_locals.items() if n not in LEFT_OUT_LOCALS)
+
+
+def _how(kind: type) -> Callable[[Walker, Any], None]:
+    """How values of a type are written down."""
+    if any(base.__name__ in LEFT_OUT_TYPES for base in kind.__mro__) or issubclass(kind, (*_LOCKS, *_CALLABLES)):
+        return Walker._nothing
+    for base, how in _BY_BASE:
+        if issubclass(kind, base):
+            return how
+    return Walker._object
+
+
+_BY_BASE: tuple[tuple[Any, Callable[[Walker, Any], None]], ...] = (
+    ((*_ATOMS, np.generic, enum.Enum), Walker._atom),
+    (Protobuf, Walker._message),
+    (np.ndarray, Walker._array),
+    ((list, tuple, deque), Walker._sequence),
+    (dict, Walker._mapping),
+    ((set, frozenset), Walker._set),
+    (memoryview, Walker._view),
+    (Lane, Walker._lane),
+)
+_HOW: dict[type, Callable[[Walker, Any], None]] = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from invariants import Invariants
+from reduction import persistent
 from world import ON, Action, State, World
 
 Chain = tuple[Any, Action] | None
@@ -60,6 +61,8 @@ class Explorer:
         for layer, stack in enumerate(layers):
             while stack:
                 state, chain, depth = stack.pop()
+                if depth > 80:
+                    self._find(chain, ["too long"]); return
                 if self._seen[hash(state)] < layer:
                     continue  # reached since with fewer faults
                 self._expand(state, chain, depth, layer, layers)
@@ -75,14 +78,14 @@ class Explorer:
         world = self._world
         state, chain = world.initial(), None
         for process in range(len(world.setting.programs)):
-            while True:
+            while not (state.workers[process].view.options or state.workers[process].view.is_begun):
                 free = [a for a, cost in world.options(state) if not cost and a[:2] in (("start", process), ("deliver", process))]
                 if not free:
-                    break
+                    break  # the last one has set all going
                 result = world.take(state, free[0])
                 assert not result.wrong, result.wrong
                 state, chain = result.state, (chain, free[0])
-        assert all(state.modes[p] == ON and state.workers[p].view.options for p in range(len(world.setting.programs)))
+        assert all(state.modes[p] == ON and state.workers[p].view.is_begun for p in range(len(world.setting.programs)))
         return state, chain
 
     def _expand(self, state: State, chain: Chain, depth: int, layer: int, layers: list[list[Any]]) -> None:
@@ -90,10 +93,14 @@ class Explorer:
         self.depth = max(self.depth, depth)
         budget = self._world.setting.budget
         options = [(action, cost) for action, cost in self._world.options(state) if layer + cost <= budget]
-        wrong = self._invariants.check(state, [action for action, cost in options if not cost])
+        free = [action for action, cost in options if not cost]
+        wrong = self._invariants.check(state, free)
         if wrong:
             self._find(chain, wrong)
             return
+        if layer == budget:
+            free = persistent(self._world, state, free)
+            options = [(action, 0) for action in free]
         while options:
             action, cost = options.pop()
             if action[0] == "deliver" and len(action) > 3:

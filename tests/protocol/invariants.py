@@ -27,15 +27,31 @@ class Invariants:
         wrong = self._ends(state)
         if self._setting.has_rounds:
             wrong += self._agreement(state)
-        # What need not happen: a late message, a start of a successor, the end of a worker's sleep.
-        moves = [action for action in free if action[0] not in ("late", "start", "wake")]
+        moves = [action for action in free if self._must_happen(state, action)]
         if not moves:
-            waiting = [p for p, mode in enumerate(state.modes) if mode == ON and not state.workers[p].view.ended]
+            waiting = [p for p, mode in enumerate(state.modes) if mode == ON and self._takes_part(state, p)]
             if waiting:
                 wrong.append(f"processes {waiting} wait for what cannot come: {self._waits(state)}")
             elif all(mode != STALLED for mode in state.modes):
                 wrong += self._books(state)
         return wrong
+
+    def _must_happen(self, state: State, action: Action) -> bool:
+        """False for what nobody may rely on: a late message, the end of a worker's stall, a successor."""
+        if action[0] == "deliver":
+            return self._takes_part(state, action[1])
+        return action[0] not in ("late", "start", "wake")
+
+    def _takes_part(self, state: State, process: int) -> bool:
+        """True for a program that goes on, but for a successor of which no shard has heard."""
+        view = state.workers[process].view
+        is_coming = process >= len(self._setting.programs) and not view.session and view.is_joining
+        return not view.ended and not (is_coming and view.calls[0][0][0] == 0 and not self._is_known(state, process))
+
+    def _is_known(self, state: State, process: int) -> bool:
+        rank = self._world.ranks[process]
+        known = {node.view.session for p, node in enumerate(state.workers) if p != process and self._world.ranks[p] == rank}
+        return any(node.view.live[rank] and node.view.live[rank] not in known for node in state.shards)
 
     def _waits(self, state: State) -> str:
         views = [node.view for node, mode in zip(state.workers, state.modes, strict=True) if mode == ON]

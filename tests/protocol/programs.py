@@ -40,6 +40,7 @@ class Program:
         self.errors = 0
         self.clock = 0
         self.ended = ""
+        self.is_begun = False
         self.wrong: list[str] = []
         self.told: list[str] = []
         self.ps: FlatCalls | None = None
@@ -50,6 +51,7 @@ class Program:
             self.ps = connect()
             self.declare()
             self.choose("ready", ("go",))
+            self.is_begun = True
             SCRIPTS[self.script](self)
             self.close(None)
             self.ended = "finished"

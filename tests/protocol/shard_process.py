@@ -142,6 +142,7 @@ class ShardProcess:
         self._fuse = 0
         self._burnt = 0
         self._crash_points: dict[bytes, int] = {}
+        self._is_watched = False
         self.history = History(setting)
         self._shard: Shard | None = None
         self._start()
@@ -154,7 +155,7 @@ class ShardProcess:
         self._shard = Shard(
             config,
             now=lambda: self._now,
-            wall=lambda: 1.0,
+            wall=lambda: 0.0,
             incarnation=100 * (self._index + 1) + self._lives,
             crash_point=self._crash_point,
         )
@@ -177,9 +178,12 @@ class ShardProcess:
             blocks = [index for index in range(self._index, self._setting.blocks, self._setting.shards)]
 
             def watched(slot: int, page: Any, version: int) -> None:
-                before = arena.current(slot)
-                publish(slot, page, version)
-                self.history.on_publish(blocks[slot], before, page, version)
+                before, entry = arena.current(slot), arena._blocks.table.load(slot)
+                try:
+                    publish(slot, page, version)
+                finally:
+                    if arena._blocks.table.load(slot) != entry:  # also if the process dies at once
+                        self.history.on_publish(blocks[slot], before, page, version)
 
             arena.publish = watched  # type: ignore[method-assign]
 
@@ -188,7 +192,7 @@ class ShardProcess:
         if self._fuse:
             if self._burnt >= self._fuse:
                 raise Killed
-        else:
+        elif self._is_watched:
             self._crash_points.setdefault(self._front(), self._burnt)
 
     def _front(self) -> bytes:
@@ -198,14 +202,15 @@ class ShardProcess:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def apply(self, event: tuple[Any, ...]) -> ShardTold:
+    def apply(self, event: tuple[Any, ...], *, is_known: bool = False) -> ShardTold:
         self._burnt = self._fuse = 0
-        self._crash_points = {self._front(): 0}
+        self._is_watched = "crash" in self._setting.faults and not is_known and event[0] == "call"
+        self._crash_points = {self._front(): 0} if self._is_watched else {}
         try:
             self._apply(event)
         except Killed:
             self._die()
-        if self._shard is not None:
+        if self._shard is not None and self._is_watched:
             self._crash_points.setdefault(self._front(), self._burnt + 1)
         replies, self._replies = tuple(self._replies), []
         points = tuple(sorted(point for point in self._crash_points.values() if point))

@@ -4,6 +4,7 @@ from setting import *
 import green, worker_process, shard_process
 from world import *
 from explorer import *
+from trace import story
 import argparse
 logging.disable(logging.CRITICAL)
 ap=argparse.ArgumentParser()
@@ -24,11 +25,8 @@ def main():
     for f in e.findings:
         print('FINDING', f.wrong)
     for f in e.findings[:a.show]:
-        s=w.initial()
-        for i,act in enumerate(f.actions):
-            r=w.take(s,act); s=r.state
-            rq=''
-            print(i,act,r.texts,r.wrong)
+        print('--', f.wrong)
+        for line in story(w, f.actions, from_step=13): print(line)
     w.close()
 if a.profile:
     import cProfile; cProfile.run('main()','/tmp/prof'); import pstats; pstats.Stats('/tmp/prof').sort_stats('cumtime').print_stats(45)

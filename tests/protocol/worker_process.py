@@ -48,7 +48,8 @@ class WorkerView(NamedTuple):
     Attributes:
         calls: by slot, the request. sleeps: slots of fibers that sleep; shard -1: not because of a shard. options: of the choice
             that the program has. beats: per shard, the heartbeat that would be sent now; -1: none. session: that heartbeats name.
-        ended, books, late: see Program. is_joining: a call that joins is under way.
+        ended, books, late: see Program. is_joining: a call that joins is under way. is_begun: it makes
+            steps. is_beating: the thread of the heartbeats is not done with the last one.
     """
 
     calls: tuple[tuple[Slot, int], ...]
@@ -57,7 +58,8 @@ class WorkerView(NamedTuple):
     beats: tuple[int, ...]
     session: int
     is_joining: bool
-    is_started: bool
+    is_begun: bool
+    is_beating: bool
     ended: str
     books: tuple[tuple[int, str], ...]
     late: int
@@ -111,15 +113,14 @@ class WorkerProcess:
         self._beats: list[int] | None = None
         self._injected: tuple[int, Outcome] | None = None
         self._versions: dict[int, int] = {}
-        self._is_started = False
         self.program = Program(setting, process, self._choose)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def apply(self, event: tuple[Any, ...]) -> Told:
+    def apply(self, event: tuple[Any, ...], *, is_known: bool = False) -> Told:
+        del is_known
         match event:
             case ("start",):
-                self._is_started = True
                 self._fibers.spawn(lambda: self.program.run(self._connect), "op")
             case ("reply", slot, outcome):
                 _, fiber = self._calls.pop(slot)
@@ -255,7 +256,8 @@ class WorkerProcess:
             beats=beats,
             session=session,
             is_joining="join" in kinds,
-            is_started=self._is_started,
+            is_begun=self.program.is_begun,
+            is_beating=any(fiber.thread == "beat" for fiber in fibers),
             ended=self.program.ended,
             books=tuple(sorted(self.program.books.items())),
             late=self.program.late,

@@ -136,21 +136,22 @@ class World:
         view: WorkerView = state.workers[process].view
         setting = self.setting
         if mode == OFF:
-            if process < len(setting.programs) or self._may_follow(state, setting.mortal):
-                yield ("start", process), 0
+            is_first = process < len(setting.programs)
+            if is_first or ("twice" in setting.faults and state.modes[setting.mortal] == STALLED):
+                yield ("start", process), 0 if is_first else 1
             return
         if mode == STALLED:
             yield ("wake", process), 0
         if mode != ON:
             return
-        for choice in range(len(view.options)):
+        for choice in range(len(view.options) if view.options != ("go",) else 0):
             yield ("choose", process, choice), 0
         for slot in view.sleeps:
             if slot[0] < 0:
                 yield ("slept", process, slot), 0
-            elif "away" in setting.faults and not state.shards[slot[0]].view.is_up:
-                yield ("away", process, slot), 1
-        if not view.ended and not any(slot[1] == "beat" for slot, _ in view.calls):
+            elif not state.shards[slot[0]].view.is_up:
+                yield ("away", process, slot), 0
+        if not view.ended and not view.is_beating:
             for shard, number in enumerate(view.beats):
                 if number >= 0 and state.shards[shard].view.is_up and self._matters(state, process, shard, number):
                     yield ("beat", process, shard), 0
@@ -160,10 +161,10 @@ class World:
             if "stall" in setting.faults:
                 yield ("stall", process), 1
 
-    def _may_follow(self, state: State, process: int) -> bool:
-        """True if a launcher may start this process's successor."""
+    def has_gone(self, state: State, process: int) -> bool:
+        """True if a launcher starts this process's successor."""
         ended = state.workers[process].view.ended
-        return state.modes[process] in (STALLED, DEAD) or (state.modes[process] == ON and ended not in ("", "finished"))
+        return state.modes[process] == DEAD or (state.modes[process] == ON and ended not in ("", "finished"))
 
     def _matters(self, state: State, process: int, shard: int, number: int) -> bool:
         """True if a heartbeat would change anything beyond the lease."""
@@ -187,20 +188,24 @@ class World:
         for rank, session in enumerate(view.live):
             if session and self._may_expire(state, shard, rank, session):
                 yield ("expire", shard, rank), 0
-        if "kill" in faults:
-            yield ("kill", shard), 1
+        for fault in ("kill", "outage"):
+            if fault in faults:
+                yield (fault, shard), 1
         if "suspend" in faults:
             yield ("suspend", shard), 1
 
     def _may_expire(self, state: State, shard: int, rank: int, session: int) -> bool:
         """True if nobody renews the lease for as long as it takes."""
-        for process, (node, mode) in enumerate(zip(state.workers, state.modes, strict=True)):
-            view: WorkerView = node.view
-            if self.ranks[process] != rank or mode != ON or view.ended:
-                continue
-            if view.is_joining or (view.beats[shard] >= 0 and view.session == session):
+        processes = [p for p, each in enumerate(self.ranks) if each == rank and state.modes[p] != OFF]
+        active = [p for p in processes if state.modes[p] == ON and not state.workers[p].view.ended]
+        for process in active:
+            view: WorkerView = state.workers[process].view
+            if view.beats[shard] >= 0 and view.session == session:
                 return False
-        return True
+        if any(p not in active and state.workers[p].view.session == session for p in processes):
+            return True
+        # Whoever is about to join may be the one who was given this session just now.
+        return not any(state.workers[p].view.is_joining for p in active)
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 
@@ -281,9 +286,11 @@ class _Step:
                 self.shard_event(shard, ("expire", rank))
             case ("suspend", shard):
                 self.shard_event(shard, ("suspend",))
-            case ("kill", shard):
+            case ("kill" | "outage", shard):
                 self.shard_event(shard, ("kill",))
                 self.break_connections(shard)
+                if action[0] == "kill":
+                    self.shard_event(shard, ("restart",))
             case ("restart" | "blank", shard):
                 self.shard_event(shard, (action[0],))
             case ("beat", process, shard):
@@ -324,6 +331,7 @@ class _Step:
         if kind == "crash":
             assert not self.shards[shard].view.is_up
             self.break_connections(shard)
+            self.shard_event(shard, ("restart",))
             return
         outcome = told.replies[0][1] if told.replies else None
         if kind in ("lose", "cut"):
@@ -369,25 +377,43 @@ class _Step:
                     self.reply(process, slot, self.world.unreached)
 
     def finish(self) -> None:
-        """What follows without delay: who calls a shard that is down is refused; who waits for one that is up tries again."""
-        is_news = True
-        while is_news:
-            is_news = False
-            for process, mode in enumerate(self.modes):
-                if mode != ON:
-                    continue
-                view: WorkerView = self.workers[process].view
-                for slot, _ in view.calls:
-                    if not self.shards[slot[0]].view.is_up:
-                        self.worker_event(process, ("reply", slot, self.world.unreached))
-                        is_news = True
-                        break
-                else:
-                    for slot in view.sleeps:
-                        if slot[0] >= 0 and self.shards[slot[0]].view.is_up:
-                            self.worker_event(process, ("wake", slot))
-                            is_news = True
-                            break
+        """What follows without delay."""
+        while any(self._follow(process) for process in range(len(self.modes))):
+            pass
+
+    def _follow(self, process: int) -> bool:
+        """Let what follows without delay for a worker happen; True if something has."""
+        view: WorkerView = self.workers[process].view
+        setting = self.world.setting
+        if self.modes[process] == OFF:
+            is_due = process >= len(setting.programs) and self.world.has_gone(self.state(), setting.mortal)
+            if is_due:
+                self.modes[process] = ON
+                self.worker_event(process, ("start",))
+            return is_due
+        if self.modes[process] != ON:
+            return False
+        if view.options == ("go",) and all(self._is_ready(p) for p in range(len(setting.programs))):
+            self.worker_event(process, ("choose", 0))
+            return True
+        for slot, number in view.calls:
+            shard = slot[0]
+            if not self.shards[shard].view.is_up:  # who calls a shard that is down is refused
+                self.worker_event(process, ("reply", slot, self.world.unreached))
+                return True
+            if not setting.leaves and self.world.requests[number].kind == "leave":
+                self.deliver(process, slot, [])
+                return True
+        for slot in view.sleeps:
+            if slot[0] >= 0 and self.shards[slot[0]].view.is_up:  # who waits for one that is up tries again
+                self.worker_event(process, ("wake", slot))
+                return True
+        return False
+
+    def _is_ready(self, process: int) -> bool:
+        """True if a first process has joined, or is gone."""
+        view = self.workers[process].view
+        return self.modes[process] != OFF and (view.options == ("go",) or view.is_begun)
 
 
 def _memory() -> str | None:
