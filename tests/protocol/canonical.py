@@ -189,7 +189,7 @@ class Walker:
 
     def fiber(self, fiber: Fiber) -> None:
         """Write down where a parked fiber is, and what it has in hand."""
-        self._words.append(f"<{fiber.thread} {fiber.last_shard if isinstance(fiber.awaits, Sleep) else ''}")
+        self._words.append(f"<{fiber.thread} {fiber.now} {fiber.last_shard if isinstance(fiber.awaits, Sleep) else ''}")
         frame = fiber.gr_frame
         while frame is not None:
             self._frame(frame)

@@ -6,13 +6,18 @@ fewer faults has seen everything that can follow. So what is found first is foun
 
 from __future__ import annotations
 
+import re
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from invariants import Invariants
 from reduction import persistent
 from world import ON, Action, State, World
+
+DEPTH_MAX = 300
+"""Actions, of which no run has so many unless a worker goes in circles."""
 
 Chain = tuple[Any, Action] | None
 """The actions that lead to a state, the last one first."""
@@ -36,39 +41,47 @@ class Explorer:
     """
 
     def __init__(
-        self, world: World, *, report: Callable[[str], None] = lambda _: None, findings_max: int = 1, seconds: float = 0.0
+        self,
+        world: World,
+        *,
+        report: Callable[[str], None] = lambda _: None,
+        findings_max: int = 1,
+        seconds: float = 0.0,
+        is_shortest: bool = False,
     ) -> None:
         self._world = world
         self._invariants = Invariants(world)
         self._report = report
         self._findings_max = findings_max
-        self._began = time.monotonic()
+        self._is_shortest = is_shortest
+        self._began = time.process_time()
         self._reported = self._began
         self._until = self._began + seconds if seconds else None
         self._seen: dict[int, int] = {}
         self.states = self.steps = self.depth = 0
         self.is_complete = True
         self.findings: list[Finding] = []
-        self._texts: set[str] = set()
+        self._kinds: set[str] = set()  # of findings, whatever the numbers in them
 
     def run(self) -> None:
         """Until everything is seen, or the findings are enough."""
         state, chain = self.set_up()
         budget = self._world.setting.budget
-        layers: list[list[tuple[State, Chain, int]]] = [[] for _ in range(budget + 1)]
+        layers: list[deque[tuple[State, Chain, int]]] = [deque() for _ in range(budget + 1)]
         layers[0].append((state, chain, 0))
         self._seen[hash(state)] = 0
         for layer, stack in enumerate(layers):
             while stack:
-                state, chain, depth = stack.pop()
-                if depth > 80:
-                    self._find(chain, ["too long"]); return
+                state, chain, depth = stack.popleft() if self._is_shortest else stack.pop()
+                if depth > DEPTH_MAX:
+                    self._find(chain, ["the world does not come to an end"])
+                    continue
                 if self._seen[hash(state)] < layer:
                     continue  # reached since with fewer faults
                 self._expand(state, chain, depth, layer, layers)
                 if len(self.findings) >= self._findings_max:
                     return
-                if self._until is not None and time.monotonic() > self._until:
+                if self._until is not None and time.process_time() > self._until:
                     self.is_complete = False
                     return
             self._report(self.summary(layer, layers))
@@ -121,7 +134,7 @@ class Explorer:
             if known is None or known > after:
                 self._seen[hash(result.state)] = after
                 layers[after].append((result.state, (chain, action), depth + 1))
-        now = time.monotonic()
+        now = time.process_time()
         if now - self._reported > 10:
             self._reported = now
             self._report(self.summary(layer, layers))
@@ -143,9 +156,9 @@ class Explorer:
         return self._world.shards[shard].step(state.shards[shard], ("call", (process, slot[1]), number, None))[1]
 
     def _find(self, chain: Chain, wrong: Any) -> None:
-        text = str(sorted(wrong))
-        if text not in self._texts:
-            self._texts.add(text)
+        kind = re.sub(r"[0-9]+(, [0-9]+)*,?", "N", str(sorted(wrong)))
+        if kind not in self._kinds:
+            self._kinds.add(kind)
             self.findings.append(Finding(actions_of(chain), tuple(wrong)))
 
     def summary(self, layer: int, layers: list[list[Any]]) -> str:
@@ -153,7 +166,7 @@ class Explorer:
         nodes = [len(a.nodes) for a in (*self._world.workers, *self._world.shards)]
         runs = sum(a.runs for a in (*self._world.workers, *self._world.shards))
         return (
-            f"{time.monotonic() - self._began:6.0f} s: {layer} faults: {self.states} states, {self.steps} steps, depth {self.depth}, "
+            f"{time.process_time() - self._began:6.0f} s: {layer} faults: {self.states} states, {self.steps} steps, depth {self.depth}, "
             f"{[len(stack) for stack in layers]} to see; the processes have {nodes} states, after {runs} events of real code"
         )
 

@@ -26,8 +26,10 @@ class Fiber(greenlet):
     Attributes:
         thread: what it is part of: "op" for a call of the program, with its helpers; "beat" for the heartbeats.
         last_shard: whose call has failed last; a sleep after that waits for that shard.
-        awaits: what it is parked for.
+        awaits: what it is parked for. now: its time.
     """
+
+    now = 0.0
 
     thread: str
     fibers: Fibers
@@ -43,7 +45,6 @@ class Fibers:
     def __init__(self) -> None:
         self._ready: deque[tuple[Fiber, Any]] = deque()
         self.alive: list[Fiber] = []
-        self.now = 0.0
         self.is_over = False
 
     def spawn(self, function: Callable[[], None], thread: str) -> Fiber:
@@ -294,8 +295,9 @@ class Event:
 
 
 def now() -> float:
-    """Seconds of the process that runs."""
-    return Fibers.active.now if Fibers.active is not None else 0.0
+    """Seconds. Time stands still, but for a fiber that is told that it has tried for too long."""
+    fiber = getcurrent()
+    return fiber.now if isinstance(fiber, Fiber) else 0.0
 
 
 def sleep(seconds: float) -> None:

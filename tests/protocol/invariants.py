@@ -77,12 +77,13 @@ class Invariants:
         return wrong
 
     def _may_be_lost(self, state: State) -> bool:
-        """True if a shard has come back without what it held; or, exact, a worker has gone, too."""
+        """True if a shard has come back without what it held; or, exact, somebody has ended who had not waited for a round."""
         views = [node.view for node in state.shards]
-        is_gone = any(mode in (DEAD, STALLED) for mode in state.modes) or any(
-            state.workers[p].view.ended == "ended by choice" for p, mode in enumerate(state.modes) if mode == ON
+        is_lost = any(
+            mode in (DEAD, STALLED) or (node.view.ended and any(book in ("held", "open") for _, book in node.view.books))
+            for node, mode in zip(state.workers, state.modes, strict=True)
         )
-        return any(view.is_blank for view in views) or (self._is_exact and is_gone and any(view.lives > 1 for view in views))
+        return any(view.is_blank for view in views) or (self._is_exact and is_lost and any(view.lives > 1 for view in views))
 
     def _agreement(self, state: State) -> list[str]:
         """Blocks of one step agree: exact, in all; else in those rounds in which no worker was ever missed."""

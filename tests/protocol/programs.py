@@ -15,7 +15,7 @@ from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTime
 from psd_client.flat_calls import FlatCalls
 
 MAY_GO_ON = (WaitTimeout, ShardUnavailable)
-ERRORS_MAX = 3
+ERRORS_MAX = 2
 """After which a program ends: the checker's runs must, too."""
 
 
@@ -87,10 +87,21 @@ class Program:
         self.clock = self.ps.clock
 
     def close(self, error: BaseException | None) -> None:
+        """Leave as a program does that ends, in order or by an error."""
         assert self.ps is not None
-        self.ps._close(error)
         exchange = self.ps._exchange
-        if error is None and exchange is not None and not exchange.is_unconfirmed:
+        is_confirmed = error is None and exchange is not None and not exchange.is_unconfirmed
+        if exchange is not None:
+            confirm = exchange.confirm
+
+            def watched() -> None:
+                nonlocal is_confirmed
+                confirm()
+                is_confirmed = True
+
+            exchange.confirm = watched  # type: ignore[method-assign]
+        self.ps._close(error)
+        if is_confirmed:
             self.confirmed()
 
     # -- calls ---------------------------------------------------------------------------------------------------------

@@ -128,8 +128,9 @@ class WorkerProcess:
             case ("wake", slot):
                 self._fibers.wake(self._sleeper(slot))
             case ("give up", slot):
-                self._fibers.now += AWAY_S
-                self._fibers.wake(self._sleeper(slot))
+                fiber = self._sleeper(slot)
+                fiber.now += AWAY_S
+                self._fibers.wake(fiber)
             case ("choose", choice):
                 chooser, self._chooser = self._chooser, None
                 assert chooser is not None
@@ -273,7 +274,7 @@ class WorkerProcess:
         program = self.program
         if program.ended:
             return walker
-        walker.walk((program.steps_made, program.errors, self._versions if not program.ended else None))
+        walker.walk((program.steps_made, program.errors, self._versions))
         ps = program.ps
         if ps is not None and hasattr(ps, "_session"):
             walker.walk([ps._session, ps._exchange, ps._feed, ps._untold, ps._last_failed])
