@@ -6,21 +6,26 @@ PIP_FLAGS ?=
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+JEPSEN_FLAGS ?=
 FUZZ_EXAMPLES ?= 2000
+SECONDS ?= 600
+SEED ?= 1
 BIN := .venv/bin
 BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
 INSTALLED_KERAS := .venv-keras/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
-	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/*.pxd psd_core/csrc/*)
+	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
 
-.PHONY: help setup demo test test-keras chaos fuzz bench lint clean
+.PHONY: help setup demo docs test test-keras chaos jepsen fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
+	@echo "make docs    the pages of docs/ as a site, in build/site"
 	@echo "make test    lint and run all tests but those of test-keras"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
+	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
 	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
@@ -38,6 +43,10 @@ $(INSTALLED): $(SOURCES)
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py $(DEMO_FLAGS)
+
+# A warning is an error; tests/docs builds it likewise.
+docs: $(INSTALLED)
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/site && echo "build/site/index.html"
 
 # Every check runs, whichever failed before; pytest comes last, so that its summary is what one sees.
 lint: $(INSTALLED)
@@ -73,6 +82,10 @@ test-keras: $(INSTALLED_KERAS)
 chaos: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/recovery tests/deploy -m chaos $(PYTEST_FLAGS)
 
+# What `make test` has with a few fixed plans, drawn one after the other; tests/jepsen/run_jepsen.py says what it does.
+jepsen: $(INSTALLED)
+	@$(BIN)/python tests/jepsen/run_jepsen.py --seconds $(SECONDS) --seed $(SEED) $(JEPSEN_FLAGS)
+
 # What `make test` has with a few fixed inputs, with many random ones; how to repeat one that fails is printed.
 fuzz: $(INSTALLED)
 	@PSD_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) PSD_TEST_REQUESTS=100000 \
@@ -89,5 +102,5 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf .venv .venv-keras build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c
+	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c psd_core/csrc/rules.h psd_core/csrc/rule_templates.h
 	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,19 +1,25 @@
-"""What pyproject.toml cannot say: the extension modules, and the protobuf code that is generated from proto/.
+"""What pyproject.toml cannot say: the extension modules, the C headers that are generated from psd_core/rules.py, and the
+protobuf code that is generated from proto/.
 
-Every way of building runs both: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
+Every way of building runs all: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
 modules are committed; protobuf modules are written into psd/v1/ of the source tree, where an editable install needs them.
 
 PSD_CYTHON_DEBUG=1 builds the extensions with Cython's bounds checks and with symbols, unoptimised.
 """
 
+import importlib
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+CSRC = ROOT / "psd_core/csrc"
 PROTOS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "proto").glob("psd/v1/*.proto"))
 DEBUG = os.environ.get("PSD_CYTHON_DEBUG", "0") not in ("", "0")
 
@@ -24,12 +30,18 @@ COMPILE_ARGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno
 if DEBUG:
     COMPILE_ARGS += ["-O0", "-g"]
 
+# psd_core itself cannot be imported before its kernels are built; these modules of it can.
+sys.modules["psd_core"] = ModuleType("psd_core")
+sys.modules["psd_core"].__path__ = [str(ROOT / "psd_core")]
+headers = importlib.import_module("psd_core._c_headers")
+
 KERNELS = ("half", "kernels", "kernels_f32", "kernels_f64")
 kernels = Extension(
     "psd_core._kernels",
     sources=["psd_core/_kernels.pyx", *(f"psd_core/csrc/{name}.c" for name in KERNELS)],
-    depends=sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "psd_core/csrc").glob("*.h")),
+    depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
     include_dirs=["psd_core/csrc"],
+    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
     extra_compile_args=COMPILE_ARGS,
     libraries=["m"],
 )
@@ -46,8 +58,16 @@ kernels.cython_directives = arena.cython_directives = {
     "wraparound": DEBUG,
     "initializedcheck": DEBUG,
     "cdivision": not DEBUG,
-    "freethreading_compatible": True,  # the modules hold no state
 }
+
+
+class BuildExtWithHeaders(build_ext):
+    """build_ext that first writes the headers that the kernels include."""
+
+    def run(self) -> None:
+        for name, text in headers.c_headers().items():
+            (CSRC / name).write_text(text)
+        super().run()
 
 
 class BuildPyWithProtobuf(build_py):
@@ -83,6 +103,6 @@ def generate_protobuf() -> None:
 
 setup(
     ext_modules=[kernels, arena],
-    cmdclass={"build_py": BuildPyWithProtobuf},
+    cmdclass={"build_ext": BuildExtWithHeaders, "build_py": BuildPyWithProtobuf},
     options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
 )

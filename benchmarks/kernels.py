@@ -17,6 +17,7 @@ float32 in blocks of 4 MiB, but for gradients whose type is named; with the defa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import psd_client
 import psd_core
+from psd.contract.jobspec import GroupSpec
 from psd.contract.layout import BLOCK_BYTES_MAX
+from psd_client.optimizers import scalar_values, spec_of
+from psd_core.optimizer import Optimizer
 
 LENGTH = BLOCK_BYTES_MAX // 4
 
@@ -37,39 +42,48 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A rule with flags and scalars, and torch's optimizer of the same arithmetic, if there is one."""
+    """A rule with its numbers and flags."""
 
     name: str
-    rule: str
-    scalars: tuple[float, ...]
-    flags: tuple[str, ...] = ()
-    torch_kind: str = ""
-    torch_options: tuple[tuple[str, Any], ...] = ()
+    optimizer: Optimizer
     gradient: str = "float32"
+
+    @functools.cached_property
+    def group(self) -> GroupSpec:
+        """The rule with its flags."""
+        return spec_of(self.optimizer)
+
+    @functools.cached_property
+    def scalars(self) -> tuple[float, ...]:
+        """Its numbers."""
+        return tuple(scalar_values(self.group, self.optimizer.scalars(), 0))
 
     @property
     def slots(self) -> int:
         """How many slots it has."""
-        return len(psd_core.RULES[self.rule].slots_of(self.flags))
+        return len(self.group.info.slots(self.group.flags))
+
+    @property
+    def torch_kind(self) -> str:
+        """Torch's optimizer of the same arithmetic; none for gradients in half precision."""
+        return type(self.optimizer).__name__ if self.optimizer.is_in_torch and self.gradient == "float32" else ""
 
 
-ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.0)
-DECOUPLED = (1e-3, 0.9, 0.999, 1e-8, 1e-2)
 CASES = (
-    Case("sgd", "sgd", (1e-3, 0, 0, 0), (), "SGD"),
-    Case("sgd bfloat16", "sgd", (1e-3, 0, 0, 0), gradient="bfloat16"),
-    Case("sgd float16", "sgd", (1e-3, 0, 0, 0), gradient="float16"),
-    Case("sgd momentum", "sgd", (1e-3, 0.9, 0, 0), ("momentum",), "SGD", (("momentum", 0.9),)),
-    Case("adam", "adam", ADAM, (), "Adam"),
-    Case("adam amsgrad", "adam", ADAM, ("amsgrad",), "Adam", (("amsgrad", True),)),
-    Case("adamw", "adam", DECOUPLED, ("decoupled_weight_decay",), "AdamW"),
-    Case("adagrad", "adagrad", (1e-3, 0, 1e-10, 0), (), "Adagrad"),
-    Case("rmsprop", "rmsprop", (1e-3, 0.99, 1e-8, 0, 0), (), "RMSprop"),
-    Case("adadelta", "adadelta", (1e-3, 0.9, 1e-6, 0), (), "Adadelta"),
-    Case("adamax", "adamax", ADAM, (), "Adamax"),
-    Case("nadam", "nadam", (*ADAM, 4e-3), (), "NAdam"),
-    Case("ftrl", "ftrl", (1e-2, 1.0, 1e-3, 1e-3)),
-    Case("lion", "lion", (1e-4, 0.9, 0.99, 0.0)),
+    Case("sgd", psd_client.SGD(lr=1e-3)),
+    Case("sgd bfloat16", psd_client.SGD(lr=1e-3), "bfloat16"),
+    Case("sgd float16", psd_client.SGD(lr=1e-3), "float16"),
+    Case("sgd momentum", psd_client.SGD(lr=1e-3, momentum=0.9)),
+    Case("adam", psd_client.Adam()),
+    Case("adam amsgrad", psd_client.Adam(amsgrad=True)),
+    Case("adamw", psd_client.AdamW()),
+    Case("adagrad", psd_client.Adagrad(lr=1e-3)),
+    Case("rmsprop", psd_client.RMSprop(lr=1e-3)),
+    Case("adadelta", psd_client.Adadelta(lr=1e-3)),
+    Case("adamax", psd_client.Adamax(lr=1e-3)),
+    Case("nadam", psd_client.NAdam(lr=1e-3)),
+    Case("ftrl", psd_client.FTRL(lr=1e-2, l1=1e-3, l2=1e-3)),
+    Case("lion", psd_client.Lion()),
 )
 
 LIMITS = {
@@ -128,7 +142,7 @@ def stepper(case: Case, gradients: Sequence[Array]) -> Callable[[Sequence[Array]
 
     def apply(before: Sequence[Array], after: Sequence[Array], index: int) -> None:
         psd_core.step_block(
-            case.rule,
+            case.group.rule,
             before[0],
             after[0],
             before[1:],
@@ -142,7 +156,7 @@ def stepper(case: Case, gradients: Sequence[Array]) -> Callable[[Sequence[Array]
             steps_in=steps_in,
             steps_out=steps_out,
             scalars=case.scalars,
-            flags=case.flags,
+            flags=case.group.flags,
         )
 
     return apply
@@ -155,7 +169,7 @@ def torch_step(case: Case, gradients: Sequence[Array]) -> Callable[[], object]:
         param.grad = torch.from_numpy(gradient)
     kind = getattr(torch.optim, case.torch_kind)
     how = {"fused": True} if case.torch_kind in FUSED else {"foreach": True}
-    return kind(params, lr=case.scalars[0], **how, **dict(case.torch_options)).step
+    return kind(params, **how, **case.optimizer.option_values()).step
 
 
 def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:

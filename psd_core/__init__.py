@@ -1,8 +1,8 @@
 """Arithmetic of a parameter server on memory that the caller owns.
 
 This package owns the loops over numbers: sums of gradients, update rules, the finite check, the widening of half precision.
-Each is a C kernel that runs without the GIL, allocates nothing and keeps nothing. It must not know of shards, sessions, rounds
-or messages: it imports NumPy and nothing of psd, and no gRPC.
+Each is a C kernel that runs without the GIL, allocates nothing and keeps nothing. ``rules.py`` is the table of the rules. It
+must not know of shards, sessions, rounds or messages: it imports NumPy and nothing of psd, and no gRPC.
 
 Invariants:
   * An argument that does not fit is refused with InvalidTensor, naming it, before anything is written.
@@ -12,20 +12,17 @@ Invariants:
 
 Arrays are one-dimensional, C-contiguous, aligned, float32 or float64, all of one type. But a gradient beside float32 may have
 half precision, as float16, or as uint16, which holds the bits of bfloat16: it is widened where it is read, and the result is
-that of widening it first. The functions for whole arrays, ``sgd`` and the others, do not take it. Any object with the buffer
-protocol will do, a read-only one too where it is an input. Two threads must not write to one array at the same time.
+that of widening it first. Any object with the buffer protocol will do, a read-only one too where it is an input. Two threads
+must not write to one array at the same time.
 
 >>> import numpy as np
 >>> import psd_core
->>> acc, param = psd_core.aligned_empty(3, np.float32), np.ones(3, np.float32)
+>>> acc = psd_core.aligned_empty(3, np.float32)
 >>> psd_core.scaled_copy(acc, np.array([1, 2, 3], np.float32))
 >>> psd_core.accumulate(acc, np.array([3, 2, 1], np.float32), weight=0.5)
 >>> acc
 array([2.5, 3. , 3.5], dtype=float32)
->>> psd_core.sgd(param, acc, lr=0.5)
->>> param
-array([-0.25, -0.5 , -0.75], dtype=float32)
->>> psd_core.first_nonfinite(param)
+>>> psd_core.first_nonfinite(acc)
 -1
 """
 
@@ -39,27 +36,17 @@ import numpy.typing as npt
 from psd_core import _kernels
 from psd_core._kernels import InvalidTensor
 from psd_core._norms import RUN, square_root, square_sum, trust_ratio
-from psd_core._rules import RULES, GradientArray, RealArray, step_block
-from psd_core._updates import adadelta, adagrad, adam, adamax, ftrl, lamb, lion, nadam, rmsprop, sgd
+from psd_core._step_block import GradientArray, RealArray, step_block
+from psd_core.rules import RULES
 
 __all__ = [
     "InvalidTensor",
     "RULES",
     "RUN",
     "accumulate",
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
     "aligned_empty",
     "first_nonfinite",
-    "ftrl",
-    "lamb",
-    "lion",
-    "nadam",
-    "rmsprop",
     "scaled_copy",
-    "sgd",
     "square_root",
     "square_sum",
     "step_block",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd_core import _arena_file as files
 from psd_core import _arena_format as form
 from psd_core._arena import Words
 from psd_core._arena_pages import Place, Pool
@@ -58,10 +59,10 @@ class Page:
 class Blocks:
     """The pages of all blocks of an arena. Blocks are known by index."""
 
-    def __init__(self, fd: int, front: form.Front, mapping: mmap.mmap, crash_point: Callable[[str], None]) -> None:
+    def __init__(self, file: files.File, front: form.Front, mapping: mmap.mmap, crash_point: Callable[[str], None]) -> None:
         self.table = Words(mapping, front.table_at, len(front.shapes))
         self.extents = Words(mapping, front.extents_at, front.extents_max)
-        self.pool = Pool(fd, front.size, front.page_sizes, self.extents, crash_point)
+        self.pool = Pool(file, front.size, front.page_sizes, self.extents, crash_point)
         kind_of = {kind.size: kind for kind in self.pool.kinds}
         self._kinds = [kind_of[layout.size] for layout in front.layouts]
         self._front = front
@@ -88,6 +89,7 @@ class Blocks:
             page = self._current[block]
             if page is None:
                 raise form.ArenaError(f"block {block} was never published")
+            self.pool.hand_out()
             page.pins += 1
         return page
 
@@ -95,6 +97,7 @@ class Blocks:
         """See Arena."""
         with self.pool.lock:
             surplus = self._unpin(page)
+            self.pool.take_back()
         if surplus:
             self.pool.punch(surplus)
 
@@ -111,11 +114,15 @@ class Blocks:
         head.write(1, form.PAGE_MAGIC, block, number, version, head.count, 0, 0)
         check = head.checksum(1, head.count - 1)
         head.write(0, check)
-        page.version, page.state, page.pins = version, PageState.PUBLISHED, 1
         self._crash_point("arena.publish.before_flip")
-        self.table.store(block, form.pack_entry(number, check))
-        self._crash_point("arena.publish.after_flip")
         with self.pool.lock:
+            self.pool.take_back()
+            if self.pool.is_closed:
+                page.state = PageState.FREE
+                raise form.ArenaClosed(f"block {block}: the arena has been closed; the page is not published")
+            page.version, page.state, page.pins = version, PageState.PUBLISHED, 1
+            self.table.store(block, form.pack_entry(number, check))
+            self._crash_point("arena.publish.after_flip")
             before = self._current[block]
             self._current[block] = page
             # Until here, a reader could still pin the old page: it was whole, and free it is only from here on.
@@ -129,6 +136,7 @@ class Blocks:
             assert page.state is PageState.SPARE, f"block {page.block}: the page to discard is {page.state.value}"
             page.state = PageState.FREE
             surplus = self.pool.give(page.place)
+            self.pool.take_back()
         if surplus:
             self.pool.punch(surplus)
 

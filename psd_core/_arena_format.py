@@ -20,6 +20,8 @@ from psd_core import _arena
 MAGIC = b"PSDARENA"
 FORMAT_VERSION = 1
 BYTE_ORDER_MARK = 0x01020304
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+"""What the system says when there is no room, be it that of a disk, a quota, a limit or memory."""
 PAGE_MAGIC = int.from_bytes(b"PSDPAGE1", "little")
 
 UNIT_BYTES = 4096
@@ -67,6 +69,10 @@ class ArenaError(Exception):
 
 class ArenaCorrupt(ArenaError):
     """An arena file is not what was written: the message says what is wrong, and where."""
+
+
+class ArenaClosed(ArenaError):
+    """The arena has been closed, or another one has taken its place: nothing of it is changed any more."""
 
 
 class ArenaFull(ArenaError, OSError):

@@ -91,11 +91,15 @@ class Kind:
 
 
 class Pool:
-    """All places of an arena. Thread-safe; `lock` also guards the arena's pins."""
+    """All places of an arena. Thread-safe; `lock` also guards the arena's pins.
+
+    After `close` it gives nothing out. What comes back changes nothing: neither lists nor the file, which may be somebody
+    else's by then. A page that is still in somebody's hands is good memory until that one lets go of it.
+    """
 
     def __init__(
         self,
-        fd: int,
+        file: files.File,
         front_bytes: int,
         page_sizes: Sequence[int],
         records: Words,
@@ -106,11 +110,42 @@ class Pool:
         self.places: dict[int, Place] = {}  # by page number
         self.file_end = front_bytes
         self.backed_bytes = front_bytes
-        self._fd = fd
+        self._file = file
         self._records = records
         self._record_count = 0
         self._crash_point = crash_point
         self._can_punch = True
+        self._in_hands = 0  # pages that somebody writes or has pinned
+        self._is_closed = False
+        self._when_unheld: Callable[[], None] | None = None
+
+    def close(self, when_unheld: Callable[[], None]) -> None:
+        """Give no page out any more; call `when_unheld` when nobody holds one, now or later."""
+        with self.lock:
+            self._is_closed = True
+            self._when_unheld = when_unheld
+            self._call_if_unheld()
+
+    def hand_out(self) -> None:
+        """Note that somebody gets a page. Call with the lock held. Raises ArenaClosed."""
+        if self._is_closed:
+            raise form.ArenaClosed("the arena has been closed")
+        self._in_hands += 1
+
+    def take_back(self) -> None:
+        """Note that somebody has let go of a page. Call with the lock held."""
+        self._in_hands -= 1
+        self._call_if_unheld()
+
+    def _call_if_unheld(self) -> None:
+        if self._in_hands == 0 and self._when_unheld is not None:
+            self._when_unheld()
+            self._when_unheld = None
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._is_closed
 
     def add_extent(self, kind: Kind, count: int, *, publish: bool) -> list[Place]:
         """Map the next extent, and record it if `publish`. Its places are the caller's to put on a list."""
@@ -119,8 +154,8 @@ class Pool:
             raise form.ArenaFull(f"the arena has no room for more than {index} extents")
         nbytes = form.align(count * kind.size, form.EXTENT_ALIGN_BYTES)
         if publish:
-            files.extend(self._fd, start + nbytes)
-        mapping = files.map_shared(self._fd, start, nbytes)
+            self._file.extend(start + nbytes)
+        mapping = self._file.map_shared(start, nbytes)
         if publish:
             self._crash_point("arena.grow.before_record")
             self._records.store(index, form.pack_extent(index, kind.index, count))
@@ -135,7 +170,7 @@ class Pool:
     def back_all(self, places: Sequence[Place]) -> None:
         """Reserve and fault in the adjacent places of a new extent, and put them on the free list."""
         first, nbytes = places[0], len(places) * places[0].kind.size
-        files.reserve(self._fd, first.offset, nbytes)
+        self._file.reserve(first.offset, nbytes)
         files.populate(first.mapping, first.start, nbytes)
         first.kind.backed.extend(reversed(places))
         self.backed_bytes += nbytes
@@ -146,38 +181,52 @@ class Pool:
             if number in used:
                 self.backed_bytes += place.kind.size
             else:
-                files.release(self._fd, place.offset, place.kind.size)
+                self._file.release(place.offset, place.kind.size)
                 place.kind.holes.append(place)
         for kind in self.kinds:
             kind.holes.reverse()
 
     def take(self, kind: Kind) -> Place:
-        """A free place that can be written to. Raises ArenaFull."""
+        """A free place that can be written to, handed out. Raises ArenaFull, ArenaClosed."""
         with self.lock:
-            if kind.backed:
-                place = kind.backed.pop()
-                if len(kind.backed) < kind.idle_min:
-                    kind.idle_min = len(kind.backed)
-                return place
-            kind.idle_min = 0
-            if not kind.holes:
-                step = max(GROWTH_PAGES_MIN, kind.places // 8)
-                kind.holes.extend(reversed(self.add_extent(kind, step, publish=True)))
-            place = kind.holes.pop()
-            self.backed_bytes += kind.size
+            self.hand_out()
+            try:
+                place, is_backed = self._pop(kind)
+            except BaseException:
+                self.take_back()
+                raise
+        if is_backed:
+            return place
         try:
             # Outside the lock: fresh memory is slow (a MiB takes a few hundred microseconds), and others have spares.
-            files.reserve(self._fd, place.offset, kind.size)
+            self._file.reserve(place.offset, kind.size)
         except BaseException:
             with self.lock:
                 kind.holes.append(place)
                 self.backed_bytes -= kind.size
+                self.take_back()
             raise
         files.populate(place.mapping, place.start, kind.size)
         return place
 
+    def _pop(self, kind: Kind) -> tuple[Place, bool]:
+        """A free place, and whether it is backed; else it is counted as if it were."""
+        if kind.backed:
+            place = kind.backed.pop()
+            if len(kind.backed) < kind.idle_min:
+                kind.idle_min = len(kind.backed)
+            return place, True
+        kind.idle_min = 0
+        if not kind.holes:
+            step = max(GROWTH_PAGES_MIN, kind.places // 8)
+            kind.holes.extend(reversed(self.add_extent(kind, step, publish=True)))
+        self.backed_bytes += kind.size
+        return kind.holes.pop(), False
+
     def give(self, place: Place) -> list[Place]:
-        """Take a place back, which nobody reads any more. Call with the lock held, and `punch` the result without it."""
+        """Put a place on its list, which nobody reads any more. Call with the lock held, and `punch` the result without it."""
+        if self._is_closed:
+            return []
         self._crash_point("arena.free")
         kind = place.kind
         kind.backed.append(place)
@@ -203,7 +252,7 @@ class Pool:
         """Make holes of backed places that are on no list."""
         for place in places:
             self._crash_point("arena.trim")
-            punched = self._can_punch and files.release(self._fd, place.offset, place.kind.size)
+            punched = self._can_punch and self._file.release(place.offset, place.kind.size)
             with self.lock:
                 if punched:
                     place.kind.holes.append(place)
@@ -214,7 +263,7 @@ class Pool:
 
     def _cut(self, kind: Kind, count: int) -> list[Place]:
         """Remove up to `count` of the coldest backed places, and leave SPARE_PAGES_KEPT."""
-        if not self._can_punch:
+        if self._is_closed or not self._can_punch:
             return []
         count = max(0, min(count, len(kind.backed) - SPARE_PAGES_KEPT))
         kind.idle_min = max(0, kind.idle_min - count)

@@ -14,7 +14,8 @@ from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core._arena import Words
 
-WORDS = ("initialized", "timeline", "decided", "tentative", "restarts", *(f"spare_{i}" for i in range(5, form.WORD_SLOTS)))
+_NAMED = ("initialized", "timeline", "decided", "tentative", "restarts", "undeclared")
+WORDS = (*_NAMED, *(f"spare_{i}" for i in range(len(_NAMED), form.WORD_SLOTS)))
 """Names of the durable words, in file order."""
 
 _INDEX = {name: i for i, name in enumerate(WORDS)}
@@ -35,6 +36,16 @@ class Records:
         self._decisions = Words(mapping, front.decisions_at, front.decision_words * form.DECISION_SLOTS)
         self._crash_point = crash_point
         self._lock = threading.Lock()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Refuse changes from now on with ArenaClosed; the file may be somebody else's soon."""
+        with self._lock:
+            self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise form.ArenaClosed("the arena has been closed")
 
     def verify(self) -> None:
         """Raise ArenaCorrupt for a selector that selects nothing or a decision without its checksum."""
@@ -57,7 +68,9 @@ class Records:
 
     def set_word(self, name: str, value: int) -> None:
         """See Arena."""
-        self._words.store(_INDEX[name], value)
+        with self._lock:
+            self._check_open()
+            self._words.store(_INDEX[name], value)
 
     def member(self, rank: int) -> tuple[int, int, int]:
         """See Arena."""
@@ -74,6 +87,7 @@ class Records:
             )
         packed = state << _CLOCK_BITS | clock
         with self._lock:
+            self._check_open()
             at = self._selected(rank)
             self._crash_point("arena.member")
             if self._members.load(at) == session:
@@ -94,6 +108,7 @@ class Records:
         if not 0 <= mask < 1 << self._workers:
             raise ValueError(f"mask: expected {self._workers} bits, got {mask:#x}")
         with self._lock:
+            self._check_open()
             if self._decision(round_) == mask:
                 return
             slot = round_ % form.DECISION_SLOTS

@@ -6,7 +6,6 @@ then gives an error instead of a signal. The front and each current page's head 
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable
 
@@ -16,20 +15,20 @@ from psd_core import _arena_format as form
 from psd_core._arena import Words
 from psd_core._arena_pages import Place, Pool
 
-Read = Callable[[int, int, int], bytes]
-"""(fd, byte count, start) -> bytes, fewer at the end of the file."""
+Read = Callable[[files.File, int, int], bytes]
+"""(file, byte count, start) -> bytes, fewer at the end of the file."""
 
 
-def read_front(fd: int, read: Read) -> form.Front:
+def read_front(file: files.File, read: Read) -> form.Front:
     """Read and check what never changes: superblock, shapes, meta. Raises ArenaCorrupt."""
-    size = os.fstat(fd).st_size
-    superblock = read(fd, form.SUPERBLOCK.size, 0)
+    size = file.size
+    superblock = read(file, form.SUPERBLOCK.size, 0)
     if len(superblock) < form.SUPERBLOCK.size:
         raise form.ArenaCorrupt(f"superblock: the file has {size} bytes, fewer than the superblock's {form.SUPERBLOCK.size}")
     fixed_bytes = form.fixed_bytes(superblock)
     if fixed_bytes > size:
         raise form.ArenaCorrupt(f"superblock: shapes and meta would end at byte {fixed_bytes}, the file at {size}: truncated")
-    fixed = read(fd, fixed_bytes, 0)
+    fixed = read(file, fixed_bytes, 0)
     if len(fixed) < fixed_bytes:
         raise form.ArenaCorrupt(f"superblock: the file ended at byte {len(fixed)} of {fixed_bytes} while it was read")
     front = form.unpack(fixed)
@@ -38,7 +37,7 @@ def read_front(fd: int, read: Read) -> form.Front:
     return front
 
 
-def add_extents(fd: int, front: form.Front, records: Words, pool: Pool) -> None:
+def add_extents(file: files.File, front: form.Front, records: Words, pool: Pool) -> None:
     """Check the extent records, cut off what a crash left behind them, and map them. Raises ArenaCorrupt."""
     extents = []
     end = front.size
@@ -54,16 +53,16 @@ def add_extents(fd: int, front: form.Front, records: Words, pool: Pool) -> None:
     for index in range(len(extents), records.count):
         if records.load(index) != 0:
             raise form.ArenaCorrupt(f"extent {index}: there is a record after the unused record {len(extents)}")
-    size = os.fstat(fd).st_size
+    size = file.size
     if end > size:
         raise form.ArenaCorrupt(f"extents: {len(extents)} of them end at byte {end}, the file at {size}: truncated")
     if end < size:
-        files.extend(fd, end)  # a crash between making the file longer and recording the extent
+        file.extend(end)  # a crash between making the file longer and recording the extent
     for kind, count in extents:
         pool.add_extent(pool.kinds[kind], count, publish=False)
 
 
-def read_table(fd: int, front: form.Front, table: Words, pool: Pool, read: Read) -> list[tuple[Place, int] | None]:
+def read_table(file: files.File, front: form.Front, table: Words, pool: Pool, read: Read) -> list[tuple[Place, int] | None]:
     """Check each entry and the head of its page; return place and version by block, None if never published.
 
     Raises:
@@ -86,7 +85,7 @@ def read_table(fd: int, front: form.Front, table: Words, pool: Pool, read: Read)
         if number in owners:
             raise form.ArenaCorrupt(f"{where}: its page belongs to block {owners[number]}")
         owners[number] = block
-        head = read(fd, 8 * layout.head_words, place.offset)
+        head = read(file, 8 * layout.head_words, place.offset)
         current.append((place, _check_head(head, block, entry, place)))
     return current
 

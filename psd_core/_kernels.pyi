@@ -1,6 +1,6 @@
 from typing import Any, Final
 
-RULE_IDS: Final[dict[str, int]]
+RULES_CHECKSUM: Final[int]
 
 class InvalidTensor(ValueError): ...
 
@@ -11,16 +11,6 @@ def is_half(x: Any) -> bool: ...
 def widen(out: Any, x: Any) -> None: ...
 def first_nonfinite(x: Any) -> int: ...
 def square_sum(x: Any, offset: int) -> int | None: ...
-def step(
-    rule: int,
-    param: Any,
-    grad: Any,
-    slot_names: tuple[str, ...],
-    slots: tuple[Any, ...],
-    scalars: tuple[float, ...],
-    flags: int,
-    number: int,
-) -> None: ...
 def step_block(
     rule: int,
     param_in: Any,
@@ -37,5 +27,5 @@ def step_block(
     steps_in: Any,
     steps_out: Any,
     scalars: tuple[float, ...],
-    flags: int,
+    flags: tuple[bool, ...],
 ) -> None: ...

@@ -2,7 +2,7 @@
 
 This module owns every check that memory safety needs, so that no caller can make a kernel read or write out of bounds:
 element type, byte order, dimensions, contiguity, alignment, writability, length, overlap, segment ends. It knows no defaults and
-no rule's meaning; those are in ``psd_core/__init__.py`` and ``_rules.py``, which document each function.
+no rule's meaning; those are in ``rules.py``. ``psd_core/__init__.py`` and ``_step_block.py`` document each function.
 
 Arrays come through the C buffer protocol rather than as typed memoryviews: the same checks at a fraction of the cost (a
 step takes ten arrays), errors that name the argument, and a check of alignment, which memoryviews lack.
@@ -19,24 +19,16 @@ cdef extern from "kernels.h" nogil:
         PSD_F64
         PSD_F16
         PSD_BF16
-    ctypedef enum psd_rule_id:
-        PSD_ADADELTA
-        PSD_ADAGRAD
-        PSD_ADAM
-        PSD_ADAMAX
-        PSD_FTRL
-        PSD_LAMB
-        PSD_LION
-        PSD_NADAM
-        PSD_RMSPROP
-        PSD_SGD
     enum:
-        PSD_SLOTS_MAX
+        PSD_RULES
+        PSD_RULES_CHECKSUM
+        PSD_FLAGS_MAX
         PSD_SCALARS_MAX
+        PSD_SLOTS_MAX
         PSD_LIMBS
     ctypedef struct psd_hyper:
+        uint8_t flags[PSD_FLAGS_MAX]
         double scalars[PSD_SCALARS_MAX]
-        uint32_t flags
     ctypedef struct psd_arrays:
         const void *param_in
         void *param_out
@@ -58,25 +50,13 @@ cdef extern from "kernels.h" nogil:
     void psd_widen(psd_dtype, float *out, const void *half, intptr_t n) noexcept
     intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n) noexcept
     int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset) noexcept
-    void psd_step(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, uint64_t step, intptr_t n) noexcept
-    void psd_step_block(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, const psd_segments *) noexcept
+    void psd_step_block(psd_dtype, int rule, const psd_arrays *, const psd_hyper *, const psd_segments *) noexcept
 
 
-RULE_IDS = {
-    "adadelta": <int>PSD_ADADELTA,
-    "adagrad": <int>PSD_ADAGRAD,
-    "adam": <int>PSD_ADAM,
-    "adamax": <int>PSD_ADAMAX,
-    "ftrl": <int>PSD_FTRL,
-    "lamb": <int>PSD_LAMB,
-    "lion": <int>PSD_LION,
-    "nadam": <int>PSD_NADAM,
-    "rmsprop": <int>PSD_RMSPROP,
-    "sgd": <int>PSD_SGD,
-}
+RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table that the kernels were built with
 
 cdef enum:
-    BUFFERS_MAX = 16  # param, slots in and out, acc, grad, four segment arrays: 14 with PSD_SLOTS_MAX slots
+    BUFFERS_MAX = 8 + 2 * PSD_SLOTS_MAX  # param and slots in and out, acc, grad, four segment arrays
     NO_TWIN = -1
 
 # Element types by the letter that the buffer protocol uses; a bfloat16 has none and comes as its bits, an "H". Three are ours:
@@ -268,45 +248,10 @@ def square_sum(object x, int offset):
     return int.from_bytes((<char *>words)[: sizeof(words)], "little")
 
 
-cdef int _set_hyper(psd_hyper *hyper, tuple scalars, uint32_t flags) except -1:
-    cdef int i
-    assert len(scalars) <= PSD_SCALARS_MAX
-    memset(hyper, 0, sizeof(psd_hyper))
-    for i in range(len(scalars)):
-        hyper.scalars[i] = scalars[i]
-    hyper.flags = flags
-    return 0
-
-
-def step(int rule, object param, object grad, tuple slot_names, tuple slots, tuple scalars, uint32_t flags, uint64_t number):
-    """Apply one update in place. `slots` holds an array or None for each of `slot_names`; `number` counts from 1."""
-    cdef _Borrow borrow = _Borrow()
-    cdef psd_arrays arrays
-    cdef psd_hyper hyper
-    cdef Py_buffer *model
-    cdef int i
-    assert len(slots) == len(slot_names) <= PSD_SLOTS_MAX
-    memset(&arrays, 0, sizeof(arrays))
-    _set_hyper(&hyper, scalars, flags)
-
-    model = borrow.take("param", param, c"r", True)
-    arrays.param_in = arrays.param_out = model.buf
-    arrays.grad = borrow.like("grad", grad, model, False)
-    arrays.grad_dtype = _dtype(model)
-    arrays.weight = arrays.scale = 1
-    for i in range(len(slots)):
-        if slots[i] is not None:
-            arrays.slots_in[i] = arrays.slots_out[i] = borrow.like(slot_names[i], slots[i], model, True)
-    borrow.check_overlap()
-
-    with nogil:
-        psd_step(_dtype(model), <psd_rule_id>rule, &arrays, &hyper, number, model.shape[0])
-
-
 def step_block(
     int rule, object param_in, object param_out, tuple slot_names, tuple slots_in, tuple slots_out, object acc, object grad,
     double weight, double scale, object segment_ends, object touched, object steps_in, object steps_out, tuple scalars,
-    uint32_t flags,
+    tuple flags,
 ):
     """Apply one update of a block from the input arrays to the output arrays."""
     cdef _Borrow borrow = _Borrow()
@@ -318,8 +263,13 @@ def step_block(
     cdef Py_buffer *ends
     cdef int i
     assert len(slots_in) == len(slots_out) == len(slot_names) <= PSD_SLOTS_MAX
+    assert 0 <= rule < PSD_RULES and len(scalars) <= PSD_SCALARS_MAX and len(flags) <= PSD_FLAGS_MAX
     memset(&arrays, 0, sizeof(arrays))
-    _set_hyper(&hyper, scalars, flags)
+    memset(&hyper, 0, sizeof(hyper))
+    for i in range(len(scalars)):
+        hyper.scalars[i] = scalars[i]
+    for i in range(len(flags)):
+        hyper.flags[i] = flags[i]
 
     model = borrow.take("param_in", param_in, c"r", False)
     arrays.param_in = model.buf
@@ -348,7 +298,7 @@ def step_block(
     borrow.check_overlap()
 
     with nogil:
-        psd_step_block(_dtype(model), <psd_rule_id>rule, &arrays, &hyper, &segments)
+        psd_step_block(_dtype(model), rule, &arrays, &hyper, &segments)
 
 
 cdef void *_segment_array(_Borrow borrow, str name, object array, char letter, bint writable, Py_buffer *ends) except? NULL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from psd_core import _kernels
-from psd_core._rules import GradientArray
+from psd_core._step_block import GradientArray
 
 RUN = 16
 """Elements that `square_sum` adds in floating point; an array must be cut between runs."""

@@ -42,11 +42,32 @@ from psd_core import _arena_format as form
 from psd_core import _arena_recovery as recovery
 from psd_core._arena_accumulators import Accumulators
 from psd_core._arena_blocks import Blocks, Page
-from psd_core._arena_format import CRASH_POINTS, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
+from psd_core._arena_format import (
+    CRASH_POINTS,
+    NO_SPACE,
+    ArenaBusy,
+    ArenaClosed,
+    ArenaCorrupt,
+    ArenaError,
+    ArenaFull,
+    BlockShape,
+)
 from psd_core._arena_pages import SPARE_PAGES_KEPT
 from psd_core._arena_records import WORDS, Records
 
-__all__ = ["CRASH_POINTS", "WORDS", "Arena", "ArenaBusy", "ArenaCorrupt", "ArenaError", "ArenaFull", "BlockShape", "Page"]
+__all__ = [
+    "CRASH_POINTS",
+    "NO_SPACE",
+    "WORDS",
+    "Arena",
+    "ArenaBusy",
+    "ArenaClosed",
+    "ArenaCorrupt",
+    "ArenaError",
+    "ArenaFull",
+    "BlockShape",
+    "Page",
+]
 
 
 def _no_crash(_name: str) -> None:
@@ -56,26 +77,30 @@ def _no_crash(_name: str) -> None:
 class Arena:
     """The block store of one shard. Made by `create` or `open`; closed by `close`.
 
-    Thread-safe, but one thread at a time updates a block (`spare` to `publish`). After `close` only pages that are still held
-    may be read. A caller's errors (a page given back twice, a rank out of range) are AssertionError, IndexError or KeyError.
+    Thread-safe, but one thread at a time updates a block (`spare` to `publish`). A caller's errors (a page given back twice, a
+    rank out of range) are AssertionError, IndexError or KeyError.
+
+    `close` may come while others hold pages. These stay as they are, to be read, and are given back as before, which touches no
+    file any more; what would change the arena raises ArenaClosed.
 
     Attributes:
         meta: the caller's bytes, as given to `create`. shapes: of the blocks. workers: W.
     """
 
-    def __init__(self, directory: files.Directory, fd: int, front: form.Front, crash_point: Callable[[str], None]) -> None:
-        """Not for callers. Takes both descriptors over."""
+    def __init__(
+        self, directory: files.Directory, file: files.File, front: form.Front, crash_point: Callable[[str], None]
+    ) -> None:
+        """Not for callers. Takes both over."""
         self.meta = front.meta
         self.shapes = front.shapes
         self.workers = front.workers
         self._directory = directory
-        self._fd = fd
+        self._file = file
         self._front = front
-        mapping = files.map_shared(fd, 0, front.size)
-        self._blocks = Blocks(fd, front, mapping, crash_point)
+        mapping = file.map_shared(0, front.size)
+        self._blocks = Blocks(file, front, mapping, crash_point)
         self._records = Records(front, mapping, crash_point)
         self._accumulators = Accumulators(front.shapes)
-        self._is_closed = False
 
     @classmethod
     def create(
@@ -106,26 +131,29 @@ class Arena:
         """
         form.check_shapes(shapes, workers)
         path = Path(directory)
-        held = files.take_lock(path, is_made=files.make_directory(path))
-        if (path / files.ARENA_NAME).exists() and not replace:
-            files.close(held.lock_fd)
-            raise ArenaError(f"{path} holds an arena already")
-        fd = -1
-        try:
-            front = form.Front(workers, tuple(shapes), bytes(meta))
-            fd = os.open(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            files.extend(fd, front.size)
-            files.reserve(fd, 0, front.size)
-            os.pwrite(fd, front.pack(), 0)
-            arena = cls(held, fd, front, crash_point)
-            arena._allocate()
-            crash_point("arena.create.before_rename")
-            (path / files.UNFINISHED_NAME).rename(path / files.ARENA_NAME)
-            crash_point("arena.create.after_rename")
-        except BaseException:
-            held.remove(files.UNFINISHED_NAME)
-            files.close(held.lock_fd, fd)
-            raise
+        with files.lack_of_space(f"no space for an arena in {path}"):
+            held = files.take_lock(path, is_made=files.make_directory(path))
+            if (path / files.ARENA_NAME).exists() and not replace:
+                held.close()
+                raise ArenaError(f"{path} holds an arena already")
+            file = None
+            try:
+                front = form.Front(workers, tuple(shapes), bytes(meta))
+                file = files.File(path / files.UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                file.extend(front.size)
+                file.reserve(0, front.size)
+                file.write(front.pack(), 0)
+                arena = cls(held, file, front, crash_point)
+                arena._allocate()
+                crash_point("arena.create.before_rename")
+                (path / files.UNFINISHED_NAME).rename(path / files.ARENA_NAME)
+                crash_point("arena.create.after_rename")
+            except BaseException:
+                if file is not None:
+                    file.close()
+                held.remove(files.UNFINISHED_NAME)
+                held.close()
+                raise
         return arena
 
     @staticmethod
@@ -139,7 +167,7 @@ class Arena:
         directory: str | os.PathLike[str],
         *,
         crash_point: Callable[[str], None] = _no_crash,
-        read: recovery.Read = files.read_exactly,
+        read: recovery.Read = files.File.read,
     ) -> Arena | None:
         """Take over what a process that has died, or called `close(remove=False)`, left in a directory.
 
@@ -153,30 +181,32 @@ class Arena:
 
         Raises:
             ArenaBusy: another live process holds the directory.
+            ArenaFull: no space even for a lock.
             ArenaCorrupt: the file is not what was written; the message says what is wrong where. The file is left alone.
         """
         path = Path(directory)
         if not path.is_dir():
             return None
-        held = files.take_lock(path, is_made=False)
-        fd = -1
+        with files.lack_of_space(f"no space in {path}"):
+            held = files.take_lock(path, is_made=False)
+        file = None
         try:
             (path / files.UNFINISHED_NAME).unlink(missing_ok=True)
-            try:
-                fd = os.open(path / files.ARENA_NAME, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                files.close(held.lock_fd)
+            if not (path / files.ARENA_NAME).exists():
+                held.close()
                 return None
-            arena = cls(held, fd, recovery.read_front(fd, read), crash_point)
+            file = files.File(path / files.ARENA_NAME, os.O_RDWR)
+            arena = cls(held, file, recovery.read_front(file, read), crash_point)
             blocks = arena._blocks
             arena._records.verify()
-            recovery.add_extents(fd, arena._front, blocks.extents, blocks.pool)
-            blocks.adopt(recovery.read_table(fd, arena._front, blocks.table, blocks.pool, read))
-        except ArenaCorrupt as error:
-            files.close(held.lock_fd, fd)
-            raise ArenaCorrupt(f"{path / files.ARENA_NAME}: {error}") from None
-        except BaseException:
-            files.close(held.lock_fd, fd)
+            recovery.add_extents(file, arena._front, blocks.extents, blocks.pool)
+            blocks.adopt(recovery.read_table(file, arena._front, blocks.table, blocks.pool, read))
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            held.close()
+            if isinstance(error, ArenaCorrupt):
+                raise ArenaCorrupt(f"{path / files.ARENA_NAME}: {error}") from None
             raise
         return arena
 
@@ -190,20 +220,35 @@ class Arena:
 
     def sync(self) -> None:
         """Have all that was written reach the disk, if the arena lies on one. Returns when it has."""
-        os.fsync(self._fd)
+        self._file.sync()
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the directory. Views that are still held stay readable.
+        """Let go of the arena, whatever others hold of it. Idempotent.
+
+        One that stays keeps its directory locked until the last page that somebody holds is back: who opens it next would write
+        where that one reads.
 
         Args:
             remove: delete the arena, and the directory if `create` had made it and nothing else is in it.
         """
-        if self._is_closed:
+        if self._file.is_closed:
             return
-        self._is_closed = True
+        self._records.close()
         if remove:
-            self._directory.remove(files.ARENA_NAME)
-        files.close(self._fd, self._directory.lock_fd)
+            self.abandon()
+        self._blocks.pool.close(when_unheld=self._directory.close)
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Delete the arena's files as `close` does, and nothing else: at the end of the process, and in finalizers, which may
+        strike amid any call. Takes no lock."""
+        self._directory.remove(files.ARENA_NAME)
+        self._directory.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._file.is_closed
 
     # Pages.
 
@@ -212,7 +257,7 @@ class Arena:
         return self._blocks.current(block)
 
     def pin(self, block: int) -> Page:
-        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none."""
+        """The published page, which stays as it is until `unpin`. Raises ArenaError if there is none, ArenaClosed."""
         return self._blocks.pin(block)
 
     def unpin(self, page: Page) -> None:
@@ -224,11 +269,16 @@ class Arena:
 
         Raises:
             ArenaFull: no space, or no room in the arena's own tables. Nothing has changed.
+            ArenaClosed: it has been closed.
         """
         return self._blocks.spare(block)
 
     def publish(self, block: int, page: Page, version: int) -> None:
-        """Make a spare the block's current page, in one step. The old page is free when its last pin goes."""
+        """Make a spare the block's current page, in one step. The old page is free when its last pin goes.
+
+        Raises:
+            ArenaClosed: it has been closed; the page is given back.
+        """
         self._blocks.publish(block, page, version)
 
     def discard(self, page: Page) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from source_tree import ROOT, modules, tree
 
-LINES_MAX = 400
+LINES_MAX = 500
 SOURCES = (".py", ".pyx", ".pyi", ".c", ".h", ".proto", ".toml", ".md", ".yaml", ".yml")
 
 
@@ -41,7 +41,7 @@ def lines_with(pattern, files):
 
 
 def test_no_file_is_too_long():
-    """A file has one purpose, and at most 400 lines."""
+    """A file has one purpose, and at most 500 lines."""
     long = {
         str(p.relative_to(ROOT)): n for p in sources(".py", ".pyx", ".c", ".h") if (n := p.read_text().count("\n")) > LINES_MAX
     }
@@ -76,13 +76,15 @@ def test_no_docstring_is_empty_words():
         (r"^\s*(import|from) (pickle|marshal|shelve)\b|allow_pickle=True", (".py",), "clients"),
         (r"\btorch\.load\((?!.*weights_only=True)|\b(eval|exec)\(", (".py",), "psd"),
         (r"\btorch\.load\((?!.*weights_only=True)|\b(eval|exec)\(", (".py",), "clients"),
-        (r"print\(", (".py",), "psd/state"),
+        (r"freethreading_compatible", (".py", ".pyx", ".toml"), ""),
+        (r"\bprint\(", (".py",), "psd/state"),
         (r"/work/|/home/\w", (".py", ".toml", ".md", ".proto", ".yaml"), ""),
         (r"\b127\.0\.0\.1:[1-9]\d*", (".py",), "tests/rim"),
     ],
 )
 def test_what_must_not_be_there(pattern, suffixes, under):
-    """No unfinished work, skipped tests, sleeps, flags that break other machines, pickles, or paths of one machine."""
+    """No unfinished work, skipped tests, sleeps, flags that break other machines, pickles, paths of one machine, or promises
+    that no test holds: the state relies on the GIL."""
     assert lines_with(pattern, sources(*suffixes, under=under)) == []
 
 

@@ -8,6 +8,8 @@
 Importing it imports no framework and opens nothing.
 """
 
+import logging
+
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     BarrierTimeout,
@@ -40,26 +42,19 @@ from psd.contract.errors import (
     WaitTimeout,
     WrongShard,
 )
+from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
-from psd_client.optimizers import FTRL, LAMB, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RMSprop
 from psd_client.reader import Reader
+from psd_core import rules as _rules
+from psd_core.rules import *  # noqa: F403 - a rule stands in one place
+
+logging.getLogger("psd_client").addFilter(PrintableRecords())
 
 __all__ = [
     "connect",
     "ParameterServer",
     "Reader",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "FTRL",
-    "LAMB",
-    "Lion",
-    "NAdam",
-    "RMSprop",
     "CustomRule",
     "ConfigError",
     "PsdError",
@@ -92,3 +87,4 @@ __all__ = [
     "WaitTimeout",
     "WrongShard",
 ]
+__all__ += _rules.__all__

@@ -2,14 +2,19 @@
 
 Over a local socket the worker's flat buffers are attached, if they lie in a segment: then gradients are read and parameters
 written by the shard itself, and messages only name them. A connection that has failed in any way is closed, and is not used
-again. Must not know retries, sessions, or how the connection was opened.
+again. Whoever waits looks up every PAUSE_S whether that still makes sense: not after the call's deadline, nor if nothing has
+moved on a TCP connection for SILENT_S, since a shard that is there says so. Must not know retries, sessions, or how the
+connection was opened.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -19,42 +24,65 @@ from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitT
 from psd.contract.layout import Block
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
+from psd_client.crew import Crew, Task
 from psd_client.feed import Aborted, Outgoing
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import detail_of
-from psd_client.transport import Call, Cancelled, GradientPart
+from psd_client.transport import CANCEL_S, Call, Cancelled, GradientPart
+
+logger = logging.getLogger("psd_client")
 
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
-CANCEL_S = 5.0
-"""After a call was cancelled, how long the shard may take to let go of this worker's memory. It takes one block."""
+"""For the answer to a ticket, or to memory that is attached: a shard that takes longer is one that does not answer."""
+PAUSE_S = 0.5
+SILENT_S = 16.0
+"""More than three times as long as a shard takes between two words on a connection with a call under way."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
 
+class NotGreeted(Exception):
+    """Somebody has taken the connection and does not answer."""
+
+
 class BulkConnection:
-    """One open connection to one shard. One call at a time.
+    """One open connection to one shard. One call at a time; `close` may come from another thread.
 
     Args:
-        stream: connected. shard, address: for messages. ticket: from OpenBulk.
+        stream: connected; owned from now on. shard, address: for messages. ticket: from OpenBulk. call: in which it is opened.
+
+    Raises:
+        NotGreeted: not within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as calls.
 
     Attributes:
         is_open: False after the first failure. sent_bytes, received_bytes: payload bytes so far.
     """
 
-    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes) -> None:
+    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call) -> None:
         self.is_open = True
         self.sent_bytes = 0
         self.received_bytes = 0
         self._stream = stream
         self._shard = shard
         self._address = address
-        self._sender: ThreadPoolExecutor | None = None
+        self._sender = Crew("psd-send")
         self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
-        self._is_cancelled = False
-        stream.set_timeout(HELLO_S)
-        self._guarded(lambda: self._greet(ticket))
+        self._lock = threading.Lock()
+        self._is_busy = False
+        self._deadline = math.inf
+        self._cancelled_at = math.inf
+        self._progress: tuple[int, int] | None = None
+        self._moved_at = 0.0
+        stream.set_patience(PAUSE_S, self._on_pause)
+        try:
+            self._run(Call(HELLO_S, call.scope), lambda: self._greet(ticket))
+        except TimeoutError:
+            raise NotGreeted from None
+        except BaseException:
+            self.close()
+            raise
 
     def _greet(self, ticket: bytes) -> None:
         self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
@@ -65,7 +93,7 @@ class BulkConnection:
         """True if memory can be attached."""
         return self._stream.local is not None
 
-    def attach(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+    def attach(self, gradients: FlatBuffers, parameters: FlatBuffers, call: Call) -> None:
         """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
         if self._attached is not None and self._attached[0] is gradients:
             return
@@ -80,7 +108,6 @@ class BulkConnection:
                 gradient_starts=gradients.starts,
                 parameter_starts=parameters.starts,
             )
-            self._stream.set_timeout(HELLO_S)
             self._stream.send(Kind.ATTACH, message.SerializeToString())
             self._expect(Kind.SEND)
             local = self._stream.local
@@ -91,7 +118,15 @@ class BulkConnection:
                 raise Disconnected(str(error)) from None
             return self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
 
-        if self._guarded(exchange) != segment.nonce:
+        try:
+            nonce = self._run(Call(HELLO_S, call.scope), exchange)
+        except TimeoutError:
+            raise ShardUnavailable(
+                f"shard {self._shard} at {self._address}: has not mapped this worker's memory within {HELLO_S:g} s",
+                shard=self._shard,
+                address=self._address,
+            ) from None
+        if nonce != segment.nonce:
             self.close()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped another memory than was sent")
         self._attached = gradients, parameters
@@ -101,23 +136,27 @@ class BulkConnection:
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """See Lane."""
         message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header, timeout_s=call.timeout_s)
-        reply: data_pb2.PushReply = self._run(call, lambda: self._call(message, part, (), None))
+        reply: data_pb2.PushReply = self._run_call(call, lambda: self._call(message, part, (), None))
         return reply
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """See Lane."""
         message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header, timeout_s=call.timeout_s)
-        reply: data_pb2.PushReply = self._run(call, lambda: self._call(message, part, part.blocks, parameters))
+        reply: data_pb2.PushReply = self._run_call(call, lambda: self._call(message, part, part.blocks, parameters))
         return reply
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
         message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request, timeout_s=call.timeout_s)
         awaited = () if request.versions_only else blocks
-        self._run(call, lambda: self._call(message, None, awaited, parameters))
+        self._run_call(call, lambda: self._call(message, None, awaited, parameters))
 
     def _has(self, buffers: FlatBuffers) -> bool:
-        return self._attached is not None and any(buffers is attached for attached in self._attached)
+        return (
+            self._attached is not None
+            and any(buffers is attached for attached in self._attached)
+            and not (buffers.segment is None or buffers.segment.is_given_up)
+        )
 
     def _call(
         self,
@@ -137,22 +176,24 @@ class BulkConnection:
             elif part.is_small:  # sent before anything is read, by one thread
                 self._send_blocks(part)
             else:
-                if self._sender is None:
-                    self._sender = ThreadPoolExecutor(1, thread_name_prefix="psd-send")
-                sending = self._sender.submit(self._send_blocks, part)
+                sending = Task(lambda: self._send_blocks(part))
+                try:
+                    self._sender.begin(sending)
+                except RuntimeError:  # the interpreter exits, and has no threads: it pushes, but waits for no answers besides
+                    sending.run()
         try:
             reply = self._receive(awaited, parameters, into_memory=message.into_memory)
         except _Refused:
-            if sending is not None:
-                sending.result()  # the shard reads on to the push's end
+            if sending is not None and (failure := sending.wait()) is not None:  # the shard reads on to the push's end
+                raise failure from None
             raise
         except BaseException:
             self._stream.shut_down(socket.SHUT_WR)
-            if sending is not None and isinstance(error := sending.exception(), Aborted):
-                raise error from None
+            if sending is not None and isinstance(failure := sending.wait(), Aborted):
+                raise failure from None
             raise
-        if sending is not None:
-            sending.result()
+        if sending is not None and (failure := sending.wait()) is not None:
+            raise failure
         return reply
 
     def _send_names(self, part: GradientPart) -> None:
@@ -181,7 +222,7 @@ class BulkConnection:
         try:
             yield from part.outgoing()
         except Aborted:
-            self._stream.shut_down(socket.SHUT_WR)  # ends the call; the other thread waits for its answer
+            self._cancel()  # the other thread waits for its answer
             raise
 
     def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
@@ -211,66 +252,128 @@ class BulkConnection:
                         parameters.versions[index] = version
                     self.received_bytes += sum(block.nbytes for block in blocks)
                 return reply.push
-            else:
+            elif kind is not Kind.ALIVE:
                 self._raise(kind, head)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
+    def _run_call(self, call: Call, exchange: Callable[[], ResultT]) -> ResultT:
+        try:
+            return self._run(call, exchange)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
+            ) from None
+
     def _run(self, call: Call, exchange: Callable[[], ResultT]) -> ResultT:
-        self._stream.set_timeout(call.timeout_s)
-        with call.scope.entered(self._cancel):
-            try:
-                return self._guarded(exchange)
-            except TimeoutError:
-                raise WaitTimeout(
-                    f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
-                ) from None
-            except ShardUnavailable:
-                if call.scope.is_cancelled:
-                    raise Cancelled from None
-                raise
+        """The result of an exchange of messages. TimeoutError: it has not ended in time."""
+        with self._lock:
+            if not self.is_open:
+                raise self._unavailable("the connection was closed")
+            self._is_busy = True
+        try:
+            self._moved_at = now = time.monotonic()
+            self._deadline = now + call.timeout_s
+            with call.scope.entered(self._cancel):
+                try:
+                    return self._guarded(exchange)
+                except _Refused as refused:  # in good order: the next call may begin
+                    error = refused.error
+            raise error
+        except (ShardUnavailable, TimeoutError):
+            if call.scope.is_cancelled:
+                raise Cancelled from None
+            raise
+        finally:
+            with self._lock:
+                self._is_busy = False
+                is_over = not self.is_open
+            if is_over:
+                self._give_back()
+
+    def _on_pause(self) -> None:
+        """Nothing has moved for a while: raise what ends the call, if anything does."""
+        now = time.monotonic()
+        if now >= self._deadline or now - self._cancelled_at >= CANCEL_S:
+            raise TimeoutError
+        progress = self._stream.progress()
+        if progress is None or progress != self._progress:
+            self._progress, self._moved_at = progress, now
+        elif now - self._moved_at >= SILENT_S:
+            raise Disconnected(f"nothing has come for {now - self._moved_at:.0f} s, not even word that the shard is there")
 
     def _guarded(self, exchange: Callable[[], ResultT]) -> ResultT:
-        """The result of an exchange of messages; the connection is over if it breaks off in the middle."""
+        """The result of an exchange of messages; the connection is over if it ends in any other way than by an answer."""
         try:
             return exchange()
-        except _Refused as refused:  # in good order: the next call may begin
-            raise refused.error from None
+        except _Refused:
+            raise
         except Disconnected as error:
             self._abandon()
-            raise ShardUnavailable(
-                f"shard {self._shard} at {self._address}: the connection broke: {error}",
-                shard=self._shard,
-                address=self._address,
-            ) from None
+            raise self._unavailable(f"the connection broke: {error}") from None
         except BaseException:
             self._abandon()
             raise
 
-    def _cancel(self) -> None:
-        """From another thread: end the call. The thread that is in it waits for the shard's end."""
-        self._stream.shut_down(socket.SHUT_WR)
+    def _unavailable(self, why: str) -> ShardUnavailable:
+        where = {"shard": self._shard, "address": self._address}
+        return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
 
-    def break_off(self) -> None:
-        """From another thread: end the call without waiting for the shard. Not where it sees this worker's memory."""
-        self._stream.shut_down(socket.SHUT_RDWR)
+    def _cancel(self) -> None:
+        """End the call. Whoever is in it waits for the shard's end, if the shard sees this worker's memory."""
+        if self._attached is None:
+            self._stream.shut_down(socket.SHUT_RDWR)
+            return
+        self._cancelled_at = min(self._cancelled_at, time.monotonic())
+        self._stream.shut_down(socket.SHUT_WR)
 
     def _abandon(self) -> None:
         """Wait until the shard has let go, so that nothing of the call touches this worker's memory any more; then close."""
-        self._stream.shut_down(socket.SHUT_WR)
-        self._stream.set_timeout(CANCEL_S)
+        self._cancel()
+        self._deadline = math.inf
+        if self._attached is not None and self.is_open:
+            try:
+                self._on_pause()
+                self._stream.skip(1 << 62)
+            except Disconnected:
+                pass
+            except BaseException as error:
+                self._give_up(*self._attached)
+                if not isinstance(error, TimeoutError):  # a second Ctrl-C
+                    self.close()
+                    raise
+        self.close()
+
+    def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+        """The shard has not let go of the memory: what it may still do there is not to be seen any more, nor is what comes."""
+        segment = gradients.segment
+        if segment is None or segment.is_given_up:
+            return
         try:
-            self._stream.skip(1 << 62)
-        except (Disconnected, TimeoutError):
-            self.close()
+            segment.give_up(parameters.spaces)
+        except OSError as error:
+            logger.warning("psd: shard %d at %s may still write to this worker's memory: %s", self._shard, self._address, error)
+            return
+        logger.warning(
+            "psd: shard %d at %s has not let go of this worker's memory within %g s of the end of a call; from now on it is "
+            "shared with no shard, and gradients and parameters are copied through sockets",
+            self._shard,
+            self._address,
+            CANCEL_S,
+        )
 
     def close(self) -> None:
-        """Give the connection back. Idempotent."""
-        self.is_open = False
+        """Give the connection back; a call in another thread ends. Idempotent."""
+        with self._lock:
+            self.is_open = False
+            is_busy = self._is_busy
         self._stream.shut_down(socket.SHUT_RDWR)
-        if self._sender is not None:
-            self._sender.shutdown(wait=True)
-            self._sender = None
+        if not is_busy:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Nobody uses the connection any more."""
+        self._sender.close()
         self._stream.close()
 
     def _expect(self, kind: Kind) -> bytes:

@@ -21,7 +21,7 @@ from psd.contract.tls import what_is_wrong
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.v1 import control_pb2, data_pb2, job_pb2
-from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection
+from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection, NotGreeted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_lane import GrpcLane
 from psd_client.transport import Call, Cancelled, GradientPart, Share
@@ -31,6 +31,9 @@ TRANSPORT_CHARACTERS_MAX = 120
 STALE_NAME_S = 20.0
 """For about so long name servers may give out the address that a shard had before. A connection that worked before is tried
 again for this long, and only then given up in favour of gRPC."""
+
+SILENCES_MAX = 2
+"""A port that has not answered so often, while the shard has answered over gRPC, is not the shard's for this worker."""
 
 ResultT = TypeVar("ResultT")
 
@@ -51,6 +54,7 @@ class BulkLane(GrpcLane):
         self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
         self._had_tcp = False
         self._missed_since: float | None = None  # since when TCP connections fail
+        self._silences = 0  # TCP connections that were taken and not answered, one after the other
 
     @property
     def is_interruptible(self) -> bool:  # type: ignore[override]  # a plain attribute elsewhere
@@ -87,12 +91,6 @@ class BulkLane(GrpcLane):
             return super().push_pull(part, parameters, call)
         return self._counted(bulk, lambda: bulk.push_pull(part, parameters, call))
 
-    def suspect(self) -> None:
-        """See Lane. A shard on this machine does not vanish unnoticed, and may still be writing to this worker's memory."""
-        bulk = self._bulk
-        if bulk is not None and not bulk.is_local:
-            bulk.break_off()
-
     def close(self) -> None:
         """See Lane."""
         super().close()
@@ -117,7 +115,9 @@ class BulkLane(GrpcLane):
         """The connection, ready for bulk calls; None: gRPC it is."""
         bulk = self._opened(caller, call)
         if bulk is not None and bulk.is_local and self._shared is not None:
-            bulk.attach(*self._shared)
+            gradients, parameters = self._shared
+            if gradients.segment is not None and not gradients.segment.is_given_up:
+                bulk.attach(gradients, parameters, call)
         return bulk
 
     def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
@@ -135,15 +135,18 @@ class BulkLane(GrpcLane):
                 continue
             reply = self.open_bulk(control_pb2.OpenBulkRequest(caller=caller), call)
             try:
-                sock = connect(reply)
+                stream = Stream(connect(reply), HEAD_BYTES_MAX)
+                bulk = BulkConnection(stream, self.shard, self.address, reply.ticket, call)
             except _NotHere as error:
                 refusals.append(f"{name}: {error}")
                 continue
-            try:
-                bulk = BulkConnection(Stream(sock, HEAD_BYTES_MAX), self.shard, self.address, reply.ticket)
+            except NotGreeted:
+                refusals.append(f"{name}: {self._silent(name, reply.tcp_port)}")
+                continue
             except InvalidRequest as error:
                 self._missed(f"another shard is there: {error}")
                 raise
+            self._silences = 0
             if name == "tcp":
                 self._had_tcp, self._missed_since = True, None
             self._note(name, refusals)
@@ -160,7 +163,23 @@ class BulkLane(GrpcLane):
         if self._missed_since is None:
             self._missed_since = now
         if self._had_tcp and now - self._missed_since < STALE_NAME_S:
-            raise ShardUnavailable(f"shard {self.shard} at {self.address}: {why}", shard=self.shard, address=self.address)
+            raise self._unavailable(why)
+
+    def _silent(self, name: str, port: int) -> str:
+        """A connection was taken, and nobody has answered: why not this way. Raises ShardUnavailable while it may be that the
+        shard was only suspended for a while; each attempt begins with a call that it must answer."""
+        if name == "shm":
+            raise self._unavailable("takes connections on this machine and does not answer them")
+        why = f"port {port}: takes connections and does not answer"
+        self._missed(why)
+        self._silences += 1
+        if self._silences < SILENCES_MAX:
+            raise self._unavailable(why)
+        return why
+
+    def _unavailable(self, why: str) -> ShardUnavailable:
+        where = {"shard": self.shard, "address": self.address}
+        return ShardUnavailable(f"shard {self.shard} at {self.address}: {why}", **where)
 
     def _note(self, name: str, refusals: Sequence[str]) -> None:
         self.transport = f"{name} (not {'; not '.join(refusals)})" if refusals else name
@@ -192,7 +211,6 @@ class BulkLane(GrpcLane):
             self._missed(f"port {reply.tcp_port}: {error.strerror or error}")
             raise _NotHere(f"port {reply.tcp_port}: {error.strerror or error}") from None
         sock.settimeout(None)
-        keep_alive(sock)
         context = self._credentials.context()
         return sock if context is None else _secured(sock, context, host.strip("[]"))
 
@@ -202,6 +220,9 @@ def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSock
     secured = TlsSocket(sock, context, host)
     try:
         secured.handshake(CONNECT_S)
+    except TimeoutError:
+        secured.close()
+        raise NotGreeted from None
     except OSError as error:
         secured.close()
         raise _NotHere(f"port {port}: {what_is_wrong(error, host) or error}") from None
@@ -213,16 +234,3 @@ def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSock
 
 class _NotHere(Exception):
     """A way that does not work with this shard, and why."""
-
-
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-"""A peer that vanishes without a word is noticed within 20 seconds, as on the gRPC channel. Not while something is being sent;
-that is heartbeat.py's. Not by TCP_USER_TIMEOUT, since a shard that lets a push wait does not read, and that may last."""
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Have the system ask from time to time whether a silent peer is still there."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEP_ALIVE.items():
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

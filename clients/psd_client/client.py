@@ -20,11 +20,11 @@ from psd.contract.errors import NotDeclared
 from psd_client.bulk_lane import BulkLane
 from psd_client.flat_calls import FlatCalls
 from psd_client.grpc_lane import GrpcLane
-from psd_client.optimizers import Optimizer
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
+from psd_core.optimizer import Optimizer
 
 logger = logging.getLogger("psd_client")
 
@@ -143,7 +143,8 @@ class ParameterServer(FlatCalls):
     push that some shards have counted already is not counted twice.
 
     Args:
-        config: settings. lanes: the way to each shard, in their order; closed with the connection.
+        config: settings.
+        lanes: the way to each shard, in their order; closed with the connection.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from psd.contract.custom_rules import load_rule
 from psd.contract.jobspec import GroupSpec
-from psd_client.optimizers import Optimizer, number
+from psd_core.optimizer import Optimizer, number
 
 
 class CustomRule(Optimizer):
@@ -27,6 +27,9 @@ class CustomRule(Optimizer):
     Raises:
         ConfigError: the class cannot be imported, or is not what is expected.
         TypeError, ValueError: naming the argument.
+
+    Attributes:
+        spec: what is declared.
     """
 
     def __init__(self, rule: str | type, **hyper: float) -> None:
@@ -46,11 +49,7 @@ class CustomRule(Optimizer):
             problem = spec.info.problem(name, value)
             if problem:
                 raise ValueError(f"{name}: {problem}")
-        self._path, self._spec, self._values = rule, spec, values
-
-    def options(self) -> set[str]:
-        """Names of the numbers."""
-        return set(self._values)
+        self._path, self.spec, self._values = rule, spec, values
 
     def option_values(self) -> dict[str, Any]:
         """The numbers by name."""
@@ -59,10 +58,6 @@ class CustomRule(Optimizer):
     def with_options(self, options: Mapping[str, Any]) -> CustomRule:
         """The same with some numbers changed."""
         return CustomRule(self._path, **(self._values | dict(options)))
-
-    def group(self) -> GroupSpec:
-        """What is declared: the rule and what is fixed for the job."""
-        return self._spec
 
     def scalars(self) -> dict[str, Any]:
         """What travels with each push, by name, in the class's order."""

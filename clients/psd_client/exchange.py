@@ -1,27 +1,32 @@
 """The data plane of one worker: pushes, pulls and push_pulls of whole flat buffers, over all shards that hold trained blocks.
 
-Invariants. A push is named by (rank, session, clock); the clock moves only when every shard has the push, so a push that failed
-on the way and is called again is the same push. With rounds, the shards keep a gradient in memory until its round has closed;
-until then this side keeps it, too, and sends it again to a shard that was killed and came back. Nothing is sent unless all of
-it is valid. Static blocks are never pushed, and pulled only once, by `pull_all`. Must not know names of parameters, optimizers
-or gRPC.
+Invariants. A push is named by (rank, session, clock) from its beginning to its end, also if its worker has to join anew
+meanwhile. The clock moves on only when every shard has the push, and with exact aggregation shard 0 knows that. A call that has
+failed leaves its push behind: the same call, made again, goes on with it, and before another gradient leaves, the push is
+either completed or its session is ended, so that nothing of it counts any more that has not counted by then. With rounds, the
+shards keep a gradient in memory until its round has closed; until then this side keeps it, too, and sends it again to a shard
+that was killed and came back. Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once,
+by `pull_all`. Must not know names of parameters, optimizers or gRPC.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.errors import InvalidRequest, NonFiniteGradient, SessionFenced
+from psd.contract.errors import InvalidRequest, NonFiniteGradient, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale, members_mask
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2
+from psd_client.attendance import Attendance
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers, share_memory
+from psd_client.push_counts import PushCounts
 from psd_client.sent_push import SentPush
 from psd_client.session import Session
 from psd_client.settlement import Settlement
@@ -31,7 +36,6 @@ from psd_client.transport import Call, GradientPart, Lane, Share
 logger = logging.getLogger("psd_client")
 
 CUTS_MAX = 8
-COUNTS = ("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped", "rounds_skipped")
 
 
 class Exchange:
@@ -46,7 +50,7 @@ class Exchange:
         client_state: goes to shard 0 with the next push.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
-        counts: pushes, blocks_counted, blocks_duplicate, blocks_late, pushes_dropped, rounds_skipped.
+        counts: see Worker.stats.
     """
 
     def __init__(
@@ -65,15 +69,18 @@ class Exchange:
         self._blocks: list[list[Block]] = [
             [block for block in layout.blocks_of(lane.shard) if block.trained] for lane in shards.lanes
         ]
+        self._trained = [block for block in layout.blocks if block.trained]
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard]]
         self._has_static = any(not block.trained for block in layout.blocks)
         self._has_rounds = layout.spec.consistency.mode == "sync"
         self._is_exact = layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
-        self._sent: SentPush | None = None
+        self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
+        self._failed: SentPush | None = None  # the push of the last call, if that has failed
         self._settlement: Settlement | None = None
         if layout.spec.has_verdicts:
             self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
+        self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
         self.client_state = b""
         segment = share_memory(layout) if sharing else None
@@ -82,43 +89,57 @@ class Exchange:
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.parameters)
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self._counts = PushCounts()
+        self.counts = self._counts.totals
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def pull_all(self) -> None:
         """Fetch every block, static ones too."""
+        self._resolve()
         self._session.while_fenced(self._pull_all)
+        self._failed = None
 
     def _pull_all(self) -> None:
-        self._session.await_decisions(self._timeout_s)
-        if self._settlement is not None:
-            self._settlement.settle()
+        self._learn()
 
         def pull_at(lane: Lane, call: Call) -> None:
+            self._push_again(lane, call)
             lane.pull(self._pull_request(lane, ()), self._layout.blocks_of(lane.shard), self.parameters, call)
 
         lanes = [lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)]
         self._shards.run(pull_at, self._timeout_s, lanes)
-        if self._settlement is not None:
-            self._settlement.on_told()
+        self._on_closed()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
-        self._sent = None
+        self._session.go_back(self._begin_again)
+
+    def _begin_again(self) -> None:
+        self._unconfirmed = self._failed = self._session.pushing = None
         if self._settlement is not None:
             self._settlement.forget()
-        self._session.go_back()
         self.pull_all()
 
     def pull(self) -> None:
-        """Fetch the trained blocks, at the worker's clock."""
+        """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
+        self._resolve()
         self._session.while_fenced(lambda: self._pull(self._lanes))
+        self._failed = None
 
     def confirm(self) -> None:
-        """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull."""
+        """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
+
+        What a call that failed has begun to push is completed first.
+        """
+        self._resolve()
         if self.is_unconfirmed:
             self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """True if the round of the last push may still be open."""
+        return self._unconfirmed is not None
 
     def push(
         self,
@@ -132,13 +153,8 @@ class Exchange:
 
         skip: they are not finite, and the job's policy is to skip the round then.
         """
-        sent = self._begin(scalars, weight, present, skip=skip)
-        try:
-            self._on_pushed(sent, self._push(sent))
-            if self._is_exact:
-                self._commit(sent, without_waiting=True)
-        except SessionFenced as error:
-            self._drop(error, sent)
+        with self._call(self._begin(scalars, weight, present, skip=skip)) as sent:
+            self._complete(sent)
 
     def push_pull(
         self,
@@ -154,28 +170,21 @@ class Exchange:
 
         feed: gives the blocks, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
-        sent = self._begin(scalars, weight, present, skip=skip, feed=feed)
-        sent.versions_read = versions_read
-        try:
-            if self._is_exact:
-                self._push_commit_pull(sent)
+        sent = self._begin(scalars, weight, present, skip=skip, feed=feed, versions_read=versions_read)
+        with self._call(sent):
+            if self._is_exact or sent.is_finished:
+                self._complete(sent, and_wait=True)
+                self._session.while_fenced(lambda: self._pull(self._lanes))
                 return
-            replies = self._shards.run_bulk(
-                lambda lane, call: lane.push_pull(self._part(lane, sent), self.parameters, call),
-                self._timeout_s,
-                self._lanes,
-            )
-        except SessionFenced as error:
-            self._drop(error, sent)
-            self.pull()
-            return
-        self._on_pushed(sent, replies)
-        # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
-        behind = [lane for lane, reply in zip(self._lanes, replies, strict=True) if reply.clock < self._session.clock]
-        if behind:
-            self._session.while_fenced(lambda: self._pull(behind))
+            self._session.while_fenced(lambda: self._send_and_receive(sent))
+            self._finish(sent)
+            # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
+            clock = self._session.clock
+            behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < clock]
+            if behind:
+                self._session.while_fenced(lambda: self._pull(behind))
 
-    # -- inner ---------------------------------------------------------------------------------------------------------
+    # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
     def _begin(
         self,
@@ -185,13 +194,9 @@ class Exchange:
         *,
         skip: bool,
         feed: Feed | None = None,
+        versions_read: Sequence[int] | None = None,
     ) -> SentPush:
-        """The next push; raises for anything that must not be sent."""
-        self._session.while_fenced(lambda: self._session.await_decisions(self._timeout_s))
-        settlement = self._settlement
-        if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
-            # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
-            self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
+        """The next push, or the last one, if this is the same call again; raises for anything that must not be sent."""
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
@@ -204,44 +209,123 @@ class Exchange:
         if skip or tensor_name is not None:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
-        header = self._header(scalars, weight, is_finite=feed is None and spec.nan_policy != "allow")
+        values = [data_pb2.GroupScalars(values=group) for group in scalars]
+        failed = self._failed
+        if failed is not None:
+            if feed is not None:
+                feed.wait()
+            fed = present if feed is None else feed.present
+            if failed.is_same(values, weight, skip=skip) and failed.is_unchanged(self._trained, self.gradients, fed):
+                failed.feed = feed
+                return failed
+            self._give_up(failed)
+        self._session.while_fenced(lambda: self._session.await_decisions(self._timeout_s))
+        settlement = self._settlement
+        if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
+            # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
+            self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
+        header = self._header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
-        return SentPush(self._session.number, header, self.client_state, present, skip, feed)
+        return SentPush(self._session.number, header, self.client_state, present, skip, feed, versions_read)
 
-    def _push(self, sent: SentPush) -> list[data_pb2.PushReply]:
-        def push_at(lane: Lane, call: Call) -> data_pb2.PushReply:
-            incarnation = self._session.incarnation(lane.shard)
-            reply = lane.push(self._part(lane, sent), call)
-            sent.incarnations[lane.shard] = incarnation
-            return reply
-
-        replies = self._shards.run_bulk(push_at, self._timeout_s, self._lanes)
-        if self._has_rounds:
-            self._sent = sent
-        return replies
-
-    @property
-    def is_unconfirmed(self) -> bool:
-        """True if the round of the last push may still be open."""
-        return self._unconfirmed is not None
-
-    @property
-    def _unconfirmed(self) -> SentPush | None:
-        """The last push, if its round may still be open."""
-        return self._sent if self._sent is not None and self._sent.session == self._session.number else None
-
-    def _push_commit_pull(self, sent: SentPush) -> None:
-        replies = self._push(sent)
+    @contextmanager
+    def _call(self, sent: SentPush) -> Iterator[SentPush]:
+        """One call of the program's that sends a push. If it fails, the next one has to go on with that push, or to end it."""
+        if not sent.is_finished:
+            self._session.pushing = sent.header.clock
         try:
-            self._session.clock = sent.header.clock + 1
-            self._pull(self._lanes)
-        except BaseException as error:
-            self._session.clock = sent.header.clock  # the same call may be made again, and is then the same push
-            if isinstance(error, SessionFenced):  # not any more
-                self._count(sent, replies)
+            yield sent
+        except RolledBack:
             raise
-        self._count(sent, replies)
+        except BaseException as error:
+            sent.on_failure(error, self._trained, self.gradients)
+            self._failed = sent
+            raise
+        self._failed = None
+        if not self.is_unconfirmed:
+            self._session.pushing = None
+
+    def _resolve(self) -> None:
+        """See to the push that a failed call has left behind, if the gradient is still there to be sent: complete it."""
+        failed = self._failed
+        if failed is None or (failed.is_finished and failed is not self._unconfirmed):
+            return
+        present = failed.present if failed.feed is None else failed.feed.present
+        may_go_on = failed.is_finished or failed.may_be_completed
+        if may_go_on and failed.is_unchanged(self._trained, self.gradients, present):
+            self._complete(failed)
+        else:
+            self._give_up(failed)
+
+    def _give_up(self, failed: SentPush) -> None:
+        """Another gradient is to be sent. What has counted of this one stands, and no more of it will: its session ends."""
+        if failed.is_superseded:
+            assert failed.error is not None
+            raise failed.error
+        is_open = failed is self._unconfirmed
+        if not failed.is_finished or is_open:
+            self._session.begin_anew()
+        self._unconfirmed = self._failed = self._session.pushing = None
+        if failed.is_finished:
+            return
+        self.counts["pushes_dropped"] += 1
+        logger.warning(
+            "psd: worker %d: gave up the push of step %d, which has failed (%s); at least %d of %d blocks have counted it",
+            self._rank,
+            failed.header.clock,
+            failed.error,
+            sum(reply.blocks_counted + reply.blocks_duplicate for reply in failed.replies.values()),
+            len(self._trained),
+        )
+
+    def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
+        """Have all shards take the push. and_wait: with exact aggregation, until its round is decided."""
+        if sent.is_finished:
+            return
+        self._session.while_fenced(lambda: self._send(sent))
+        if self._is_exact:
+            self._session.while_fenced(lambda: self._commit(sent, without_waiting=not and_wait))
+        self._finish(sent)
+
+    def _send(self, sent: SentPush) -> None:
+        def push_at(lane: Lane, call: Call) -> None:
+            incarnation = self._session.incarnation(lane.shard)
+            if sent.incarnations.get(lane.shard) != incarnation:
+                self._counts.on_reply(sent, lane.shard, lane.push(self._part(lane, sent), call))
+                sent.incarnations[lane.shard] = incarnation
+
+        self._shards.run_bulk(push_at, self._timeout_s, self._lanes)
+        if self._has_rounds:
+            self._unconfirmed = sent
+
+    def _send_and_receive(self, sent: SentPush) -> None:
+        def push_pull_at(lane: Lane, call: Call) -> None:
+            self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
+
+        self._shards.run_bulk(push_pull_at, self._timeout_s, self._lanes)
+
+    def _finish(self, sent: SentPush) -> None:
+        """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
+        sent.is_finished = True
+        replies = sent.replies.values()
+        self._session.clock = max(self._session.clock, sent.header.clock + 1, *(reply.clock for reply in replies), 0)
+        self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
+        if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
+            self.client_state = b""
+        self.counts["pushes"] += 1
+        self._attendance.hear(replies)
+        self.counts["pushes_overruled"] = self._attendance.overruled
+        late = sum(reply.blocks_late for reply in replies)
+        if late and sent.session != self._session.number:
+            logger.warning(
+                "psd: worker %d: the gradient of step %d came too late for its round in %d of %d blocks, because the worker's "
+                "lease had run out",
+                self._rank,
+                sent.header.clock,
+                late,
+                len(self._trained),
+            )
 
     def _push_again(self, lane: Lane, call: Call) -> None:
         """Send the last push to a shard that has lost it: it was killed before the round had closed."""
@@ -249,9 +333,20 @@ class Exchange:
         if sent is None or lane.shard not in sent.incarnations:
             return
         incarnation = self._session.incarnation(lane.shard)
-        if sent.incarnations[lane.shard] != incarnation:
-            lane.push(self._part(lane, sent), call)
-            sent.incarnations[lane.shard] = incarnation
+        if sent.incarnations[lane.shard] == incarnation:
+            return
+        reply = lane.push(self._part(lane, sent), call)
+        self._counts.on_reply(sent, lane.shard, reply)
+        sent.incarnations[lane.shard] = incarnation
+        if reply.blocks_late:
+            logger.warning(
+                "psd: worker %d: shard %d was killed, and %d of its blocks have closed the round of step %d without this "
+                "worker's gradient",
+                self._rank,
+                lane.shard,
+                reply.blocks_late,
+                sent.header.clock,
+            )
 
     def _commit(self, sent: SentPush, *, without_waiting: bool) -> None:
         """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""
@@ -270,16 +365,29 @@ class Exchange:
         self._session.decisions = list(reply.decisions)
         if self._settlement is not None:
             self._settlement.on_commit(sent.header.clock, reply)
+        decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
+        if decision is not None:
+            members = members_mask(decision.members)
+            self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=not members)
+            self.is_skipped = not members
+            self.counts["rounds_skipped"] += self.is_skipped
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
+            sent.is_decided = True
 
-    def _pull(self, lanes: Sequence[Lane], *, versions_only: bool = False) -> None:
+    # -- pulls ---------------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Exact aggregation: what pulls carry to the shards, so that rounds close there."""
         sent = self._unconfirmed
-        if self._is_exact and sent is not None:
+        if self._is_exact and sent is not None and not sent.is_decided:
             self._commit(sent, without_waiting=False)
         self._session.await_decisions(self._timeout_s)
         if self._settlement is not None:
             self._settlement.settle()
+
+    def _pull(self, lanes: Sequence[Lane], *, versions_only: bool = False) -> None:
+        self._learn()
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
@@ -290,20 +398,22 @@ class Exchange:
 
         self._shards.run_bulk(pull_at, self._timeout_s, lanes)
         if lanes is self._lanes:
-            last, self._sent = self._sent, None  # of a session that has ended, too
-            if self._settlement is not None:
-                self._settlement.on_told()
-            if self._is_exact and last is not None:
-                self._on_closed(last.header.clock)
+            self._on_closed()
 
-    def _on_closed(self, clock: int) -> None:
-        """The round of a push has closed: note whether it was skipped."""
-        decision = next((d for d in self._session.decisions if d.round == clock), None)
-        is_overflow = self._settlement is not None and self._settlement.skips(clock)
-        self.is_skipped = is_overflow or (decision is not None and not any(decision.members))
-        self.counts["rounds_skipped"] += self.is_skipped
-        if is_overflow:
-            logger.warning("psd: worker %d: step %d was skipped: a norm over all workers is not finite", self._rank, clock)
+    def _on_closed(self) -> None:
+        """All shards have closed the round of the last push."""
+        last, self._unconfirmed = self._unconfirmed, None
+        self._session.pushing = None
+        if self._settlement is None:
+            return
+        self._settlement.on_told()
+        if last is not None and self._settlement.skips(last.header.clock):
+            self.is_skipped = True
+            self.counts["rounds_skipped"] += 1
+            what = "step %d was skipped: a norm over all workers is not finite"
+            logger.warning("psd: worker %d: " + what, self._rank, last.header.clock)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def _check(self, present: NDArray[np.bool_] | None) -> str | None:
         """The first tensor whose gradient is why the round is to be skipped, if any; raises for what must not be sent."""
@@ -322,16 +432,17 @@ class Exchange:
             )
         return tensor_name
 
-    def _header(self, scalars: Sequence[Sequence[float]], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
+    def _header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
         """The header of the next push, without its caller. is_finite: see `_check`."""
         header = data_pb2.PushHeader(
             clock=self._session.clock,
             weight=weight,
             layout_digest=self._layout.digest,
-            scalars=[data_pb2.GroupScalars(values=values) for values in scalars],
+            scalars=scalars,
             decisions=self._session.decisions,
             cuts=self._session.cuts,
             is_finite=is_finite,
+            since=self._attendance.since(self._session.number, self._session.clock),
         )
         clip_norm = self._layout.spec.clip_norm
         if clip_norm and not self._has_rounds and weight:
@@ -353,42 +464,3 @@ class Exchange:
             decisions=self._session.decisions,
             verdict=self._settlement.verdict if self._settlement is not None else None,
         )
-
-    def _on_pushed(self, sent: SentPush, replies: Sequence[data_pb2.PushReply]) -> None:
-        """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
-        self._session.clock = max(self._session.clock + 1, *(reply.clock for reply in replies), 0)
-        self._count(sent, replies)
-
-    def _count(self, sent: SentPush, replies: Sequence[data_pb2.PushReply]) -> None:
-        self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
-        if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
-            self.client_state = b""
-        self.counts["pushes"] += 1
-        for reply in replies:
-            self.counts["blocks_counted"] += reply.blocks_counted
-            self.counts["blocks_duplicate"] += reply.blocks_duplicate
-            self.counts["blocks_late"] += reply.blocks_late
-
-    def _drop(self, error: SessionFenced, sent: SentPush) -> None:
-        """The session ended during a push: it belonged to that session, and is not sent again by the next one."""
-        heard = self._session.decisions
-        self._sent = None
-        self._session.rejoin(error)
-        self._sent = sent  # for the next pull, which finds out what became of its round
-        if self._is_exact and self._is_committed(sent.header.clock, [*heard, *self._session.decisions]):
-            return
-        self.counts["pushes_dropped"] += 1
-        logger.warning(
-            "psd: worker %d: the gradient of step %d %s, because the worker's lease ran out before all shards had answered",
-            self._rank,
-            sent.header.clock,
-            "was dropped" if self._is_exact else "may have been dropped",
-        )
-
-    def _is_committed(self, clock: int, decisions: Sequence[job_pb2.Decision]) -> bool:
-        """True if a round has, or will have, the gradient of the session before, or nobody's; this one begins after it."""
-        for decision in decisions:
-            if decision.round == clock:
-                members = members_mask(decision.members)
-                return not members or bool(members >> self._rank & 1)
-        return self._session.clock == clock + 1

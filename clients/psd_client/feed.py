@@ -28,13 +28,15 @@ class Feed:
     """The blocks of one push, as they become ready.
 
     Attributes:
-        is_finished: nothing is computed any more. ended: set when its push has ended, well or not.
+        is_finished: nothing is computed any more. present: (tensors,) which have a gradient then; None: all.
+        ended: set when its push has ended, well or not.
         goes_on: when it is finished, the program does not wait for its push.
     """
 
     def __init__(self, layout: Layout, *, goes_on: bool = False) -> None:
         self.goes_on = goes_on
         self.is_finished = False
+        self.present: NDArray[np.bool_] | None = None
         self.ended = threading.Event()
         self._layout = layout
         self._changed = threading.Condition()
@@ -65,6 +67,7 @@ class Feed:
                 if self._lacking.get(block.index):
                     self._put(block, None if present is None else present[block.segment_tensors])
                     self._lacking[block.index] = 0
+            self.present = present
             self.is_finished = True
             self._changed.notify_all()
 
@@ -73,6 +76,18 @@ class Feed:
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when the feed is finished. Aborted: see `abort`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_finished or self._is_aborted)
+            if self._is_aborted:
+                raise Aborted
+
+    def given(self) -> dict[int, NDArray[np.bool_] | None]:
+        """The blocks that have left, by index, and which of their segments have a gradient; None: all."""
+        with self._changed:
+            return {block.index: present for given in self._given for block, present in given}
 
     def take(self, blocks: Sequence[Block]) -> Iterator[Outgoing]:
         """The blocks of one shard, each when it is ready; once more, in the same order as the first time.

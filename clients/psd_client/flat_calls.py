@@ -71,8 +71,7 @@ class FlatCalls(Worker):
                 raise NonFiniteGradient(
                     f"worker {self.rank}: the initial value of {tensor!r} holds NaN or infinity", rank=self.rank, tensor=tensor
                 )
-            if not self._session.declare(spec, exchange.parameters):
-                exchange.pull_all()
+            self._session.declare(spec, exchange.parameters, exchange.pull_all)
             self._exchange = exchange
 
     @property
@@ -96,7 +95,7 @@ class FlatCalls(Worker):
         *,
         skip: bool = False,
     ) -> None:
-        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat`, or the next push.
+        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat` has returned.
 
         Args:
             scalars: per group, in the order of the rule's list.

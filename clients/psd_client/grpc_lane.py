@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from grpc.experimental import ChannelOptions
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
@@ -27,6 +28,7 @@ from psd.contract.errors import InternalError, PsdError, ShardUnavailable, TlsFa
 from psd.contract.layout import Block
 from psd.contract.tls import Pem
 from psd.v1 import control_pb2, data_pb2
+from psd_client.crew import can_start_threads
 from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import may_be_tls, psd_error
@@ -59,6 +61,12 @@ CHANNEL_OPTIONS = (
 UNREACHED_S = 2.0
 """A channel that is this old when it cannot reach the shard is replaced."""
 
+AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
+"""Of gradients or parameters, in one message."""
+
+WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
+"""Besides, where no threads can be started any more: gRPC then makes blocking calls, and receives streams, without any."""
+
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
 
@@ -90,6 +98,9 @@ class GrpcLane(Lane):
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._closed = False
+        self._has_threads = True
+        self._retired: grpc.Channel | None = None
+        self._is_leaving = False
 
     def _begin(self, start: Callable[[grpc.Channel, dict[str, Any]], ResultT], timeout_s: float) -> ResultT:
         """A call that `start` begins on the channel, which is opened if need be; Cancelled if the lane was closed meanwhile."""
@@ -116,9 +127,12 @@ class GrpcLane(Lane):
         with self._lock:
             if self._closed:
                 raise Cancelled
+            if self._channel is not None and self._has_threads and not can_start_threads():
+                self._retired, self._channel, self._has_threads = self._channel, None, False  # with what is under way on it
             if self._channel is None:
                 self._pem = self._credentials.pem()
-                self._channel = open_channel(self.address, self._pem, CHANNEL_OPTIONS)
+                options = CHANNEL_OPTIONS if self._has_threads else (*CHANNEL_OPTIONS, *WITHOUT_THREADS)
+                self._channel = open_channel(self.address, self._pem, options)
                 self._opened_at = time.monotonic()
             return self._channel
 
@@ -138,7 +152,7 @@ class GrpcLane(Lane):
             return error
         is_unreached = rpc.code() is grpc.StatusCode.UNAVAILABLE
         self._renew(is_lost=is_unreached and time.monotonic() - self._opened_at > UNREACHED_S)
-        if may_be_tls(error) and (why := self._credentials.why_not(self.address)) is not None:
+        if may_be_tls(error) and not self._is_leaving and (why := self._credentials.why_not(self.address)) is not None:
             # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
             kind = ShardUnavailable if self._was_reached else TlsFailed
             error = kind(f"shard {self.shard} at {self.address}: {why}", **where)
@@ -157,9 +171,11 @@ class GrpcLane(Lane):
         """Close the channel; calls in progress end."""
         with self._lock:
             self._closed = True
-            channel, self._channel = self._channel, None
-        if channel is not None and os.getpid() == self._pid:
-            channel.close()
+            channels = self._channel, self._retired
+            self._channel = self._retired = None
+        for channel in channels:
+            if channel is not None and os.getpid() == self._pid:
+                channel.close()
 
     # Control plane.
 
@@ -200,6 +216,8 @@ class GrpcLane(Lane):
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """Send a heartbeat; the function returned waits for the reply."""
         serialize, parse = control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
+        if not can_start_threads():
+            return lambda: self._blocking("Heartbeat", request, control_pb2.HeartbeatReply, timeout_s, is_wait=False)
         rpc = self._begin(
             lambda channel, how: channel.unary_unary(f"{_CONTROL}Heartbeat", serialize, parse).future(request, **how), timeout_s
         )
@@ -212,18 +230,30 @@ class GrpcLane(Lane):
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """Say that the worker has finished."""
-        serialize, parse = control_pb2.LeaveRequest.SerializeToString, control_pb2.LeaveReply.FromString
-        try:  # a blocking call: gRPC starts a thread for any other kind
-            self._begin(
-                lambda channel, how: channel.unary_unary(f"{_CONTROL}Leave", serialize, parse)(request, **how), timeout_s
+        self._is_leaving = True  # and does not care why it cannot connect
+        self._blocking("Leave", request, control_pb2.LeaveReply, timeout_s, is_wait=False)
+
+    def _blocking(
+        self, name: str, request: Message, reply: type[MessageT], timeout_s: float, *, is_wait: bool, service: str = _CONTROL
+    ) -> MessageT:
+        """A call for which gRPC starts no thread; nothing but its deadline and `close` end it."""
+        serialize, parse = type(request).SerializeToString, reply.FromString
+        try:
+            result: MessageT = self._begin(
+                lambda channel, how: channel.unary_unary(service + name, serialize, parse)(request, **how), timeout_s
             )
         except grpc.RpcError as error:
+            if self._closed:
+                raise Cancelled from None
             failed: Any = error  # which is a grpc.Call, too
-            raise self._failed(failed, is_wait=False) from None
+            raise self._failed(failed, is_wait=is_wait) from None
+        return result
 
     def _unary(
         self, name: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool, service: str = _CONTROL
     ) -> MessageT:
+        if not can_start_threads():
+            return self._blocking(name, request, reply, call.timeout_s, is_wait=is_wait, service=service)
         serialize, parse = type(request).SerializeToString, reply.FromString
         rpc = self._begin(
             lambda channel, how: channel.unary_unary(service + name, serialize, parse).future(request, **how), call.timeout_s
@@ -254,6 +284,10 @@ class GrpcLane(Lane):
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """Send a gradient."""
+        if not can_start_threads():
+            if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
+                raise RuntimeError("when the program ends, gRPC cannot send so much with this Python: call close() before")
+            return self._push_pull_small(part, None, call)  # whoever ends waits for the round, too
         return self._send("Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
@@ -282,7 +316,7 @@ class GrpcLane(Lane):
         )
         return self._with_reply(self._receive(rpc, part.blocks, parameters, call))
 
-    def _push_pull_small(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+    def _push_pull_small(self, part: GradientPart, parameters: FlatBuffers | None, call: Call) -> data_pb2.PushReply:
         message = data_pb2.SmallPush()
         for frame, payload in push_messages(part):
             if payload is not None:

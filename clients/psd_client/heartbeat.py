@@ -2,22 +2,24 @@
 
 Every third of the lease it sends a heartbeat to every shard at once, with the worker's clock. A shard that does not answer is
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
-Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the session
-resume at a shard that was restarted. A lane whose shard is silent for long is told, because it may be blocked in a send, where
-nothing else would notice before the call's deadline.
+While a session is being made, the shards that know it already are sent heartbeats for it: another one may stay away for longer
+than a lease. Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the
+session resume at a shard that was restarted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.v1 import control_pb2
+from psd_client.membership import Membership
 from psd_client.retry import RETRIED
-from psd_client.session import Membership, Session
+from psd_client.session import Session
 from psd_client.transport import Call, Cancelled, Lane, Scope
 from psd_client.waiting import Health, WaitReporter
 
@@ -25,8 +27,13 @@ logger = logging.getLogger("psd_client")
 
 BEATS_PER_LEASE = 3
 HEARTBEAT_TIMEOUT_MAX_S = 5.0
-SUSPECT_AFTER_S = 20.0
-"""A shard that has been silent for so long may have vanished with its machine; as gRPC's and TCP's keep-alive have it."""
+AFTER_DEFECT_S = 1.0
+WAITING_BEAT_S = 3.0
+"""From one heartbeat to the next, at most, while an operation takes long."""
+ANSWER_S = 2.5
+"""A shard that takes longer for a heartbeat does not answer; with a short lease, half the time to the next one."""
+REPORT_S = 0.7
+"""As above, when it is said what is waited for: within six seconds of the wait's beginning."""
 
 
 class Heartbeats:
@@ -48,20 +55,24 @@ class Heartbeats:
         self._reporter = reporter
         self._clock = clock
         self._next_beat = clock()
+        self._resumed_at: dict[int, float] = {}
         self._logged: dict[int, str] = {}  # what was last logged of a shard in its present outage
         self._wake = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
+        session.memberships.on_joining = self.wake
 
     def step(self) -> float:
         """Send and report what is due; the seconds until `step` is to be called again."""
-        membership = self._session.membership
+        membership = self._session.memberships.latest
         due_in_s = self._reporter.due_in_s()
         is_due = due_in_s is not None and due_in_s <= 0
         waits: list[control_pb2.Wait] = []
         if membership is not None and (is_due or self._clock() >= self._next_beat):
-            self._next_beat = self._clock() + membership.lease_s / BEATS_PER_LEASE
-            waits = self._beat(membership)
+            interval_s = membership.lease_s / BEATS_PER_LEASE
+            self._next_beat = self._clock() + (min(interval_s, WAITING_BEAT_S) if self._reporter.is_overdue else interval_s)
+            timeout_s = min(interval_s, max(interval_s / 2, 1.0), ANSWER_S)
+            waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
             self._reporter.report(waits, self._health.silent())
         # An operation that begins during the sleep is due in report_after_s at the earliest.
@@ -73,32 +84,37 @@ class Heartbeats:
             pauses.append(due_in_s)
         return max(min(pauses), 0.01)
 
-    def _beat(self, membership: Membership) -> list[control_pb2.Wait]:
-        """Heartbeats to all shards at once; what they say that this worker waits for."""
-        timeout_s = min(membership.lease_s / BEATS_PER_LEASE, HEARTBEAT_TIMEOUT_MAX_S)
-        clock, leaving = self._session.clock, self._session.is_leaving
+    def _beat(self, membership: Membership, timeout_s: float) -> list[control_pb2.Wait]:
+        """Heartbeats to all shards at once that know the session; what they say that this worker waits for."""
+        began = self._clock()
+        # Where a session takes part is known only when all shards have let it in.
+        clock = 0 if membership.is_joining else self._session.told_clock
+        leaving = self._session.is_leaving
         pending = []
         try:
             for lane in self._lanes:
+                if not membership.incarnations[lane.shard]:
+                    continue
                 request = control_pb2.HeartbeatRequest(
                     caller=membership.caller(lane.shard), clock=clock, leaving=leaving, transport=lane.transport
                 )
                 pending.append((lane, lane.begin_heartbeat(request, timeout_s)))
         except Cancelled:
             return []
-        return [wait for lane, reply in pending for wait in self._waits(lane, reply, membership)]
-
-    def _waits(
-        self, lane: Lane, reply: Callable[[], control_pb2.HeartbeatReply], membership: Membership
-    ) -> Sequence[control_pb2.Wait]:
-        try:
-            waits = reply().waits
-        except Cancelled:
-            return ()
-        except PsdError as error:
-            self._on_error(lane, error, membership)
-            return ()
-        self._on_answer(lane)
+        waits: list[control_pb2.Wait] = []
+        restarted: dict[Lane, ShardRestarted] = {}
+        for lane, reply in pending:
+            try:
+                waits += reply().waits
+            except Cancelled:
+                pass
+            except ShardRestarted as error:
+                restarted[lane] = error
+            except PsdError as error:
+                self._on_error(lane, error, membership, began)
+            else:
+                self._on_answer(lane)
+        self._resume(restarted, self._clock() + timeout_s)
         return waits
 
     def _on_answer(self, lane: Lane) -> None:
@@ -106,19 +122,12 @@ class Heartbeats:
         if self._logged.pop(lane.shard, None) is not None:
             logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
 
-    def _on_error(self, lane: Lane, error: PsdError, membership: Membership) -> None:
+    def _on_error(self, lane: Lane, error: PsdError, membership: Membership, began: float) -> None:
         if self._stopped:
             return
-        if isinstance(error, ShardRestarted):
-            self._resume(lane, error)
-            return
         if isinstance(error, ShardUnavailable):
-            self._health.failed(lane.shard)
-            if self._health.silent_s(lane.shard) >= SUSPECT_AFTER_S:
-                lane.suspect()
-        elif isinstance(error, SessionFenced) and (
-            error.detail.get("cause") == "expired" or membership is not self._session.membership
-        ):
+            self._health.failed(lane.shard, began)
+        elif isinstance(error, SessionFenced) and (error.detail.get("cause") == "expired" or not self._is_latest(membership)):
             return  # the next operation joins again, or one has done so meanwhile
         kind = "unreachable" if isinstance(error, RETRIED) else error.reason
         if self._logged.get(lane.shard) != kind:
@@ -127,12 +136,25 @@ class Heartbeats:
                 "psd: worker %d: shard %d at %s does not take its heartbeat: %s", self._rank, lane.shard, lane.address, error
             )
 
-    def _resume(self, lane: Lane, error: ShardRestarted) -> None:
-        """The lease at a restarted shard must be renewed although no operation meets it for a while."""
-        try:
-            self._session.resume(lane, Call(HEARTBEAT_TIMEOUT_MAX_S, Scope()), error)
-        except (PsdError, Cancelled) as refusal:
-            logger.debug("psd: worker %d: shard %d: %s", self._rank, lane.shard, refusal)  # the next operation raises it
+    def _is_latest(self, membership: Membership) -> bool:
+        latest = self._session.memberships.latest
+        return latest is not None and latest.session == membership.session
+
+    def _resume(self, restarted: Mapping[Lane, ShardRestarted], until: float) -> None:
+        """The leases at restarted shards must be renewed although no operation meets them for a while.
+
+        One of them may be away again, and all others must hear the next heartbeat in time: what is not done until then comes
+        first the next time.
+        """
+        for lane in sorted(restarted, key=lambda lane: self._resumed_at.get(lane.shard, -math.inf)):
+            now = self._clock()
+            if self._stopped or now >= until:
+                return
+            self._resumed_at[lane.shard] = now
+            try:
+                self._session.resume(lane, Call(until - now, Scope()), restarted[lane])
+            except (PsdError, Cancelled) as refusal:
+                logger.debug("psd: worker %d: shard %d: %s", self._rank, lane.shard, refusal)  # the next operation raises it
 
     def start(self) -> None:
         """Begin to beat."""
@@ -155,5 +177,10 @@ class Heartbeats:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._wake.wait(self.step())
+            try:
+                pause_s = self.step()
+            except Exception:  # without this thread every lease would run out
+                logger.exception("psd: worker %d: a heartbeat failed by a defect", self._rank)
+                pause_s = AFTER_DEFECT_S
+            self._wake.wait(pause_s)
             self._wake.clear()

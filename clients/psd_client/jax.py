@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
-from psd_client.optimizers import Optimizer, scalar_values
+from psd_client.optimizers import scalar_values, spec_of
 from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
+from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "GradientTransformation"]
 
@@ -74,7 +75,7 @@ def distribute(
     if ps is not None and connect_args:
         raise TypeError("distribute: pass either ps or connect_args; ps is connected already")
     stale, stale_scalars = parse_staleness(staleness)
-    spec = replace(optimizer.group(), staleness=stale)
+    spec = replace(spec_of(optimizer), staleness=stale)
     if learning_rate is not None and "lr" not in spec.info.scalars:
         raise InvalidRequest(f"learning_rate: the rule {spec.rule!r} has none")
     paths, tree = jax.tree_util.tree_flatten_with_path(params)

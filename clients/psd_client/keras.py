@@ -162,7 +162,7 @@ class _Distributed:
 
     @property
     def batch_size(self) -> float:
-        """See the class."""
+        """Samples behind the gradients of the next step: 1, unless the program sets it."""
         return self._link.batch_size
 
     @batch_size.setter
@@ -171,7 +171,7 @@ class _Distributed:
 
     @property
     def error(self) -> BaseException | None:
-        """See the class."""
+        """The error of the last step, or None; in graph mode TensorFlow raises a tf.errors.OpError in its place."""
         return self._link.error
 
     def pull(self) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.rules import RULES
-from psd_client.optimizers import group_spec, option_of
+from psd_client.optimizers import group_spec
+from psd_core.optimizer import option_of
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,10 @@ def options_of(name: str, config: Mapping[str, Any]) -> KerasOptions:
     if "beta1" in values:
         values["betas"] = values.pop("beta1"), values.pop("beta2")
     info = RULES[kind.rule]
-    values |= {flag: bool(config[flag]) for flag in info.flags if flag in ("amsgrad", "centered", "nesterov")}
+    values |= {flag: bool(config[flag]) for flag in info.flags if flag in config and flag not in info.scalars}
     if not values.get("momentum"):
         values.pop("nesterov", None)  # Keras ignores it then
-    always = tuple(sorted(info.flags & {"keras"} | (info.flags & {"decoupled_weight_decay"} if weight_decay else set())))
+    always = tuple(sorted({"keras", *(["decoupled_weight_decay"] if weight_decay else [])}.intersection(info.flags)))
     for scalar in info.scalars:
         if option_of(scalar) in values:
             _check(name, kind, scalar, values)

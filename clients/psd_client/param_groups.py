@@ -11,7 +11,8 @@ from typing import Any
 
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import parse_staleness
-from psd_client.optimizers import Optimizer, scalar_values
+from psd_client.optimizers import scalar_values, spec_of
+from psd_core.optimizer import Optimizer
 
 
 class ParamGroups:
@@ -55,7 +56,7 @@ class ParamGroups:
                 del unassigned[name]
                 self.group_of[name] = index
             self.groups.append({"params": members} | rule.scalars() | stale_scalars)
-            self.specs.append(replace(rule.group(), staleness=name_of_staleness))
+            self.specs.append(replace(spec_of(rule), staleness=name_of_staleness))
         if unassigned:
             raise ValueError(f"groups: {next(iter(unassigned))!r} stands in no group")
 
@@ -73,9 +74,10 @@ def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimiz
     options = {name: value for name, value in group.items() if name != "params"}
     if "params" not in group or isinstance(group["params"], str):
         raise ValueError(f"groups[{index}]: expected 'params', a list of names")
-    unknown = sorted(set(options) - optimizer.options())
+    known = optimizer.option_values().keys()
+    unknown = sorted(options.keys() - known)
     if unknown:
-        raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(optimizer.options()))}")
+        raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
     try:
         return optimizer.with_options(options)
     except (TypeError, ValueError) as error:

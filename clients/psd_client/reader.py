@@ -37,7 +37,8 @@ class Reader:
     """Reads the parameters of a running job; made by `connect(role="reader")`. A context manager.
 
     Args:
-        config: settings; rank and world_size mean nothing here. lanes: the way to each shard, closed with the reader.
+        config: settings; rank and world_size mean nothing here.
+        lanes: the way to each shard, closed with the reader.
 
     Attributes:
         version: of the parameters that `pull` has fetched last: rounds closed, or, without rounds, the slowest worker's clock.

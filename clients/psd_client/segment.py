@@ -6,11 +6,13 @@ on. Must not know layouts, sockets or shards.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +33,13 @@ class Segment:
 
     Attributes:
         fd: of the file. nbytes: its size. nonce: its first bytes, which only those know who see the memory.
+        is_given_up: nobody else sees what is written to it, and it is shared with nobody any more.
     """
 
     def __init__(self, nbytes: int) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory files")
+        self.is_given_up = False
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.nbytes = ALIGN_BYTES + nbytes
         self.fd = os.memfd_create("psd-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -54,6 +58,33 @@ class Segment:
         self._end += aligned(size * dtype.itemsize)
         array[...] = 0  # faults the pages in now rather than in the first step
         return array, start
+
+    def give_up(self, received: Sequence[NDArray[Any]]) -> None:
+        """Keep the memory, where it is and as it is, for this process alone: others go on seeing it as it was.
+
+        From now on a page becomes this process's own when it writes there. received: arrays cut from here which only others
+        write to; they become its own at once, so that what is still written there is not seen either.
+        """
+        self.is_given_up = True
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        own = _mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, self.fd, 0)
+        # Two steps, since a mapping that is refused may have removed what was in its place.
+        if own in (None, _MAP_FAILED) or _mremap(own, self.nbytes, self.nbytes, _MREMAP_HERE, address) != address:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        for array in received:
+            pages = array.view(np.uint8)[::ALIGN_BYTES]
+            np.bitwise_or(pages, 0, out=pages)
+        self._finalizer()
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MREMAP_HERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED: Linux, as memory files are
+_library: Any = ctypes.CDLL(None, use_errno=True)
+if hasattr(os, "memfd_create"):
+    _mmap, _mremap = _library.mmap, _library.mremap
+    _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    _mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    _mmap.restype = _mremap.restype = ctypes.c_void_p
 
 
 def aligned(nbytes: int) -> int:

@@ -40,7 +40,7 @@ class Shards:
         self.lanes = lanes
         self._policy = policy
         self._health = health
-        self._fanout = Fanout(len(lanes))
+        self._fanout = Fanout()
         self.on_restart: Callable[[Lane, Call, ShardRestarted], None] | None = None
 
     def run_bulk(self, operation: Callable[[Lane, Call], ResultT], timeout_s: float, lanes: Sequence[Lane]) -> list[ResultT]:
@@ -90,6 +90,10 @@ class Shards:
             return result
 
         return self._fanout.run(at, self.lanes if lanes is None else lanes, scope)
+
+    def run_once(self, operation: Callable[[Lane], None]) -> None:
+        """Run `operation`, which raises nothing, at all shards, without retries."""
+        self._fanout.run(operation, self.lanes, Scope())
 
     def close(self) -> None:
         """End the threads and the connections."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from psd.contract.errors import StateLost
 from psd.v1 import control_pb2
 from psd_client.shards import Shards
-from psd_client.transport import Scope
+from psd_client.transport import Call, Lane, Scope
 
 logger = logging.getLogger("psd_client")
 
@@ -53,18 +53,25 @@ def join_one_timeline(
 
 
 def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
-    return len({reply.timeline for reply in replies}) == 1 and not any(reply.is_tentative for reply in replies)
+    """Numbers alone do not tell: two workers may have begun a timeline at once, from what each had found."""
+    return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
 
 
 def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) -> None:
-    tentative = [reply for reply in replies if reply.is_tentative]
-    if tentative:
-        # The oldest, if they found different ones: the newer may be damaged for some shards.
-        checkpoint = min(reply.checkpoint for reply in tentative)
-        timeline = max(reply.timeline for reply in replies) + 1
-    else:
-        latest = max(replies, key=lambda reply: reply.timeline)
-        checkpoint, timeline = latest.checkpoint, latest.timeline
+    latest = max(reply.timeline for reply in replies)
+    sources = [r for r in replies if r.is_tentative] or [r for r in replies if r.timeline == latest]
+    # The oldest, if there are different ones: the newer may be damaged for some shards.
+    checkpoint = min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
+    if checkpoint is None:
+        raise StateLost("the shards are of different times, and no shard names a checkpoint to which all could go back")
+    # A later one than any shard's: those that are on the latest already may have been trained since.
+    timeline = latest + 1
     logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
-    request = control_pb2.RollbackRequest(run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline)
-    shards.run(lambda lane, call: lane.rollback(request, call), ROLLBACK_TIMEOUT_S)
+
+    def roll_back(lane: Lane, call: Call) -> control_pb2.RollbackReply:
+        request = control_pb2.RollbackRequest(run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline)
+        # A shard that is not as it was found has followed somebody else, or has been lost again: whoever joins anew will see.
+        request.incarnation = replies[lane.shard].incarnation
+        return lane.rollback(request, call)
+
+    shards.run(roll_back, ROLLBACK_TIMEOUT_S)

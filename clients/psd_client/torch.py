@@ -5,7 +5,8 @@ apply the rule, and the new parameters are copied back into the model in place (
 strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the
 last two the shards hold a float32 master).
 
-torch_declaration.py decides what is declared. Must not know blocks, shards or messages. Only the torch modules import torch.
+torch_declaration.py decides what is declared, torch_groups.py what travels with each push; torch_scheduler.py keeps a schedule
+of learning rates at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, overload
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
@@ -25,13 +27,15 @@ from psd_client import torch_amp
 from psd_client.client import ParameterServer, connect
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
-from psd_client.optimizers import Optimizer, group_spec, scalar_values
+from psd_client.optimizers import spec_of
 from psd_client.torch_declaration import Declaration, Options, check_optimizer, read_declaration
 from psd_client.torch_gradients import Gradients, Overlap
-from psd_client.torch_options import check_no_slots
+from psd_client.torch_groups import SharedGroups, without_slots
 from psd_client.torch_parameters import Parameters, as_tensors
+from psd_client.torch_scheduler import DistributedScheduler, register, scheduler
+from psd_core.optimizer import Optimizer
 
-__all__ = ["distribute", "DistributedOptimizer"]
+__all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
 
 
 def distribute(
@@ -110,7 +114,7 @@ def distribute(
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
     if isinstance(optimizer, Optimizer):
-        always, template = optimizer.always, optimizer.group()
+        always, template = optimizer.always, spec_of(optimizer)
         optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
     elif params is not None:
         raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
@@ -167,6 +171,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         torch_amp.ignore_the_warning()
         self.ps = ps
         self._given = optimizer
+        self._groups = SharedGroups(optimizer, declaration)
+        register(self, self, optimizer)
         self._declaration = declaration
         self._parameters = Parameters(declaration, ps.parameters)
         self._overlap = overlap
@@ -216,6 +222,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._size_of_step = None
         # A scheduler that was built on the given optimizer would warn that nobody has called its step.
         self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        if self._groups.schedule is not None:
+            self._groups.schedule.on_optimizer_step()
         return loss
 
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
@@ -224,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._overlap:
             self._finish_overlapped(size)
         else:
-            scalars = self._scalars()
+            scalars = self._groups.scalars_now(self.param_groups)
             is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
             present = self._gradients.gather()
             self.ps.push_pull_flat(scalars, size, present, skip=is_infinite)
@@ -249,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """Overlap: what travels in front of the gradients, as it is when the first one is there; the push itself."""
-        scalars = self._scalars()
+        scalars = self._groups.scalars_now(self.param_groups)
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
         # After the job has gone back the model may be of versions that do not exist any more.
@@ -259,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _finish_overlapped(self, size: float) -> None:
         sent, self._sent = self._sent, None
         with self._gradients.abandoned_on_error():
-            if sent is not None and sent != (self._scalars(), size):
+            if sent is not None and sent != (self._groups.scalars(self.param_groups), size):
                 raise InvalidRequest(
                     "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and "
                     "the optimizer's attribute batch_size, before backward()"
@@ -289,12 +297,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidRequest: the state holds slots of an ordinary torch optimizer, which would be lost.
         """
-        check_no_slots(state_dict["state"].values(), "load_state_dict: the state")
-        groups = self.param_groups
-        super().load_state_dict({**state_dict, "state": {}})
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)  # in place: the given optimizer and its schedulers share these dicts
-        self.param_groups = groups
+        super().load_state_dict(without_slots(state_dict))
+        self._groups.take_over(self)
+
+    def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
+        """See `scheduler`, which calls this."""
+        connection = self.ps
+        return self._groups.keep(given, lambda: connection.clock, every)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: what a job trains is fixed when it is declared."""
@@ -304,26 +313,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a DistributedOptimizer holds a connection and cannot be copied or pickled; use its state_dict()")
-
-    def _scalars(self) -> list[list[float]]:
-        """What travels with this push, per group; raises InvalidRequest if an option that is fixed for the job has changed."""
-        if len(self._given.param_groups) != len(self.param_groups):
-            raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
-        specs = self._declaration.groups
-        for index, group in enumerate(self.param_groups):
-            now = group_spec(specs[index], self._declaration.always, group)
-            declared, flags = set(specs[index].flags), set(now.flags)
-            # Momentum that has become 0 keeps its slot; the other way round there is none.
-            changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
-            if changed:
-                raise InvalidRequest(
-                    f"param_groups[{index}]: {changed[0]} was {'on' if changed[0] in declared else 'off'} when the job was "
-                    "declared and cannot change; set it before distribute()"
-                )
-            if now.constants != specs[index].constants:
-                raise InvalidRequest(
-                    f"param_groups[{index}]: {now.info.constants[0]} was {specs[index].constants[0]} when the job "
-                    "was declared and cannot change; set it before distribute()"
-                )
-        groups = [*self.param_groups, *({} for _ in specs[len(self.param_groups) :])]
-        return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]

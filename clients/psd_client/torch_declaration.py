@@ -15,8 +15,9 @@ import torch
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import STATIC
-from psd_client.optimizers import Optimizer, group_spec
+from psd_client.optimizers import group_spec
 from psd_client.torch_options import check_no_slots, check_options, rule_of
+from psd_core.optimizer import Optimizer
 
 _DTYPES = {
     torch.float32: "float32",
@@ -50,11 +51,9 @@ class Options(torch.optim.Optimizer):
     def __init__(self, rule: Optimizer, params: Iterable[Any]) -> None:
         super().__init__(params, rule.option_values())
         for index, group in enumerate(self.param_groups):
-            unknown = sorted(set(group) - {"params"} - rule.options())
+            unknown = sorted(group.keys() - {"params"} - self.defaults.keys())
             if unknown:
-                raise InvalidRequest(
-                    f"params[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(rule.options()))}"
-                )
+                raise InvalidRequest(f"params[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(self.defaults))}")
             rule.with_options({name: value for name, value in group.items() if name != "params"})
 
 

@@ -1,11 +1,11 @@
 """Where torch's gradients are: in the client's flat buffers, from which they travel.
 
 As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
-the processor's cache, and makes `.grad` a view of the buffer. So nothing is copied at the push, and what the program does to
-`.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another device, dtype or
-memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves when it is
-complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook of the next
-back-propagation changes what is sent, and that one waits for the push before.
+the processor's cache, and makes `.grad` a view of the buffer (torch_places.py). So nothing is copied at the push, and what
+the program does to `.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another
+device, dtype or memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves
+when it is complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook
+of the next back-propagation changes what is sent, and that one waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
 """
@@ -29,6 +29,7 @@ from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.torch_declaration import Declaration
 from psd_client.torch_parameters import as_tensors, is_alike
+from psd_client.torch_places import Places
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Gradients:
         self._may_view = [
             is_alike(p, view) and not self._goes_on for p, view in zip(self._parameters, self._views, strict=True)
         ]
+        self._places = Places(self._parameters, self._views, buffers.spaces)
         self._is_syncing = True
         self._push: _Push | None = None
         self._going_on: _Push | None = None  # of the step before
@@ -107,6 +109,9 @@ class Gradients:
                 missing.append(index)
             elif gradient is not view:
                 self._check_kind(index, gradient, view)
+                if self._places.has(gradient):
+                    self._places.part()  # what the program finds in `.grad` after the step, too
+                    gradient = gradient.clone()
                 sources.append(gradient)
                 targets.append(view)
         self._check_frozen()
@@ -221,9 +226,7 @@ class Gradients:
             if self._going_on is not None:
                 with self._lock:
                     self.settle()
-            with torch.no_grad():
-                view.copy_(gradient)
-            parameter.grad = view
+            self._places.put(number)
         if self._overlap is None or not self._is_syncing:
             return
         with self._lock, self.abandoned_on_error():
@@ -248,6 +251,7 @@ class Gradients:
 
     def _send(self, number: int, push: _Push) -> None:
         index, parameter, view = self._declaration.trained[number], self._parameters[number], self._views[number]
+        self._places.clear(number)
         gradient = parameter.grad
         assert gradient is not None
         if gradient is not view:

@@ -10,20 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.rules import RULES
-from psd_client.optimizers import option_of
+from psd_core.optimizer import option_of
+from psd_core.rules import CLASSES, RULES
 
-_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "SGD": ("sgd", ()),
-    "Adagrad": ("adagrad", ()),
-    "Adadelta": ("adadelta", ()),
-    "RMSprop": ("rmsprop", ()),
-    "Adam": ("adam", ()),
-    "AdamW": ("adam", ("decoupled_weight_decay",)),
-    "Adamax": ("adamax", ()),
-    "NAdam": ("nadam", ()),
-}
-"""By class: the rule, and the flags that the class stands for."""
+_CLASSES = {kind.__name__: kind for kind in CLASSES if kind.is_in_torch}
 
 _IGNORED = {"foreach", "fused"}
 """Options that choose among torch's own kernels for the same arithmetic. The shards have theirs, so either value is right."""
@@ -35,18 +25,18 @@ def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:
     Raises:
         TypeError: another class, or a subclass of one; the message names it.
     """
-    for name, rule in _RULES.items():
+    for name, ours in _CLASSES.items():
         if kind is getattr(optim, name):
-            return rule
+            return ours.rule, ours.always
     shown = f"{'torch.optim' if kind.__module__.startswith('torch.optim.') else kind.__module__}.{kind.__qualname__}"
     for base in kind.__mro__:
-        if base.__name__ in _RULES and base is getattr(optim, base.__name__):
+        if base.__name__ in _CLASSES and base is getattr(optim, base.__name__):
             raise TypeError(
                 f"{shown} is a subclass of torch.optim.{base.__name__}, and the shards cannot run its code; "
                 f"supported: {base.__name__} itself"
             )
     raise TypeError(
-        f"{shown} is not supported yet; supported: {', '.join(_RULES)}; for a rule of your own see psd_client.CustomRule"
+        f"{shown} is not supported yet; supported: {', '.join(_CLASSES)}; for a rule of your own see psd_client.CustomRule"
     )
 
 

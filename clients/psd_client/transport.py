@@ -26,6 +26,9 @@ from psd_client.flat import FlatBuffers
 SMALL_BYTES = 64 << 10
 """See GradientPart.is_small."""
 
+CANCEL_S = 2.0
+"""After a call was cancelled, how long the shard may take to let go of this worker's memory. It takes one block."""
+
 Share = Callable[[FlatBuffers, FlatBuffers], None]
 """Lets a shard see the gradients and the parameters, whose memory is shared, in all bulk calls from now on."""
 
@@ -143,11 +146,6 @@ class Lane(ABC):
         """Open what bulk calls need; how to share memory with the shard, None if it cannot see this process's."""
         del caller, call
         return None
-
-    def suspect(self) -> None:
-        """The shard has been silent for long: end a call that would not notice if it had gone, with ShardUnavailable. From any
-        thread."""
-        return
 
     @abstractmethod
     def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:

@@ -36,16 +36,10 @@ class Health:
             with self._lock:
                 self._failing_since.pop(shard, None)
 
-    def failed(self, shard: int) -> None:
-        """The shard could not be reached."""
+    def failed(self, shard: int, since: float | None = None) -> None:
+        """The shard could not be reached; `since`: when that began."""
         with self._lock:
-            self._failing_since.setdefault(shard, self._clock())
-
-    def silent_s(self, shard: int) -> float:
-        """Seconds for which the shard has not answered; 0 if it does."""
-        with self._lock:
-            since = self._failing_since.get(shard)
-        return 0.0 if since is None else self._clock() - since
+            self._failing_since.setdefault(shard, self._clock() if since is None else since)
 
     def silent(self) -> list[str]:
         """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s"."""
@@ -95,6 +89,12 @@ class WaitReporter:
         """Seconds until the current operation is to be explained, at most 0 if it is due; None if none runs."""
         current = self._current
         return None if current is None else current.began + current.report_at_s - self._clock()
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the current operation takes longer than is normal."""
+        current = self._current
+        return current is not None and self._clock() >= current.began + self.report_after_s
 
     def report(self, waits: Iterable[control_pb2.Wait], silent: Sequence[str]) -> None:
         """Log why the current operation takes long: what the shards say that it waits for, and which shards say nothing."""

@@ -98,9 +98,12 @@ class Worker:
         """What this worker has done so far.
 
         Returns:
-            pushes: that all shards have. pushes_dropped: whose lease ran out on the way. blocks_counted, blocks_duplicate,
-            blocks_late: what the shards did with the pushes' blocks. rounds_skipped: see `is_skipped`. rejoins: new sessions
-            after the first. sent_bytes, received_bytes: numbers moved.
+            pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
+            be pushed. pushes_overruled: whose learning rate or the like gave way to that of a worker that has been in the job
+            for longer. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
+            when it came again are the latter. blocks_late: that do not, because their round had closed without it.
+            blocks_staged: exact aggregation: of which that is not decided yet. rounds_skipped: see `is_skipped`. rejoins: new
+            sessions after the first. sent_bytes, received_bytes: numbers moved.
         """
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes
@@ -139,8 +142,9 @@ class Worker:
 
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
-        wait timeout. What prevents that is logged. Nothing is waited for after a failure. (A program that ends without close()
-        waits likewise, but only up to Python 3.11: later ones give an exiting program no threads for it.)
+        wait timeout. What prevents that is logged. Nothing is waited for after a failure. A program that ends without close()
+        waits likewise. Only over gRPC, and if this Python starts no threads then, as some 3.12 do not, a killed shard gets no
+        more than 31 MiB again, and nothing with exact aggregation; the log says then that the gradient is lost.
         """
         self._close(None)
 
@@ -231,8 +235,7 @@ class Worker:
         return RolledBack(
             f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
             "are those of that step, and client_state is what this worker had saved for it",
-            step=self.clock,
-            **error.detail,
+            **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
     @contextmanager
@@ -253,12 +256,13 @@ class Worker:
         self._last_failed = True
         try:
             with self._reporter.watching(what, self._session.clock):
-                yield
+                try:
+                    yield
+                except RolledBack as error:
+                    raise self._go_back(error) from None
             self._last_failed = False
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
-        except RolledBack as error:
-            raise self._go_back(error) from None
         except WaitTimeout as error:
             if "missing" in error.detail or not self._reporter.last_text:
                 raise

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from typing import Any, NoReturn
 
 import psd
+from psd.cli.terminal import show
 from psd.contract.config import Limits, ServerConfig
+from psd.contract.printable import printable
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -50,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
-        print(f"{self.prog}: error: {message} ({self.prog} --help explains)", file=sys.stderr, flush=True)
+        show(f"{self.prog}: error: {printable(message)} ({self.prog} --help explains)", is_error=True)
         raise SystemExit(EXIT_USAGE)
 
     def add_information(self) -> None:

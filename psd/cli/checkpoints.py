@@ -15,8 +15,10 @@ from typing import Any
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser
 from psd.cli.report import size, table
+from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.errors import PsdError
+from psd.contract.printable import printable
 
 Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for it
 
@@ -134,7 +136,7 @@ def _finish(parser: Parser, run: Callable[[CheckpointDirectory, argparse.Namespa
         except ConfigError as error:
             parser.error(str(error))
         except PsdError as error:
-            print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
+            show(f"{parser.prog}: error: {error}", is_error=True)
             return EXIT_FAILURE
 
     parser.add_information()
@@ -149,7 +151,7 @@ def _run_list(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(directory.location, found)), flush=True)
     else:
-        print(as_text(directory.location, found), flush=True)
+        show(as_text(directory.location, found))
     states = {info.state for info in found}
     return EXIT_OK if CheckpointState.VALID in states and CheckpointState.DAMAGED not in states else EXIT_FAILURE
 
@@ -192,7 +194,7 @@ def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
         )
         for info in found
     ]
-    trouble = "\n".join(f"{info.state.value}: {info.reason}" for info in found if info.reason)
+    trouble = "\n".join(f"{info.state.value}: {printable(info.reason)}" for info in found if info.reason)
     return table(rows, left={0, 1, 4}) + ("\n\n" + trouble if trouble else "")
 
 
@@ -209,22 +211,22 @@ def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int
         wanted = [info for info in found if info.state is not CheckpointState.INCOMPLETE]
         for info in found:
             if info.state is CheckpointState.INCOMPLETE:
-                print(f"{info.name}: incomplete, passed over", flush=True)
+                show(f"{info.name}: incomplete, passed over")
     else:
         wanted = [info for info in found if info.name == args.name]
     if not wanted:
         what = "checkpoint that is complete" if args.name is None else f"checkpoint {args.name!r}"
-        print(f"psdctl verify: error: there is no {what} in {directory.location}", file=sys.stderr, flush=True)
+        show(f"psdctl verify: error: there is no {what} in {directory.location}", is_error=True)
         return EXIT_FAILURE
     status = EXIT_OK
     for info in wanted:
         problems = directory.verify(info.name, _progress(f"reading {info.name}"))
         for problem in problems:
-            print(f"problem: {problem}", flush=True)
+            show(f"problem: {printable(problem)}")
         if problems:
             status = EXIT_FAILURE
         else:
-            print(f"{info.name}: every byte of {size(info.nbytes)} is as it was written", flush=True)
+            show(f"{info.name}: every byte of {size(info.nbytes)} is as it was written")
     return status
 
 
@@ -234,10 +236,10 @@ def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
     manifest = directory.newest() if args.name is None else directory.load(args.name)
     if manifest is None:
-        print(f"psdctl export: error: there is no valid checkpoint in {directory.location}", file=sys.stderr, flush=True)
+        show(f"psdctl export: error: there is no valid checkpoint in {directory.location}", is_error=True)
         return EXIT_FAILURE
     directory.export(manifest, args.to, _progress(f"writing {args.to}"))
-    print(f"{args.to}: {len(manifest.spec.tensors)} tensors of step {manifest.step}, from {manifest.name}", flush=True)
+    show(f"{args.to}: {len(manifest.spec.tensors)} tensors of step {manifest.step}, from {manifest.name}")
     return EXIT_OK
 
 

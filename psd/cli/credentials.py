@@ -11,10 +11,10 @@ import json
 import re
 import secrets
 import subprocess
-import sys
 from typing import Any
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, whole_number
+from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 
 DAYS = 825
@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         items = secrets_of(args.name, shards=args.shards)
     except ConfigError as error:
-        print(f"psdctl credentials: error: {error}", file=sys.stderr, flush=True)
+        show(f"psdctl credentials: error: {error}", is_error=True)
         return EXIT_FAILURE
     print(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1))
     return EXIT_OK

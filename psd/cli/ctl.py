@@ -21,8 +21,10 @@ import grpc
 from psd.cli import checkpoints, credentials
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, add_credential_options, credential_options, seconds
 from psd.cli.report import Answer, as_json, as_text, problems
+from psd.cli.terminal import show
 from psd.contract.config import ConfigError, parse_servers
 from psd.contract.credentials import Credentials
+from psd.contract.printable import printable
 from psd.v1 import control_pb2, control_pb2_grpc
 
 TIMEOUT_MAX_S = 3_600.0
@@ -149,8 +151,9 @@ def _show_status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(answers)), flush=True)
     else:
-        clear = "\x1b[H\x1b[2J" if args.watch is not None and sys.stdout.isatty() else ""
-        print(clear + as_text(answers), flush=True)
+        if args.watch is not None and sys.stdout.isatty():
+            print("\x1b[H\x1b[2J", end="")
+        show(as_text(answers))
     return EXIT_FAILURE if problems(answers) else EXIT_OK
 
 
@@ -163,9 +166,9 @@ def _run_checkpoint(args: argparse.Namespace) -> int:
             reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
         except grpc.RpcError as error:
             call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
-            print(f"psdctl: error: shard 0 at {server}: {_why(server, call, credentials)}", file=sys.stderr)
+            show(f"psdctl: error: shard 0 at {server}: {printable(_why(server, call, credentials))}", is_error=True)
             return EXIT_FAILURE
-    print(reply.name)
+    show(printable(reply.name))
     return EXIT_OK
 
 

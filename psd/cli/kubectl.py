@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from psd.cli import manifests
 from psd.cli.credentials import secrets_of
 from psd.cli.manifests import Manifest
+from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 
 
@@ -125,4 +125,4 @@ def _has_ended(job: Manifest, *ways: str) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"psd-run: {text}", file=sys.stderr, flush=True)
+    show(f"psd-run: {text}", is_error=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +17,7 @@ from psd.cli import kubectl, manifests
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK
 from psd.cli.credentials import check_name
 from psd.cli.manifests import Manifest
+from psd.cli.terminal import show
 from psd.contract.config import ConfigError, Limits, ServerConfig
 
 SCRIPT_BYTES_MAX = 1 << 20
@@ -91,7 +91,7 @@ class Deployment:
                     needs_credentials=not self.is_insecure,
                 )
         except ConfigError as error:
-            print(f"psd-run: error: {error}", file=sys.stderr, flush=True)
+            show(f"psd-run: error: {error}", is_error=True)
             return EXIT_FAILURE
         return EXIT_OK
 

@@ -4,7 +4,8 @@
     {"time": "2026-01-31T12:00:00.000Z", "level": "warning", "logger": "psd.rim.server", "message": "session fenced", ...}
 
 Records carry constant texts and fields (`logger.warning("session fenced", extra={"rank": 3})`); this is the one place that
-turns them into lines. What peers have chosen cannot begin a line of its own: control characters are escaped. Knows no event.
+turns them into lines. What peers have chosen cannot begin a line of its own, nor command the terminal: see printable.py. Knows
+no event.
 """
 
 from __future__ import annotations
@@ -19,18 +20,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from psd.contract.printable import printable, printable_lines
+
 LEVELS = ("debug", "info", "warning", "error")
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
-    9: "\\t",
-    10: "\\n",
-    13: "\\r",
-    0x2028: "\\u2028",
-    0x2029: "\\u2029",
-}
-"""Whatever a terminal or a reader of lines takes for more than a character."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +49,10 @@ class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, logging's name
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = super().formatMessage(record)
-        return (f"{line}  {fields}" if fields else line).translate(_ESCAPES)
+        return printable(f"{line}  {fields}" if fields else line)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802, logging's name
+        return printable_lines(super().formatException(ei))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -102,7 +99,7 @@ def configure(prog: str, settings: Settings, *, shard: int) -> Callable[[str], N
             record = logging.makeLogRecord({"name": prog, "levelno": logging.INFO, "levelname": "INFO", "msg": text})
             handler.handle(record)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
     return say
 

@@ -13,6 +13,8 @@ from typing import Any
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
+from psd.cli.terminal import make_printable
+from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
 
 _WORST_FIRST = (
@@ -153,7 +155,8 @@ def _enum_name(enum: EnumDescriptor, number: int) -> str:
 
 
 def as_text(answers: Sequence[Answer]) -> str:
-    """Tables for people, without a line end at the end."""
+    """Tables for people, without a line end at the end. What peers have named is made printable."""
+    answers = [_printable(answer) for answer in answers]
     replies = [answer.reply for answer in answers if answer.reply is not None]
     workers = merged_workers(replies)
     waits = merged_waits(replies)
@@ -171,6 +174,15 @@ def as_text(answers: Sequence[Answer]) -> str:
     if trouble := problems(answers):
         parts.append("\n".join(f"problem: {text}" for text in trouble))
     return "\n\n".join(parts)
+
+
+def _printable(answer: Answer) -> Answer:
+    reply = None
+    if answer.reply is not None:
+        reply = pb.StatusReply()
+        reply.CopyFrom(answer.reply)
+        make_printable(reply)
+    return Answer(answer.server, reply, answer.error_code, printable(answer.error_message))
 
 
 def wait_text(wait: pb.Wait) -> str:

@@ -37,6 +37,7 @@ from psd.cli.arguments import (
 from psd.cli.wakeups import FIRST_WORD, Wakeups
 from psd.contract.config import ConfigError, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
+from psd.contract.errors import PsdError
 
 if TYPE_CHECKING:
     from psd.rim.server import ShardServer
@@ -239,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             server = ShardServer(config, crash_point=crash_point())
             server.start()
-        except (OSError, ConfigError) as error:
+        except (OSError, ConfigError, PsdError) as error:
             say(f"psd-server: error: {error}")
             return EXIT_FAILURE
         print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)

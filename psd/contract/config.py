@@ -11,6 +11,8 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from psd.contract.printable import is_printable
+
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 RUN_ID_BYTES_MAX = 128
@@ -213,6 +215,8 @@ class ServerConfig:
             _check_count("--metrics-port", self.metrics_port, 0, 65535)
         if len(self.run_id.encode()) > RUN_ID_BYTES_MAX:
             raise ConfigError(f"--run-id: expected at most {RUN_ID_BYTES_MAX} bytes")
+        if not is_printable(self.run_id):
+            raise ConfigError(f"--run-id: {self.run_id!r} has control characters")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
             raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psd.contract.config import ConfigError, is_rule_path
+from psd_core.optimizer import FLOAT32_MAX
 
 NAMES_MAX = 64
 """Slots, and numbers, of one rule."""
@@ -38,7 +39,6 @@ RESERVED = frozenset({"step", "age", "params", "dc_lambda", "dc_decay", "dc_mean
 """Names that psd uses itself beside a rule's own."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _numbers(path: str, attribute: str, value: Any) -> dict[str, float]:
         raise ConfigError(f"rule {path!r}: {attribute}: {problem}")
     for name, number in value.items():
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
+        if not is_number or not math.isfinite(number) or abs(number) > FLOAT32_MAX:
             raise ConfigError(f"rule {path!r}: {attribute}[{name!r}]: expected a number, finite as a float32, got {number!r}")
     return {name: float(number) for name, number in value.items()}
 

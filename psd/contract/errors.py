@@ -21,7 +21,7 @@
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
     ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
     ├── RuleFailed                a user's own update rule raised; the parameters are as they were
-    ├── OutOfSpace                a shard has no room for the job's parameters
+    ├── OutOfSpace                a shard has no room for the job's parameters, or in its --state-dir
     ├── Overloaded                a limit on concurrent work is reached
     ├── Draining                  the shard is shutting down
     ├── Unauthenticated           the call has no token, or one that the shard does not know
@@ -32,12 +32,14 @@
 
 A class's name is its *reason*, which travels in trailing metadata beside the status, so that clients raise the same class that
 the shard raised. `code` is the name of a gRPC status, chosen by what the caller should do (see the gRPC guide on status codes).
-This module imports nothing: the rim and the clients turn the names into their library's objects.
+This module imports no library: the rim and the clients turn the names into their library's objects.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
+
+from psd.contract.printable import printable
 
 REASON_KEY = "psd-reason"
 DETAIL_KEY = "psd-detail-bin"
@@ -45,7 +47,7 @@ DETAIL_KEY = "psd-detail-bin"
 
 
 class PsdError(Exception):
-    """Base of psd's errors.
+    """Base of psd's errors. Its text may have been a peer's, or name what a peer has named, and so is made printable.
 
     Attributes:
         code: name of the gRPC status that carries the error.
@@ -55,7 +57,7 @@ class PsdError(Exception):
     code: ClassVar[str] = "UNKNOWN"
 
     def __init__(self, message: str, /, **detail: Any) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.detail = detail
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -141,7 +143,7 @@ class SpecMismatch(PsdError):
 
 
 class ScalarsDisagree(PsdError):
-    """Two workers of one round pushed different scalars. Detail: ranks, group, scalar."""
+    """Two workers that were there from the start pushed different scalars in a round. Detail: ranks, group, scalar, round."""
 
     code = "INVALID_ARGUMENT"
 
@@ -193,7 +195,11 @@ class RuleFailed(PsdError):
 
 
 class OutOfSpace(PsdError):
-    """A shard has no room, in memory or on disk, for the job's parameters and slots; nothing was changed."""
+    """A shard has no room, in memory or on disk, for what it has to keep; the same call succeeds when there is room again.
+
+    Nothing was changed, and nothing is lost that can be asked for again: a shard that has no room to go back to a checkpoint
+    has given up what it held, and goes back when it is asked again.
+    """
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -15,9 +15,11 @@ from functools import cached_property
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
-from psd.contract.rules import FLOAT32_MAX, LAYERWISE, STATIC, RuleInfo, rule_info
+from psd.contract.printable import is_printable
+from psd.contract.rules import STATIC, RuleInfo, rule_info
 from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
+from psd_core.optimizer import FLOAT32_MAX
 
 NAME_BYTES_MAX = 4096  # what --max-name-bytes may be set to; by default shards accept 256
 GROUPS_MAX = 1024
@@ -92,7 +94,7 @@ class GroupSpec:
     @property
     def is_layerwise(self) -> bool:
         """True if an update depends on norms over whole tensors."""
-        return self.rule == LAYERWISE
+        return self.info.row.is_layerwise
 
 
 @dataclass(frozen=True)
@@ -160,13 +162,13 @@ class JobSpec:
             raise InvalidRequest(f"clip_norm: must be finite and >= 0 (0: no clipping), got {self.clip_norm}")
         if self.nan_policy not in NAN_POLICIES:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
-        is_layerwise = any(group.is_layerwise for group in self.groups)
-        if is_layerwise and self.consistency.mode != "sync":
+        layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
+        if layerwise and self.consistency.mode != "sync":
             raise InvalidRequest(
-                f"groups.rule: {LAYERWISE} needs the norms of whole tensors, which shards know of rounds only; the mode is "
+                f"groups.rule: {layerwise} needs the norms of whole tensors, which shards know of rounds only; the mode is "
                 f"{self.consistency}, not sync"
             )
-        norms = "clip_norm" if self.clip_norm else f"groups.rule: {LAYERWISE}" if is_layerwise else ""
+        norms = "clip_norm" if self.clip_norm else f"groups.rule: {layerwise}" if layerwise else ""
         if norms and self.nan_policy == "allow":
             raise InvalidRequest(f"nan_policy: allow, but {norms} needs norms, and NaN has none; use refuse or skip")
         why = norms or ("nan_policy: skip" if self.nan_policy == "skip" else "")
@@ -189,6 +191,8 @@ class JobSpec:
         name_bytes = len(tensor.name.encode())
         if not 1 <= name_bytes <= NAME_BYTES_MAX:
             raise InvalidTensor(f"tensors.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {tensor.name[:40]!r}")
+        if not is_printable(tensor.name):
+            raise InvalidTensor(f"tensors.name: {tensor.name!r} has control characters")
         if len(tensor.shape) > DIMENSIONS_MAX:
             raise InvalidTensor(
                 f"tensor {tensor.name!r}: shape has {len(tensor.shape)} dimensions, the limit is {DIMENSIONS_MAX}"

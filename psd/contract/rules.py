@@ -1,111 +1,59 @@
-"""The update rules as a job declares them: which numbers are in range, which are fixed, and what slots begin with.
+"""The update rules as a job declares them: what is refused of flags, constants and scalars.
 
-Shared by the clients, which declare a rule, and the shards, which apply it. The names of scalars, flags and slots are the
-kernels' (psd_core.RULES): a rule that is there is here, and this module adds what its numbers mean.
+Shared by the clients, which declare a rule, and the shards, which apply it. The rules are those of psd_core/rules.py, where it
+says what their numbers may be, and the users' own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import psd_core
 from psd.contract.config import is_rule_path
 from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import STALENESS, check_staleness
-
-FLOAT32_MAX = 3.4028234663852886e38
-"""A double beyond it is infinite where the kernels compute in float32."""
+from psd_core.optimizer import Range, RuleFacts, Slot
+from psd_core.rules import RULES as PSD_RULES
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
 """Of a push, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of finite gradients
 would become NaN, and with it the parameters."""
 
-
-FLOAT32_TINY = 1.1754943508222875e-38
-"""The smallest normal float32: what must be greater than 0 must be so in the kernels, too."""
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "alpha": (0, 1),
-    "beta1": (0, math.nextafter(1, 0)),
-    "beta2": (0, math.nextafter(1, 0)),
-    "dampening": (-math.inf, math.inf),
-    "dc_decay": (0, 1),
-    "rho": (0, 1),
-}
-"""Of scalars, both ends included; of those that are not listed: 0 or more."""
-
-_RANGES_OF_STALENESS = {name for staleness in STALENESS.values() for name in staleness.scalar_names}
-
-_RANGES_OF_RULE = {("ftrl", "lr"): (FLOAT32_TINY, math.inf)}  # it divides by the learning rate
-
-_CONSTANTS = {
-    "adagrad": {"initial_accumulator_value": "sum"},
-    "ftrl": {"initial_accumulator_value": "accumulator"},
-}
-"""Numbers that are fixed for the job, and the slot that begins with each; the other slots begin as zeros."""
+_ANY = Range()
 
 
 @dataclass(frozen=True)
-class RuleInfo:
-    """What both sides know of a rule.
+class RuleInfo(RuleFacts):
+    """Facts of a rule as a group declares it, staleness included, and what both sides refuse.
 
     Attributes:
-        name: as it stands in GroupSpec.rule.
-        scalars: names of the numbers that travel with each push, in order.
-        flags: names of the switches that are fixed for the job.
-        constants: names of the numbers that are fixed for the job, in order: initial values of slots.
-        extra_slots: names of slots behind those of psd_core's rule: all of a user's own rule, and what its staleness keeps.
         is_custom: a user's own rule, of which psd knows nothing but what it declares.
     """
 
-    name: str
-    scalars: tuple[str, ...]
-    flags: frozenset[str]
-    constants: tuple[str, ...] = ()
-    extra_slots: tuple[str, ...] = ()
     is_custom: bool = False
-
-    def slots(self, flags: Collection[str]) -> tuple[str, ...]:
-        """Names of the per-element slots of a group built with `flags`."""
-        own = psd_core.RULES[self.name].slots_of(flags) if self.name in psd_core.RULES else ()
-        return own + self.extra_slots
 
     def slot_starts(self, flags: Collection[str], constants: Sequence[float]) -> tuple[float, ...]:
         """What each of `slots` is filled with before the first update."""
-        slot_of = {name: name for name in self.constants} if self.is_custom else _CONSTANTS.get(self.name, {})
-        starts = {slot_of[name]: value for name, value in zip(self.constants, constants, strict=True)}
-        return tuple(starts.get(slot, 0.0) for slot in self.slots(flags))
+        values = dict(zip(self.constants, constants, strict=True))
+        return tuple(values.get(slot.start, 0.0) for slot in self.all_slots if slot.name in self.slots(flags))
 
     def problem(self, name: str, value: float) -> str | None:
         """What is wrong with the value of a scalar or a constant by itself, or None."""
-        if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
-            return f"must be finite, also as a float32, got {value}"
-        if self.is_custom and name not in _RANGES_OF_STALENESS:
-            return None
-        low, high = _RANGES_OF_RULE.get((self.name, name)) or _RANGES.get(name, (0, math.inf))
-        if low <= value <= high:
-            return None
-        if low == FLOAT32_TINY:
-            return f"must be > 0, also as a float32, got {value}"
-        words = f"must be >= {low:g}"
-        if high < math.inf:
-            words += " and <= 1" if high == 1 else " and < 1"
-        return f"{words}, got {value}"
+        return self.ranges.get(name, _ANY).problem(value)
 
     def check_flags(self, flags: Sequence[str]) -> None:
         """Raise InvalidRequest unless `flags` are known, sorted, unique and make sense together."""
         if list(flags) != sorted(set(flags)):
             raise InvalidRequest(f"groups.flags: must be sorted and unique, got {list(flags)}")
-        unknown = set(flags) - self.flags
+        unknown = set(flags).difference(self.flags)
         if unknown:
             raise InvalidRequest(
                 f"groups.flags: rule {self.name!r} has no flag {sorted(unknown)[0]!r}; it has {sorted(self.flags)}"
             )
-        if "nesterov" in flags and "momentum" not in flags:
-            raise InvalidRequest("groups.flags: nesterov needs momentum")
+        for flag, needed in self.row.needs.items():
+            if flag in flags and needed not in flags:
+                raise InvalidRequest(f"groups.flags: {flag} needs {needed}")
 
     def check_constants(self, values: Sequence[float]) -> None:
         """Raise InvalidRequest unless `values` are finite, in number and in range for this rule."""
@@ -135,11 +83,8 @@ class RuleInfo:
                 raise InvalidRequest(
                     f"scalars[{group}].{name}: is {value}, but the group was declared without {name} and has no slot for it"
                 )
-        if "nesterov" in flags and (by_name["momentum"] <= 0 or by_name["dampening"] != 0):
-            raise InvalidRequest(
-                f"scalars[{group}]: nesterov needs momentum > 0 and dampening 0, "
-                f"got {by_name['momentum']} and {by_name['dampening']}"
-            )
+        for flag, problem in self.row.conflicts(flags, by_name):
+            raise InvalidRequest(f"scalars[{group}]: {flag} {problem}")
 
 
 def check_weight(weight: float) -> None:
@@ -148,16 +93,10 @@ def check_weight(weight: float) -> None:
         raise InvalidRequest(f"weight: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
 
 
-STATIC = RuleInfo("static", (), frozenset())
+STATIC = RuleInfo("static")
 """Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
 
-LAYERWISE = "lamb"
-"""The rule whose updates depend on norms over whole tensors; see psd/contract/verdicts.py."""
-
-RULES = {STATIC.name: STATIC} | {
-    name: RuleInfo(name, rule.scalars, frozenset(rule.flags), tuple(_CONSTANTS.get(name, ())))
-    for name, rule in psd_core.RULES.items()
-}
+RULES = {STATIC.name: STATIC} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
 
 
 def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:
@@ -174,7 +113,8 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
             problem = name_problem(names)
             if problem:
                 raise InvalidRequest(f"groups.{field}: of rule {name!r}: {problem}")
-        info = RuleInfo(name, tuple(scalars), frozenset(), tuple(slots), tuple(slots), is_custom=True)
+        kept = tuple(Slot(slot, start=slot) for slot in slots)
+        info = RuleInfo(name, scalars=tuple(scalars), constants=tuple(slots), all_slots=kept, is_custom=True)
     elif name not in RULES:
         raise InvalidRequest(
             f"groups.rule: unknown rule {name!r}; there are {sorted(RULES)}, and import paths such as my_module:MyRule"
@@ -185,6 +125,11 @@ def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = 
         info = RULES[name]
     if not staleness:
         return info
-    check_staleness(staleness, name, info.scalars)
+    check_staleness(staleness, info)
     more = STALENESS[staleness]
-    return replace(info, scalars=info.scalars + more.scalar_names, extra_slots=info.extra_slots + more.slots)
+    return replace(
+        info,
+        scalars=info.scalars + more.scalar_names,
+        all_slots=info.all_slots + tuple(map(Slot, more.slots)),
+        ranges={**info.ranges, **more.ranges},
+    )

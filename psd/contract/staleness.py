@@ -1,7 +1,7 @@
 """What a group may do about the age of gradients in async and ssp: the word, what travels with it, what it keeps.
 
 A gradient's *age* is the number of updates that its block has seen since the worker read the parameters that it was computed
-from. psd/state/staleness.py acts on it. Must not know rules, blocks or messages.
+from. psd/state/staleness.py acts on it. Must not know blocks or messages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest
+from psd_core.optimizer import Range, RuleFacts
 
 
 @dataclass(frozen=True)
@@ -17,17 +18,23 @@ class Staleness:
     """One way to treat aged gradients.
 
     Attributes:
-        scalars: numbers that travel with each push behind the rule's own, and what they are unless the user says otherwise.
+        scalars: numbers that travel with each push behind the rule's own, what they are unless the user says otherwise, and
+            what they may be.
         slots: arrays that it keeps per parameter behind the rule's own; they begin as zeros.
     """
 
-    scalars: tuple[tuple[str, float], ...] = ()
+    scalars: tuple[tuple[str, float, Range], ...] = ()
     slots: tuple[str, ...] = ()
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
         """Names of `scalars`."""
-        return tuple(name for name, _ in self.scalars)
+        return tuple(name for name, _, _ in self.scalars)
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """Of `scalars`, by name."""
+        return {name: allowed for name, _, allowed in self.scalars}
 
 
 NONE, RATE, COMPENSATED, ADAPTIVE = "", "lr", "dc", "dc-adaptive"
@@ -35,14 +42,11 @@ NONE, RATE, COMPENSATED, ADAPTIVE = "", "lr", "dc", "dc-adaptive"
 STALENESS = {
     NONE: Staleness(),
     RATE: Staleness(),
-    COMPENSATED: Staleness((("dc_lambda", 0.04),)),
-    ADAPTIVE: Staleness((("dc_lambda", 2.0), ("dc_decay", 0.95)), ("dc_mean_square",)),
+    COMPENSATED: Staleness((("dc_lambda", 0.04, Range(0)),)),
+    ADAPTIVE: Staleness((("dc_lambda", 2.0, Range(0)), ("dc_decay", 0.95, Range(0, 1))), ("dc_mean_square",)),
 }
 """By word. "lr": the learning rate is divided by 1 + age (Zhang et al. 2016, arXiv:1511.05950). "dc", "dc-adaptive": DC-ASGD-c
 and DC-ASGD-a (Zheng et al. 2017, arXiv:1609.08326), with that paper's values for CIFAR-10."""
-
-RATE_REFUSED = frozenset({"ftrl"})
-"""Rules that derive the parameters from the learning rate anew at each update: a smaller one would not be a smaller step."""
 
 _EXPECTED = 'expected "lr", "dc" or "dc-adaptive", the latter two also with a number, such as "dc:0.04"'
 
@@ -52,7 +56,7 @@ def parse_staleness(word: str) -> tuple[str, dict[str, float]]:
     name, colon, number = word.partition(":")
     if name not in STALENESS or (not name and word):
         raise InvalidRequest(f"staleness: got {word!r}; {_EXPECTED}")
-    scalars = dict(STALENESS[name].scalars)
+    scalars = {scalar: default for scalar, default, _ in STALENESS[name].scalars}
     if colon:
         try:
             value = float(number)
@@ -64,12 +68,12 @@ def parse_staleness(word: str) -> tuple[str, dict[str, float]]:
     return name, scalars
 
 
-def check_staleness(name: str, rule: str, scalars: tuple[str, ...]) -> None:
-    """Raise InvalidRequest unless a rule with these scalars can be combined with `name`."""
+def check_staleness(name: str, rule: RuleFacts) -> None:
+    """Raise InvalidRequest unless a rule can be combined with `name`."""
     if name not in STALENESS:
         raise InvalidRequest(f"groups.staleness: must be one of {sorted(filter(None, STALENESS))} or empty, got {name!r}")
-    if name == RATE and ("lr" not in scalars or rule in RATE_REFUSED):
-        reason = "computes the parameters from lr anew at each update" if rule in RATE_REFUSED else "has no lr to divide"
-        raise InvalidRequest(f"groups.staleness: {RATE!r} does not go with rule {rule!r}, which {reason}")
-    if name and rule == "static":
+    if name == RATE and ("lr" not in rule.scalars or not rule.row.lr_scales_steps):
+        reason = "has no lr to divide" if rule.row.lr_scales_steps else "computes the parameters from lr anew at each update"
+        raise InvalidRequest(f"groups.staleness: {RATE!r} does not go with rule {rule.name!r}, which {reason}")
+    if name and rule.name == "static":
         raise InvalidRequest(f"groups.staleness: is {name!r}, but nothing is pushed to a static group")

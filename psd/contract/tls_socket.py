@@ -28,6 +28,9 @@ class TlsSocket:
     Args:
         sock: connected; owned from now on. context: of this side.
         server_hostname: what the other side's certificate must name; None: this side is the server.
+
+    Attributes:
+        on_pause: called when a wait has reached its time-out, and may raise; None: TimeoutError.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
@@ -35,6 +38,7 @@ class TlsSocket:
         self.family = sock.family
         self._lock = threading.Lock()
         self._timeout_s: float | None = None
+        self.on_pause: Callable[[], None] | None = None
         self._tls = context.wrap_socket(
             sock, server_side=server_hostname is None, server_hostname=server_hostname, do_handshake_on_connect=False
         )
@@ -66,8 +70,12 @@ class TlsSocket:
         """Send all of it."""
         view = memoryview(data)
         while view.nbytes:
-            chunk = view[:STEP_BYTES]
-            view = view[self._run(lambda chunk=chunk: self._tls.send(chunk)) :]  # type: ignore[misc]
+            view = view[self.send(view) :]
+
+    def send(self, view: memoryview) -> int:
+        """Send a piece of it; its size."""
+        chunk = view[:STEP_BYTES]
+        return self._run(lambda: self._tls.send(chunk))
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         """Receive what is there; 0: the other side has closed its own. The flags are a socket's alone."""
@@ -104,8 +112,10 @@ class TlsSocket:
         timeout_s = self._timeout_s if deadline is None else max(0.0, deadline - time.monotonic())
         poll = select.poll()
         poll.register(self._tls.fileno(), event)
-        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
-            raise TimeoutError
+        while not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if deadline is not None or self.on_pause is None:
+                raise TimeoutError
+            self.on_pause()
 
     def set_timeout(self, seconds: float) -> None:
         """How long one wait for the network may take from now on; 0: for ever."""
@@ -114,6 +124,10 @@ class TlsSocket:
     def setsockopt(self, level: int, option: int, value: int) -> None:
         """Of the socket below."""
         self._tls.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """Of the socket below."""
+        return self._tls.getsockopt(level, option, size)
 
     def shutdown(self, how: int) -> None:
         """End one or both directions of the socket below; wakes whoever waits."""

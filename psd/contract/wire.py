@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import math
 import os
+import select
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
@@ -31,6 +35,14 @@ A larger one, and what the kernel would choose, made steps no shorter."""
 KEPT_BACK_BYTES_MAX = 16 << 10
 """A system call costs more than copying this much."""
 
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
+"""Of a peer that has vanished without a word while nothing was under way the system says so within 20 seconds, as gRPC does.
+Not of one that owes an acknowledgement; and TCP_USER_TIMEOUT would also end what goes to a side that does not read for long,
+as a shard that lets a push wait. See ALIVE in bulk.proto."""
+
+_TCP_PROGRESS = struct.Struct("@120xQQ")
+"""In Linux's struct tcp_info: bytes that the peer has acknowledged, and bytes that have come from it."""
+
 
 class Kind(enum.IntEnum):
     """See bulk.proto."""
@@ -45,6 +57,7 @@ class Kind(enum.IntEnum):
     ANSWER = 8
     REPLY = 9
     ERROR = 10
+    ALIVE = 11
 
 
 _KINDS = {kind.value: kind for kind in Kind}  # calling Kind takes ten times as long
@@ -55,7 +68,7 @@ class Disconnected(Exception):
 
 
 class Stream:
-    """One connected stream socket. One thread may send while another receives.
+    """One connected stream socket. One thread may send while another receives; `send_if_idle` may come from any.
 
     Args:
         sock: blocking, or with TLS; owned from now on.
@@ -71,13 +84,16 @@ class Stream:
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
         self._kept_back = b""
-        self._timeout_s = 0
+        self._sending = threading.Lock()
+        self._timeout_s: float = 0
         self._deadline = math.inf
+        self._on_pause: Callable[[], None] | None = None
         self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
         if self.is_tcp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(sock)
 
     @property
     def local(self) -> socket.socket | None:
@@ -91,25 +107,44 @@ class Stream:
             more: another message follows at once; a small one is kept back, to leave with that one.
 
         Raises:
-            Disconnected: the peer cannot be reached any more. TimeoutError: the socket's own limit has passed.
+            Disconnected: the peer cannot be reached any more. TimeoutError: see `set_timeout`.
         """
         view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
-        front = b"".join((self._kept_back, PREFIX.pack(kind, len(head), view.nbytes), head))
-        if more and len(front) + view.nbytes <= KEPT_BACK_BYTES_MAX:
-            self._kept_back = front + bytes(view)
-            return
-        self._kept_back = b""
-        try:
-            sent = self.socket.sendmsg((front, view) if view.nbytes else (front,))
+        with self._sending:
+            front = b"".join((self._kept_back, PREFIX.pack(kind, len(head), view.nbytes), head))
+            if more and len(front) + view.nbytes <= KEPT_BACK_BYTES_MAX:
+                self._kept_back = front + bytes(view)
+                return
+            self._kept_back = b""
+            sent = self._sent(lambda: self.socket.sendmsg((front, view) if view.nbytes else (front,)))
             if sent < len(front):
-                self.socket.sendall(front[sent:])
+                self._send_all(memoryview(front)[sent:])
                 sent = len(front)
             if sent - len(front) < view.nbytes:
-                self.socket.sendall(view[sent - len(front) :])
-        except (BlockingIOError, TimeoutError):
-            raise TimeoutError from None
-        except OSError as error:
-            raise Disconnected(str(error)) from None
+                self._send_all(view[sent - len(front) :])
+
+    def _send_all(self, view: memoryview) -> None:
+        while view.nbytes:
+            view = view[self._sent(lambda view=view: self.socket.send(view)) :]  # type: ignore[misc]
+
+    def _sent(self, send: Callable[[], int]) -> int:
+        while True:
+            try:
+                return send()
+            except OSError as error:
+                self._pause_after(error)
+
+    def send_if_idle(self, kind: Kind) -> None:
+        """Send a message of 16 bytes, unless another one is being sent or the peer does not read; never waits."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            if _is_writable(self.socket):
+                self.socket.sendmsg((PREFIX.pack(kind, 0, 0),))
+        except (OSError, ValueError):  # it has ended, or is closed: whoever uses it finds out
+            return
+        finally:
+            self._sending.release()
 
     def receive(self) -> tuple[Kind, bytes, int]:
         """Kind and head of the next message, and how many bytes of payload follow; these are to be read or skipped next.
@@ -164,36 +199,63 @@ class Stream:
         return taken
 
     def _receive_into(self, target: memoryview, flags: int) -> int:
-        if self._deadline < math.inf and time.monotonic() > self._deadline:
-            raise TimeoutError
-        try:
-            count = self.socket.recv_into(target, 0, flags)
-        except (BlockingIOError, TimeoutError):
+        while True:
+            if self._deadline < math.inf and time.monotonic() > self._deadline:
+                raise TimeoutError
+            try:
+                count = self.socket.recv_into(target, 0, flags)
+            except OSError as error:
+                self._pause_after(error)
+                continue
+            if count == 0:
+                raise Disconnected("the peer has closed the connection")
+            return count
+
+    def _pause_after(self, error: OSError) -> None:
+        """Return if what has failed may be tried again: it was only that nothing moved for a while."""
+        # Python calls it a TimeoutError, too, when TCP has found out that the peer is gone.
+        if not isinstance(error, (BlockingIOError, TimeoutError)) or error.errno == errno.ETIMEDOUT:
+            raise Disconnected(error.strerror or str(error)) from None
+        if self._on_pause is None:
             raise TimeoutError from None
-        except OSError as error:
-            raise Disconnected(str(error)) from None
-        if count == 0:
-            raise Disconnected("the peer has closed the connection")
-        return count
+        self._on_pause()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long one system call may take from now on, rounded up to seconds; 0: for ever."""
-        whole = math.ceil(seconds)
-        if whole == self._timeout_s:
+        """How long one system call may take from now on; 0: for ever. After that TimeoutError, or what `set_patience` says."""
+        if seconds == self._timeout_s:
             return
-        self._timeout_s = whole
+        self._timeout_s = seconds
         if isinstance(self.socket, TlsSocket):
-            self.socket.set_timeout(whole)
+            self.socket.set_timeout(seconds)
             return
-        limit = struct.pack("@ll", whole, 0)  # not socket.settimeout, which would poll before each call
+        whole, part = divmod(round(seconds * 1_000_000), 1_000_000)
+        limit = struct.pack("@ll", whole, part)  # not socket.settimeout, which would poll before each call
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def set_patience(self, seconds: float, on_pause: Callable[[], None]) -> None:
+        """Have `on_pause` called when nothing has moved for so long, in the thread that waits for it: by returning it has that
+        one wait on. It raises what is to be raised."""
+        self._on_pause = on_pause
+        self.set_timeout(seconds)
+        if isinstance(self.socket, TlsSocket):
+            self.socket.on_pause = on_pause
 
     def set_deadline(self, seconds: float | None) -> None:
         """How long all that is received from now on may take together, however little comes at a time; None: for ever."""
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self.set_timeout(seconds or 0)
+
+    def progress(self) -> tuple[int, int] | None:
+        """How many bytes the peer has acknowledged, and how many have come from it, as TCP counts them; None if unknown."""
+        if not self.is_tcp or not hasattr(socket, "TCP_INFO"):
+            return None
+        try:
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_PROGRESS.size)
+        except OSError:
+            return None
+        return _TCP_PROGRESS.unpack(info) if len(info) == _TCP_PROGRESS.size else None
 
     def shut_down(self, how: int) -> None:
         """End one or both directions; wakes whoever is blocked in them."""
@@ -203,6 +265,21 @@ class Stream:
     def close(self) -> None:
         """Give the descriptor back; nobody may be using it."""
         self.socket.close()
+
+
+def _keep_alive(sock: socket.socket | TlsSocket) -> None:
+    """Have the system ask from time to time whether a silent peer is still there."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _is_writable(sock: socket.socket | TlsSocket) -> bool:
+    """True if there is room for some KiB: Linux says so when a third of the buffer is free."""
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLOUT)
+    return any(event & select.POLLOUT for _, event in poll.poll(0))
 
 
 def is_of_this_user(sock: socket.socket) -> bool:

@@ -1,8 +1,8 @@
 """One connection of the bulk lane, as the shard serves it: messages in, calls on the data plane, messages out.
 
-One thread reads, and another one answers where there is much; only hang_up and end_when_idle come from others. Blocks come in
-messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not know tickets or
-listeners.
+One thread reads, and another one answers where there is much; only the methods that end it, and say_alive, come from others.
+Blocks come in messages, or lie in the worker's attached memory, and so do answers; the data plane sees no difference. Must not
+know tickets or listeners.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from psd.rim.calls import Guard, Waiter
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
-from psd.v1 import bulk_pb2, data_pb2
+from psd.v1 import bulk_pb2, data_pb2, job_pb2
 
 BLOCKS_FOR_TWO_THREADS = 4
 """From so many blocks of the shard on, answers leave from a thread of their own; below, handing them over costs more."""
@@ -44,7 +44,8 @@ class BulkConnection:
         has_core_to_spare: whether a second thread would run beside this one, or only take turns with the other connections'.
 
     Attributes:
-        rank: of the worker; negative before it has shown its ticket. ended: set when nothing is under way any more.
+        rank: of the worker; negative before it has shown its ticket. session: as which it was admitted, or has called since.
+        ended: set when nothing is under way any more.
         is_welcome: asked before each call, whether the worker still may make it; set by whoever admits it.
     """
 
@@ -52,6 +53,7 @@ class BulkConnection:
         self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard, has_core_to_spare: Callable[[], bool]
     ) -> None:
         self.rank = -1
+        self.session = 0
         self.is_welcome: Callable[[], bool] = lambda: False
         self.ended = threading.Event()
         self._stream = stream
@@ -65,6 +67,7 @@ class BulkConnection:
         self._callbacks: list[Callable[[], None]] = []
         self._has_hung_up = False
         self._is_busy = False
+        self._is_in_call = False
         self._is_ending = False
         self._second_thread: Outbox[_Outgoing] | None = None
 
@@ -119,8 +122,18 @@ class BulkConnection:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-        # The worker's own end of a call: it waits for this side's. Reading is over in any case.
-        self._stream.shut_down(socket.SHUT_RD)
+        # Both ways, to wake whoever is blocked in sending, too. But a local one's memory may be attached, and to its worker the
+        # end of the connection says that nothing touches that any more.
+        self._stream.shut_down(socket.SHUT_RDWR if self._stream.is_tcp else socket.SHUT_RD)
+
+    def cut(self) -> None:
+        """It has been hung up, and does not end: wake whoever is blocked in sending, in any case."""
+        self._stream.shut_down(socket.SHUT_RDWR)
+
+    def say_alive(self) -> None:
+        """Let the worker of a call under way know that this process is there; on its machine it knows."""
+        if self._is_in_call and self._stream.is_tcp:
+            self._stream.send_if_idle(Kind.ALIVE)
 
     def end_when_idle(self) -> None:
         """End after the call in progress, if there is one."""
@@ -184,7 +197,8 @@ class BulkConnection:
         pushed = _Pushed(self._stream, self._scratch, self._attached, self.rank) if is_push else None
         try:
             self._shard.check_draining()
-            self._check_caller(call.push.caller.rank if is_push else call.pull.caller.rank)
+            self._check_caller(call.push.caller if is_push else call.pull.caller)
+            self._is_in_call = True
             blocks = iter(()) if pushed is None else pushed.blocks()
             reply = self._answered(call, blocks, Waiter(self._shard, _Deadline(self, call.timeout_s)))
         except (Disconnected, TimeoutError):
@@ -199,6 +213,7 @@ class BulkConnection:
         else:
             self._stream.send(Kind.REPLY, reply.SerializeToString())
         finally:
+            self._is_in_call = False
             with self._lock:
                 self._callbacks.clear()
 
@@ -242,9 +257,10 @@ class BulkConnection:
             self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
         return self._second_thread
 
-    def _check_caller(self, rank: int) -> None:
-        if rank != self.rank:
-            raise InvalidRequest(f"caller.rank: is {rank}, but this connection is worker {self.rank}'s")
+    def _check_caller(self, caller: job_pb2.Caller) -> None:
+        if caller.rank != self.rank:
+            raise InvalidRequest(f"caller.rank: is {caller.rank}, but this connection is worker {self.rank}'s")
+        self.session = caller.session
 
     def _deliver(self, out: _Outgoing) -> None:
         answer = out.answer
@@ -253,6 +269,8 @@ class BulkConnection:
             if not out.into_memory:
                 self._stream.send(Kind.ANSWER, head, answer.values, more=True)  # at least the REPLY
                 return
+            if self._has_hung_up:  # a worker that has not waited for this process may use its memory otherwise
+                raise Disconnected("the worker has hung up")
             np.copyto(self._attached().parameter(answer.block), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, head)

@@ -25,10 +25,12 @@ from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
 from psd.rim.bulk_connection import HELLO_BYTES_MAX, BulkConnection
+from psd.rim.bulk_watch import Watch
 from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
+from psd.state.membership import WorkerState
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -37,8 +39,10 @@ logger = logging.getLogger(__name__)
 TICKET_S = 30.0
 HELLO_S = 5.0
 """A connection that has not shown its ticket by then is closed."""
-PREDECESSOR_S = 30.0
-"""How long a new connection waits for its rank's earlier one to end."""
+PREDECESSOR_S = 4.0
+"""How long a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
+BLOCK_S = 1.0
+"""How long that one may take to finish the block in hand before its connection is cut off under it."""
 STRANGERS_MAX = 64
 """Connections that have not shown a ticket yet."""
 CROWDED_PAUSE_S = 0.1
@@ -49,6 +53,7 @@ nothing, and waits in the kernel."""
 @dataclass(frozen=True)
 class _Ticket:
     rank: int
+    session: int
     expires: float
     is_welcome: Callable[[], bool]
 
@@ -98,7 +103,7 @@ class BulkServer:
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
-        self._hang_ups = _HangUps(self._connections)
+        self._watch = Watch(self._connections, self._is_current)
         self._is_stopping = False
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -112,7 +117,7 @@ class BulkServer:
             host, _ = parse_address(self._config.listen, "--listen")
             self._listen_tcp(host.strip("[]"), self._config.bulk_port)
         self._listen_local()
-        self._hang_ups.start()
+        self._watch.start()
         for listener in self._listeners:
             thread = threading.Thread(target=self._accept, args=(listener,), name="psd-bulk-accept", daemon=True)
             thread.start()
@@ -157,7 +162,7 @@ class BulkServer:
             self._forget_old_tickets(now)
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
                 raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
-            self._tickets[ticket] = _Ticket(worker.rank, now + TICKET_S, is_welcome)
+            self._tickets[ticket] = _Ticket(worker.rank, worker.session, now + TICKET_S, is_welcome)
             self._ticket_given.notify_all()
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
 
@@ -227,14 +232,14 @@ class BulkServer:
 
     def _serve(self, connection: BulkConnection, sock: socket.socket | TlsSocket, descriptor: int, lane: str) -> None:
         try:
-            self._hang_ups.watch(descriptor)
+            self._watch.add(descriptor)
             if isinstance(sock, TlsSocket):
                 sock.handshake(HELLO_S)
             connection.serve(self._admit, HELLO_S)
         except OSError as error:  # also a time-out
             logger.debug("the bulk lane's port: no TLS with a client: %s", error)
         finally:
-            self._hang_ups.forget(descriptor)
+            self._watch.forget(descriptor)
             self._forget(connection, descriptor, lane, threading.current_thread())
 
     def _forget(self, connection: BulkConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
@@ -254,14 +259,26 @@ class BulkServer:
             if ticket is None or ticket.expires < time.monotonic():
                 raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
             self._strangers.leave(connection)
-            connection.is_welcome = ticket.is_welcome
+            connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             before = self._by_rank.get(ticket.rank)
             self._by_rank[ticket.rank] = connection
         if before is not None:
             before.hang_up()
-            if not before.ended.wait(PREDECESSOR_S):
-                raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
+            if not before.ended.wait(BLOCK_S):
+                before.cut()
+                if not before.ended.wait(PREDECESSOR_S - BLOCK_S):
+                    raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
         return ticket.rank
+
+    def _is_current(self, connection: BulkConnection) -> bool:
+        """False if its worker does not take part any more, or as another session that has not called on it."""
+        membership = self._shard.core.membership
+        if membership is None or connection.rank < 0:
+            return True
+        if connection.rank >= len(membership.workers):  # of a job that there was before
+            return False
+        worker = membership.workers[connection.rank]
+        return worker.state is WorkerState.LIVE and worker.session == connection.session
 
     def connections(self) -> dict[str, LaneConnections]:
         """By lane."""
@@ -292,53 +309,16 @@ class BulkServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         for connection in connections:
             connection.hang_up()
+        deadline = time.monotonic() + BLOCK_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for connection in connections:
+            connection.cut()
         for thread in threads:
             thread.join(HELLO_S)
-        self._hang_ups.stop()
+        self._watch.stop()
 
 
 def _is_welcome(stream: Stream) -> bool:
     """False for a local socket whose other end belongs to somebody else."""
     return stream.local is None or is_of_this_user(stream.local)
-
-
-class _HangUps:
-    """Notices that a worker has closed its side while its call waits for others, where nobody reads the socket."""
-
-    def __init__(self, connections: dict[int, BulkConnection]) -> None:
-        self._connections = connections
-        self._poll = select.epoll() if hasattr(select, "epoll") else None  # elsewhere a wait ends at its deadline
-        self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="psd-bulk-hang-ups", daemon=True)
-
-    def start(self) -> None:
-        if self._poll is not None:
-            self._poll.register(self._wake_read, select.EPOLLIN)
-            self._thread.start()
-
-    def watch(self, descriptor: int) -> None:
-        if self._poll is not None:
-            self._poll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
-
-    def forget(self, descriptor: int) -> None:
-        if self._poll is not None:
-            with suppress(OSError):
-                self._poll.unregister(descriptor)
-
-    def stop(self) -> None:
-        if self._poll is not None and self._thread.is_alive():
-            os.write(self._wake_write, b"x")
-            self._thread.join()
-            self._poll.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-
-    def _run(self) -> None:
-        assert self._poll is not None
-        while True:
-            for descriptor, _ in self._poll.poll():
-                if descriptor == self._wake_read:
-                    return
-                connection = self._connections.get(descriptor)
-                if connection is not None:
-                    connection.hang_up()

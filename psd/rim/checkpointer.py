@@ -114,7 +114,9 @@ class Checkpointer:
             )
 
     def on_missed(self, cut: data_pb2.Cut, why: str) -> None:
-        """A cut cannot be completed on this shard."""
+        """A cut cannot be completed on this shard. One that the shard's end has come before is no failure."""
+        if self._stopping.is_set():
+            return
         self._fail(cut, CheckpointFailed(f"cut {cut.id} at step {cut.step}: {why}"))
 
     # -- when --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
+from psd.state.membership import tick_s
 from psd.state.shard import Shard, ShardState
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ class ShardServer:
                 ("grpc.max_send_message_length", config.limits.message_bytes_max),
                 *WINDOW_OPTIONS,
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-                # Half-open connections are found within half a minute; clients may do the same from their side.
-                ("grpc.keepalive_time_ms", 20_000),
+                # Half-open connections are found within 20 seconds; clients may do the same from their side.
+                ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -201,22 +202,27 @@ class ShardServer:
         self._health.set(READY, serving if is_ready else not_serving)
 
     def _tick(self) -> None:
-        interval_s = min(1.0, self._config.lease_s / 4)
-        while not self._stopping.wait(interval_s):
-            for worker in self.shard.tick():
-                logger.warning(
-                    "a worker was silent for longer than its lease; going on without it",
-                    extra={
-                        "rank": worker.rank,
-                        "step": worker.clock,
-                        "lease_s": self._config.lease_s,
-                        "run_id": self.shard.core.run_id,
-                    },
-                )
-            self._check_done()
-            self._update_readiness()
-            if self._checkpointer is not None:
-                self._checkpointer.announce_due()
+        while not self._stopping.wait(tick_s(self._config.lease_s)):
+            try:
+                self._tick_once()
+            except Exception:  # without this thread nobody's lease would ever run out, and all would wait for the dead
+                logger.exception("a tick failed by a defect")
+
+    def _tick_once(self) -> None:
+        for worker in self.shard.tick():
+            logger.warning(
+                "a worker was silent for longer than its lease; going on without it",
+                extra={
+                    "rank": worker.rank,
+                    "step": worker.clock,
+                    "lease_s": self._config.lease_s,
+                    "run_id": self.shard.core.run_id,
+                },
+            )
+        self._check_done()
+        self._update_readiness()
+        if self._checkpointer is not None:
+            self._checkpointer.announce_due()
 
     def _check_done(self) -> None:
         if self.shard.is_done:

@@ -20,11 +20,13 @@ from psd.contract.errors import (
     StateLost,
 )
 from psd.contract.jobspec import JobSpec
+from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.cuts import TIME_S_MAX
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
+from psd_core.arena import Page
 
 TRANSPORT_BYTES_MAX = 256
 HOST_BYTES_MAX = 256
@@ -73,14 +75,13 @@ class Admission:
         for name, text, limit in (("host", request.host, HOST_BYTES_MAX), ("run_id", request.run_id, RUN_ID_BYTES_MAX)):
             if len(text.encode()) > limit:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
+            if not is_printable(text):
+                raise InvalidRequest(f"{name}: {text!r} has control characters")
         with self._core.lock:
             if request.run_id:
                 self._core.check_run_id(request.run_id, "run_id")
-            if (
-                request.resume
-                and self._core.initial.is_set
-                and (self._core.is_tentative or request.timeline != self._core.timeline)
-            ):
+            is_behind = self._core.initial.is_set and request.timeline != self._core.timeline
+            if request.resume and (self._core.is_tentative or is_behind):
                 raise RolledBack(
                     f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
                     timeline=self._core.timeline,
@@ -95,11 +96,12 @@ class Admission:
             before = members.worker(request.rank)
             earlier, was_absent = before.session, before.state is WorkerState.ABSENT
             session = request.session or self._next_session()
+            whose: Any = {"host": request.host, "pid": request.pid, "connection": request.connection, "now": self._core.now()}
             if request.resume:
                 worker = members.check_session(request.rank, session)
-                members.on_return(worker, host=request.host, pid=request.pid, now=self._core.now())
+                members.on_return(worker, **whose)
             else:
-                worker = members.on_join(request.rank, session, host=request.host, pid=request.pid, now=self._core.now())
+                worker = members.on_join(request.rank, session, **whose)
             self._core.membership = members
             self._core.run_id = self._run_id(request.run_id, session)
             if session != earlier:
@@ -126,7 +128,7 @@ class Admission:
             self._core.awaits_declaration and members is not None and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
-            return Membership(world_size, self._core.config.lease_s)
+            return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
             raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
         return members
@@ -160,7 +162,7 @@ class Admission:
             return job.decisions.entry_clock(worker.rank)
         if job.policy.has_rounds:
             # Without blocks a shard has no rounds, and knows the clock from its workers alone.
-            return job.version_max if job.trained_count else max(w.clock for w in self._core.members.workers)
+            return job.entry_round(worker.rank) if job.trained_count else max(w.clock for w in self._core.members.workers)
         if job.policy.has_bound and is_awaited:
             return worker.clock
         others = [w.clock for w in self._core.members.workers if w is not worker and w.state is WorkerState.LIVE]
@@ -184,7 +186,7 @@ class Admission:
                 job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
-            self._core.awaits_declaration = False
+            self._core.on_declared()
             choice = self._core.initial.on_declare(worker)
             ticket = None
             if self._core.config.shard_index == 0 and not self._core.initial.is_set and not choice:
@@ -219,7 +221,11 @@ class Admission:
             init.values[block] = values
 
     def end_initialize(self, init: Initialization) -> bool:
-        """Make the values the job's, all blocks or none; False if the shard has others already."""
+        """Make the values the job's, all blocks or none; False if the shard has others already.
+
+        Raises:
+            OutOfSpace: there is no room for all of them; what the shard had before it still has.
+        """
         job = self._core.declared()
         if not init.is_accepted:
             return self._core.initial.has(init.choice)
@@ -232,8 +238,16 @@ class Admission:
             self._core.members.check_session(init.worker.rank, init.session)
             if not self._core.initial.accepts(init.worker, init.choice):
                 return self._core.initial.has(init.choice)
-            for index, values in init.values.items():
-                job.blocks[index].initialize(values)
+            pages: dict[int, Page] = {}
+            try:
+                for index, values in init.values.items():
+                    pages[index] = job.blocks[index].prepare(values)
+            except BaseException:
+                for index, page in pages.items():
+                    job.blocks[index].discard(page)
+                raise
+            for index, page in pages.items():
+                job.blocks[index].begin(page)
             job.arena.set_word("initialized", init.choice)
             self._core.initial.on_set(init.choice)
         self._core.settle()  # of what happened before there were blocks
@@ -245,7 +259,7 @@ class Admission:
             raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
-            worker.transport = request.transport
+            worker.transport = printable(request.transport)
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)

@@ -7,10 +7,11 @@ arrival harmless, also after the barrier has opened. Guarded by the shard's lock
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from psd.contract.errors import BarrierTimeout, InvalidRequest
+from psd.contract.errors import BarrierTimeout, InvalidRequest, PsdError
+from psd.contract.printable import is_printable
 from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
 
@@ -23,10 +24,14 @@ OPENED_MAX = 64
 after the other; only threads of one worker make several at once."""
 
 
+_Calls = tuple[int, Mapping[int, int]]
+"""A session, and its latest calls that were answered: seq -> generation."""
+
+
 @dataclass
 class _Barrier:
     generation: int = 0
-    arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> session, seq, ticket
+    arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> begun_as, seq, ticket
 
 
 class Barriers:
@@ -34,7 +39,7 @@ class Barriers:
 
     Args:
         waited: asks the membership for the mask of workers that must arrive.
-        save: keeps what `restore` is given after the shard's process has died.
+        save: keeps what `restore` is given after the shard's process has died; raises PsdError where it cannot.
 
     Attributes:
         opened_count: how often one has opened since the shard started.
@@ -45,33 +50,42 @@ class Barriers:
         self._waited = waited
         self._save = save
         self._barriers: dict[str, _Barrier] = {}
-        self._opened: dict[int, tuple[int, dict[int, int]]] = {}  # rank -> session, its latest calls: seq -> generation
+        self._opened: Mapping[int, _Calls] = {}  # by rank
 
     @staticmethod
     def check(name: str, seq: int, name_bytes_max: int) -> None:
-        """Raise InvalidRequest if the name is empty or too long, or the number of the call is 0."""
+        """Raise InvalidRequest if the name is empty, too long or not printable, or the number of the call is 0."""
         if not 1 <= len(name.encode()) <= name_bytes_max:
             raise InvalidRequest(
                 f"name: a barrier's name must have 1 to {name_bytes_max} bytes (the shard's --max-name-bytes), got "
                 f"{len(name.encode())}"
             )
+        if not is_printable(name):
+            raise InvalidRequest(f"name: {name!r} has control characters")
         if seq < 1:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
 
-    def on_arrive(self, seq: int, ticket: Ticket) -> None:
-        """Enter a worker at the barrier that its ticket names; it resolves with the generation when everybody is there."""
+    def on_arrive(self, begun_as: int, seq: int, ticket: Ticket) -> None:
+        """Enter a worker at the barrier that its ticket names; it resolves with the generation when everybody is there.
+
+        begun_as: the session as which the call was begun: the number of the call is that session's.
+        """
         name = ticket.name
         session, opened = self._opened.get(ticket.rank, (0, {}))
-        if session == ticket.session and seq in opened:
+        if session == begun_as and seq in opened:
             ticket.resolve(opened[seq])
             return
         barrier = self._barriers.pop(name, None) or _Barrier()
         self._barriers[name] = barrier  # the most recently used name stands last
         replaced = barrier.arrived.get(ticket.rank)
-        barrier.arrived[ticket.rank] = (ticket.session, seq, ticket)
+        barrier.arrived[ticket.rank] = (begun_as, seq, ticket)
         if replaced is not None:
             replaced[2].fail(BarrierTimeout(f"barrier {name!r}: worker {ticket.rank} sent the call again", missing=[]))
-        self._open_if_complete(barrier)
+        try:
+            self._open_if_complete(barrier)
+        except PsdError as error:  # as if this worker had not come: it is told, and the others go on waiting for it
+            del barrier.arrived[ticket.rank]
+            ticket.fail(error)
         self._forget_old_names()
 
     def on_withdraw(self, ticket: Ticket) -> None:
@@ -89,7 +103,12 @@ class Barriers:
         """Open the barriers that are complete now that somebody has left or expired."""
         for barrier in list(self._barriers.values()):
             if barrier.arrived:
-                self._open_if_complete(barrier)
+                try:
+                    self._open_if_complete(barrier)
+                except PsdError as error:  # who has left has left; the others are told, and may come again
+                    arrived, barrier.arrived = barrier.arrived, {}
+                    for _, _, ticket in arrived.values():
+                        ticket.fail(error)
 
     def missing(self, name: str) -> int:
         """Mask of the workers that have not arrived."""
@@ -100,35 +119,24 @@ class Barriers:
     def _open_if_complete(self, barrier: _Barrier) -> None:
         if self._waited() & ~sum(1 << rank for rank in barrier.arrived):
             return
-        arrived, barrier.arrived = barrier.arrived, {}
-        self.opened_count += 1
-        generation, barrier.generation = barrier.generation, barrier.generation + 1
-        for rank, (session, seq, _) in arrived.items():
-            self._note_opened(rank, session, seq, generation)
+        opened = dict(self._opened)
+        for rank, (session, seq, _) in barrier.arrived.items():
+            opened[rank] = _with_call(opened.get(rank), session, seq, barrier.generation)
         # Before anybody goes on: if the shard dies now, those whose answer is lost must not wait for those who had theirs.
-        self._save(self._to_stored().SerializeToString())
+        self._save(_to_stored(opened).SerializeToString())
+        self._opened = opened
+        self.opened_count += 1
+        arrived, barrier.arrived = barrier.arrived, {}
+        generation, barrier.generation = barrier.generation, barrier.generation + 1
         for _, _, ticket in arrived.values():
             ticket.resolve(generation)
 
-    def _to_stored(self) -> storage_pb2.StoredBarriers:
-        stored = storage_pb2.StoredBarriers()
-        for rank, (session, calls) in self._opened.items():
-            for seq, generation in calls.items():
-                stored.opened.add(rank=rank, session=session, seq=seq, generation=generation)
-        return stored
-
     def restore(self, saved: bytes) -> None:
         """Take over what an earlier process of this shard had saved."""
+        opened = dict(self._opened)
         for call in storage_pb2.StoredBarriers.FromString(saved).opened:
-            self._note_opened(call.rank, call.session, call.seq, call.generation)
-
-    def _note_opened(self, rank: int, session: int, seq: int, generation: int) -> None:
-        known = self._opened.get(rank)
-        if known is None or known[0] != session:
-            known = self._opened[rank] = (session, {})
-        known[1][seq] = generation
-        if len(known[1]) > OPENED_MAX:
-            del known[1][next(iter(known[1]))]
+            opened[call.rank] = _with_call(opened.get(call.rank), call.session, call.seq, call.generation)
+        self._opened = opened
 
     def _forget_old_names(self) -> None:
         if len(self._barriers) > NAMES_MAX:
@@ -136,3 +144,20 @@ class Barriers:
                 if not barrier.arrived:
                     del self._barriers[name]
                     return
+
+
+def _with_call(known: _Calls | None, session: int, seq: int, generation: int) -> _Calls:
+    """A rank's calls, and this one."""
+    latest = dict(known[1]) if known is not None and known[0] == session else {}
+    latest[seq] = generation
+    if len(latest) > OPENED_MAX:
+        del latest[next(iter(latest))]
+    return session, latest
+
+
+def _to_stored(opened: Mapping[int, _Calls]) -> storage_pb2.StoredBarriers:
+    stored = storage_pb2.StoredBarriers()
+    for rank, (session, calls) in opened.items():
+        for seq, generation in calls.items():
+            stored.opened.add(rank=rank, session=session, seq=seq, generation=generation)
+    return stored

@@ -3,14 +3,14 @@
 Every method runs under the block's own lock, which is held while the kernel works (the GIL is not), so blocks proceed in
 parallel and a block is updated by one thread at a time. The dedup window is part of the page: per rank, the session and clock
 of the last push counted. It changes with the parameters, in one step, so a push may be sent any number of times, also to a
-shard that was killed and came back.
+shard that was killed and came back. When another arena has taken the place of this block's, whoever is still about it gets
+ArenaClosed.
 
 Nothing under that lock takes the shard's (see core.py). Must not know sessions' validity, leases or messages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd.contract import layout
-from psd.contract.errors import RuleFailed, StateLost
+from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import pages
 from psd.state.consistency import Policy
@@ -32,7 +32,7 @@ from psd.state.rules import Gradient, Rule, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
 from psd.state.version_waits import VersionWaits
-from psd_core.arena import Arena, ArenaFull, Page
+from psd_core.arena import Arena, ArenaClosed, ArenaFull, Page
 
 
 class BlockState:
@@ -42,6 +42,7 @@ class BlockState:
         slot: the block's index in the arena.
         waited_in: asks the membership which workers a round waits for (a bit mask).
         has_verdicts: rounds are applied as a verdict says.
+        session_of: asks the membership for a rank's latest session.
         may_void: asks whether a round that nobody waits for and nobody contributed to is to be passed over.
         on_lost: told why the open round can never close; True if its waits will be ended by somebody else.
         rule_name, tensor_at: for messages. times: of its rounds.
@@ -66,6 +67,7 @@ class BlockState:
         is_mean: bool,
         is_exact: bool,
         waited_in: Callable[[int], int],
+        session_of: Callable[[int], int],
         may_void: Callable[[int], bool],
         on_lost: Callable[[StateLost], bool],
         times: RoundTimes,
@@ -89,6 +91,7 @@ class BlockState:
         self._has_verdicts = has_verdicts
         self.ratio_places = ratio_places
         self._waited_in = waited_in
+        self._session_of = session_of
         self._may_void = may_void
         self._on_lost = on_lost
         self.times = times
@@ -97,6 +100,7 @@ class BlockState:
         self._all = np.ones(len(plan.segment_ends), np.uint8)
         self.readers = Readers(plan.index)
         self._failure: RuleFailed | None = None  # why the open round could not be closed
+        self._lacks_space = False  # to close the open round, which was complete when that was found
         page = arena.current(slot)
         self.version = page.version if page is not None else 0
 
@@ -105,28 +109,46 @@ class BlockState:
         """Bytes of the block's slots."""
         return len(self._slot_starts) * self.plan.nbytes
 
-    def initialize(self, values: NDArray[Any]) -> None:
-        """Set the initial parameters; slots begin as their rule says, steps and the dedup window as zero.
+    def prepare(self, values: NDArray[Any]) -> Page:
+        """A page with initial parameters, for `begin`, or to be discarded; slots begin as their rule says, all else as zero.
 
         Raises:
-            ArenaFull: no space; the block is as it was.
+            OutOfSpace: the block is as it was.
         """
-        self._begin(lambda page: pages.initialize(page, values, self._slot_starts), 0)
+        return self._written(lambda page: pages.initialize(page, values, self._slot_starts))
+
+    def begin(self, page: Page, version: int = 0) -> None:
+        """Let the block begin with a prepared page."""
+        with self.lock:
+            self._arena.publish(self._slot, page, version)
+            self.version = version
+
+    def discard(self, page: Page) -> None:
+        """Give back a prepared page that the block will not begin with."""
+        self._arena.discard(page)
 
     def restore(self, stored: RestoredBlock) -> None:
         """Set everything from a checkpoint.
 
         Raises:
-            ArenaFull: no space; the block is as it was.
+            OutOfSpace: the block is as it was.
         """
-        self._begin(lambda page: pages.restore(page, stored), stored.version)
+        self.begin(self._written(lambda page: pages.restore(page, stored)), stored.version)
 
-    def _begin(self, write: Callable[[Page], None], version: int) -> None:
-        page = self._arena.spare(self._slot)
-        write(page)
-        with self.lock:
-            self._arena.publish(self._slot, page, version)
-            self.version = version
+    def _written(self, write: Callable[[Page], None]) -> Page:
+        page = self._spare()
+        try:
+            write(page)
+        except BaseException:
+            self._arena.discard(page)
+            raise
+        return page
+
+    def _spare(self) -> Page:
+        try:
+            return self._arena.spare(self._slot)
+        except ArenaFull as error:
+            raise OutOfSpace(f"block {self.plan.index}: no room for its next version: {error.strerror}") from error
 
     def contribute(self, part: Contribution) -> Outcome:
         """Count one worker's gradient, and apply the update if that completes one.
@@ -134,7 +156,7 @@ class BlockState:
         If the contribution is lent, that is left to the first one who asks for the result, or to `take_over`: the threads that
         wait for a round's blocks then share the work.
 
-        If it raises (no memory, no space), nothing was counted, and the push may be sent again.
+        If it raises (no memory, OutOfSpace), nothing was counted, and the push may be sent again.
         """
         with self.lock:
             self._apply_due()
@@ -142,9 +164,9 @@ class BlockState:
             session = int(page.sessions[part.rank])
             if session == part.session and int(page.clocks[part.rank]) > part.clock:
                 return Outcome.DUPLICATE
-            if session > part.session:
-                # Fenced between the check of its session and now. Counting it would turn back the dedup window of the rank's
-                # new session.
+            if session > part.session or self._session_of(part.rank) != part.sent_by:
+                # The rank has joined again between the check of the session and now, and its new session has been told in which
+                # round it begins: see `entry_round`.
                 return Outcome.LATE
             if not self._policy.has_rounds:
                 touched = self._all if part.present is None else part.present
@@ -169,13 +191,14 @@ class BlockState:
         with self.lock:
             if isinstance(self._round, FastRound):
                 self._round.take_over(rank)
-                with contextlib.suppress(ArenaFull):
-                    self._settle()
+                self._settle()
 
     def _contribute_to_round(self, part: Contribution) -> Outcome:
-        round_ = self._round if self._round is not None else self._new_round(part.scalars)
-        if round_.has(part):
-            return Outcome.DUPLICATE
+        round_ = self._round if self._round is not None else self._new_round()
+        standing = round_.standing(part)
+        if standing is not None:
+            return standing
+        is_staged = isinstance(round_, ExactRound) and round_.members is None
         self.times.on_gradient(part.rank, lambda: self._waited_in(self.version))
         if not round_.is_complete_with(part):
             round_.add(part)
@@ -189,18 +212,27 @@ class BlockState:
         else:
             self._close(round_, part)
             self._settle()
-        return Outcome.COUNTED
+        return Outcome.STAGED if is_staged else Outcome.COUNTED
 
-    def _new_round(self, scalars: Sequence[float]) -> FastRound | ExactRound:
+    def entry_round(self, rank: int) -> int:
+        """FAST: the first round in which a new session of the rank takes part: not the open one, if that has a gradient of it.
+
+        Gradients of its earlier sessions that are still on their way are refused from now on.
+        """
+        with self.lock:
+            round_ = self._round
+            return self.version + (round_ is not None and rank in round_.sessions)
+
+    def _new_round(self) -> FastRound | ExactRound:
         version = self.version
-        return self._open_round(scalars, len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
+        return self._open_round(len(self.plan.segment_ends), waited=lambda: self._waited_in(version))
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
         with self.lock:
             if round_ != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, ExactRound)
             current.members = members
             self._round = current
@@ -211,7 +243,7 @@ class BlockState:
         with self.lock:
             if verdict.round != self.version:
                 return
-            current = self._round if self._round is not None else self._new_round(())
+            current = self._round if self._round is not None else self._new_round()
             assert isinstance(current, MeasuredRound)
             current.verdict = verdict
             self._round = current
@@ -235,22 +267,39 @@ class BlockState:
         with self.lock:
             self._settle()
 
+    @property
+    def lacks_space(self) -> bool:
+        """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
+        return self._lacks_space
+
     def _settle(self) -> None:
         if self._is_exact:
             self._fail_if_lost()
-        while True:
-            round_ = self._round
-            if round_ is None:
-                if self._is_exact or not self._may_void(self.version):
-                    return
-                self._advance_void()
-            elif round_.is_complete():
-                try:
-                    self._close(round_, None)
-                except RuleFailed:
-                    return  # those who wait for the round have been told
-            else:
-                return
+        try:
+            while self._close_complete():
+                pass
+        except RuleFailed:
+            return  # those who wait for the round have been told
+        except OutOfSpace:
+            # Whoever waits for the round's result asks now, which tries again, and is told if there is still no room.
+            self._lacks_space = True
+            self._waits.within_reach(self.version + 1)
+        except ArenaClosed:
+            return  # those who wait have been told that the job goes back
+
+    def _close_complete(self) -> bool:
+        """Close the open round if it is complete, or to be passed over; False if it is neither."""
+        self._lacks_space = False
+        round_ = self._round
+        if round_ is None:
+            if self._is_exact or not self._may_void(self.version):
+                return False
+            self._advance_void()
+        elif (isinstance(round_, FastRound) and round_.is_due) or round_.is_complete():
+            self._close(round_, None)
+        else:
+            return False
+        return True
 
     def _fail_if_lost(self) -> None:
         """EXACT: end the waits for a round that cannot be completed any more."""
@@ -264,13 +313,19 @@ class BlockState:
 
     @property
     def _is_due(self) -> bool:
-        return isinstance(self._round, FastRound) and self._round.is_due
+        round_ = self._round  # once: who asks without the lock may find another one the next time
+        return self._lacks_space or (isinstance(round_, FastRound) and round_.is_due)
 
     def _apply_due(self) -> None:
         """Apply the round that is complete, if there is one; raises what that raises, and may be called again."""
-        if self._round is not None and self._is_due:
-            self._close(self._round, None)
-            self._settle()
+        if not self._is_due:
+            return
+        try:
+            self._close_complete()
+        except OutOfSpace:
+            self._lacks_space = True
+            raise
+        self._settle()
 
     def _close(self, round_: FastRound | ExactRound, last: Contribution | None) -> None:
         """Apply the round's update and open the next one."""
@@ -296,7 +351,7 @@ class BlockState:
     def _apply(self, gradient: Gradient, scalars: Sequence[float], counted: Mapping[int, int], clock: int) -> None:
         """Write the next page, with the sessions whose push of `clock` it counts, and make it current in one step."""
         before = self._page
-        after = self._arena.spare(self._slot)
+        after = self._spare()
         try:
             if gradient.last is not None or gradient.accumulator is not None:
                 self._rule.apply(before, after, gradient, self.plan.segment_ends, scalars)
@@ -345,6 +400,8 @@ class BlockState:
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
         """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`.
 
+        Raises OutOfSpace if the version is there but for the room to write it; the same call may succeed later.
+
         reader: the rank of a worker that computes its next gradient from the page; so it is kept for rules that ask for it.
         """
         if self.version < version_min and not self._is_due:
@@ -363,6 +420,13 @@ class BlockState:
         if self._rule.needs_backup:
             with self.lock:
                 self._keep(rank, None)
+
+    def forget_readers(self) -> None:
+        """What anybody has read does not matter any more."""
+        if self._rule.needs_backup:
+            with self.lock:
+                for page in self.readers.drop():
+                    self._arena.unpin(page)
 
     def _keep(self, reader: int, page: Page | None) -> None:
         before = self.readers.keep(reader, page)
@@ -389,8 +453,9 @@ class BlockState:
 
     def counted_clock(self, rank: int, session: int) -> int:
         """The clock up to which pushes of this session have been counted here: the window's, 0 for another session."""
-        page = self._page
-        return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
+        with self.lock:
+            page = self._page
+            return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
 
     @property
     def _page(self) -> Page:

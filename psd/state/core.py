@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 import psd_core
+from psd.checkpoint.cut import Progress
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.custom_rules import load_rules
 from psd.contract.errors import (
@@ -23,7 +24,6 @@ from psd.contract.errors import (
     InvalidRequest,
     NonFiniteGradient,
     NotDeclared,
-    SessionFenced,
     ShardRestarted,
     StateLost,
     WrongShard,
@@ -47,6 +47,13 @@ UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
 job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
+def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
+    """The session as which a call was begun: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
+    if session > caller.session:
+        raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
+    return session or caller.session
+
+
 class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
 
@@ -54,7 +61,8 @@ class ShardCore:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
         timeline, restored_from, is_tentative: see JoinReply.
-        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it.
+        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it;
+            kept in the arena.
         may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
         now: monotonic seconds.
         rules: the users' own that jobs may name, by import path.
@@ -87,15 +95,17 @@ class ShardCore:
     @property
     def members(self) -> Membership:
         """The membership; NotDeclared before the first worker has joined."""
-        if self.membership is None:
+        members = self.membership  # once: asked without the lock, too
+        if members is None:
             raise NotDeclared("no worker has joined this shard yet")
-        return self.membership
+        return members
 
     def declared(self) -> Job:
         """The job; NotDeclared if there is none."""
-        if self.job is None:
+        job = self.job  # once: asked without the lock, too
+        if job is None:
             raise NotDeclared("no job has been declared on this shard yet")
-        return self.job
+        return job
 
     def initialized(self) -> Job:
         """The job, with its initial values; NotDeclared if it has none."""
@@ -126,6 +136,18 @@ class ShardCore:
         self.membership, self.lost_round = members, None
         members.keep(self._save_worker)
         return self.job
+
+    def on_declared(self) -> None:
+        """Note that the job's workers have said what it is."""
+        if self.awaits_declaration:
+            self.declared().arena.set_word("undeclared", 0)
+            self.awaits_declaration = False
+
+    @property
+    def began_at(self) -> int:
+        """The clock at which the job has begun here: the step of the checkpoint that it goes on from, or 0."""
+        checkpoint = Progress.of(self.restored_from)
+        return 0 if checkpoint is None else checkpoint[1]
 
     def recover(self) -> bool:
         """Go on with the job that an earlier process of this shard held; False if there is none."""
@@ -160,6 +182,7 @@ class ShardCore:
         self.run_id, self.membership, self.job = stored.run_id, members, job
         self.restored_from = stored.restored_from
         self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
+        self.awaits_declaration = bool(arena.word("undeclared"))
         members.keep(self._save_worker)
         self.initial.on_recovered(arena.word("initialized"), is_read=job.version_max > 0 or bool(stored.restored_from))
         self.barriers.restore(self.storage.load_barriers())
@@ -280,19 +303,23 @@ class ShardCore:
 
     def on_session_end(self, worker: Worker) -> None:
         """After a session ended by leaving, expiry or a new one: nothing of it goes on waiting, or is waited for."""
-        is_superseded = worker.state is WorkerState.LIVE  # by a new session, whose program must not be thrown out in turn
-        error = SessionFenced(
-            f"the session of worker {worker.rank} has ended"
-            + (f": the rank joined again from {worker.host} (process {worker.pid})" if is_superseded else ""),
-            cause="superseded" if is_superseded else "expired",
-            rank=worker.rank,
-        )
-        live = worker.session if is_superseded else worker.session + 1
-        self.waiting.fail_session(worker.rank, live, error)
+        for ticket in self.waiting.open(worker.rank):
+            if ticket.session < worker.session:
+                ticket.fail(worker.replaced(ticket.session))
+            elif worker.state is not WorkerState.LIVE:
+                ticket.fail(self.members.ended(worker))
         self.barriers.on_session_end(worker.rank)
         self.initial.on_gone(worker.rank, self.members.workers)
         if self.job is not None:
             self.job.on_gone(worker.rank)
+
+    def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
+        """EXACT: count the pushes whose rounds are decided, also by these decisions, as what they have turned out to be."""
+        if self.job is not None and self.job.is_exact:
+            self.job.staged.learn(decisions)
+            counted, left_out = self.job.staged.count()
+            self.counters.pushes_accepted += counted
+            self.counters.pushes_late += left_out
 
     def add_gate(self, ticket: Ticket) -> None:
         """Keep the ticket of a worker that the staleness bound holds back."""
@@ -326,6 +353,7 @@ class ShardCore:
             if job is not None and job.decisions is not None:
                 job.decisions.settle()
                 news, job.decisions.news = job.decisions.news, []
+                self.count_staged(news)
         if job is not None:
             job.decide(news)
             job.settle()

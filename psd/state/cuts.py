@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from psd.contract.errors import InvalidRequest
 from psd.state.job import Job
 from psd.v1 import data_pb2
-from psd_core.arena import Page
+from psd_core.arena import ArenaClosed, Page
 
 AHEAD = 3
 """Rounds between announcing a cut and its version. If the announcing shard is in round r, every worker hears of it with the
@@ -29,6 +30,9 @@ TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999."""
 CLIENT_STATE_BYTES_MAX = 1 << 20
 CLIENT_STATES_KEPT = 8
+
+GOES_BACK = "the job goes back to a checkpoint"
+"""Why a cut is missed then."""
 
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
@@ -124,6 +128,7 @@ class Cuts:
         self._lock = threading.Lock()
         self._known: dict[str, data_pb2.Cut] = {}
         self._open: dict[str, Snapshot] = {}
+        self._gone: weakref.WeakSet[Job] = weakref.WeakSet()
 
     def hand_to(
         self,
@@ -163,11 +168,20 @@ class Cuts:
     def begin(self, snapshot: Snapshot) -> None:
         """Collect the pages of a cut: as the blocks reach its version, or now if there are no rounds."""
         with self._lock:
-            self._open[snapshot.cut.id] = snapshot
-        if snapshot.job.policy.has_rounds:
-            self._wait_for_versions(snapshot.job, snapshot)
-        else:
-            self._take_now(snapshot.job, snapshot)
+            is_gone = snapshot.job in self._gone
+            if not is_gone:
+                self._open[snapshot.cut.id] = snapshot
+        if is_gone:
+            snapshot.on_missed(snapshot.cut, GOES_BACK)
+            return
+        try:
+            if snapshot.job.policy.has_rounds:
+                self._wait_for_versions(snapshot.job, snapshot)
+            else:
+                self._take_now(snapshot.job, snapshot)
+        except ArenaClosed:  # since a moment ago; so the cut may have been given up meanwhile, and its owner told
+            if self._is_open(snapshot):
+                self._miss(snapshot, GOES_BACK)
 
     def abandon(self, snapshot: Snapshot) -> None:
         """Give up a snapshot that nobody waits for any more, and its pages."""
@@ -177,8 +191,7 @@ class Cuts:
         # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
         for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
             snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
-        for page in pages.values():
-            snapshot.job.arena.unpin(page)
+        snapshot.job.unpin_all(pages)
 
     def _wait_for_versions(self, job: Job, snapshot: Snapshot) -> None:
         if not job.blocks:
@@ -197,8 +210,17 @@ class Cuts:
     def _take_now(self, job: Job, snapshot: Snapshot) -> None:
         pages = job.pin_all()
         with self._lock:
-            snapshot.pages.update(pages)
-        self._finish(snapshot)
+            is_open = self._open.get(snapshot.cut.id) is snapshot
+            if is_open:
+                snapshot.pages.update(pages)
+        if is_open:
+            self._finish(snapshot)
+        else:
+            job.unpin_all(pages)
+
+    def _is_open(self, snapshot: Snapshot) -> bool:
+        with self._lock:
+            return self._open.get(snapshot.cut.id) is snapshot
 
     def _take(self, job: Job, snapshot: Snapshot, index: int, page: Page) -> None:
         with self._lock:
@@ -240,11 +262,11 @@ class Cuts:
         with self._lock:
             return [snapshot.cut for snapshot in self._open.values()]
 
-    def forget(self, job: Job) -> None:
-        """Give up all open cuts: the job goes back to a checkpoint."""
+    def forget(self, job: Job, why: str = GOES_BACK) -> None:
+        """Give up all open cuts, and those that anybody still begins: the job ends here."""
         with self._lock:
-            snapshots, self._open = list(self._open.values()), {}
+            self._gone.add(job)
+            snapshots = list(self._open.values())
             self._known = {}
         for snapshot in snapshots:
-            for page in snapshot.pages.values():
-                job.arena.unpin(page)
+            self._miss(snapshot, why)

@@ -113,6 +113,34 @@ class Decisions:
             ticket.resolve()
 
 
+class StagedPushes:
+    """Pushes that have come, and of which it is not known here yet whether they count. On every shard; under its lock."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}
+        self._members: dict[int, int] = {}
+
+    def add(self, round_: int, rank: int) -> None:
+        """Note that a whole push has come."""
+        self._ranks[round_] = self._ranks.get(round_, 0) | 1 << rank
+
+    def learn(self, decisions: Sequence[tuple[int, int]]) -> None:
+        """Note what rounds are made of, by (round, mask of workers)."""
+        self._members.update(decisions)
+        for old in sorted(self._members)[:-KEPT]:
+            del self._members[old]
+
+    def count(self) -> tuple[int, int]:
+        """How many pushes have been found to count since the last call, and how many not. A round of nobody has neither."""
+        counted = left_out = 0
+        for round_ in [r for r in self._ranks if r in self._members or r < min(self._members, default=0)]:
+            ranks, members = self._ranks.pop(round_), self._members.get(round_, 0)
+            if members:
+                counted += (ranks & members).bit_count()
+                left_out += (ranks & ~members).bit_count()
+        return counted, left_out
+
+
 def check_decisions(decisions: Sequence[job_pb2.Decision], spec: JobSpec) -> list[tuple[int, int]]:
     """Decisions as (round, mask); InvalidRequest if there are too many, one names a worker that there is not, or the job has
     none."""

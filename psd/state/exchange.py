@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor, OutOfSpace, ShardRestarted, WrongShard
+from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted, WrongShard
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.contract.verdicts import Verdict
 from psd.state.block import BlockState
-from psd.state.core import ShardCore
+from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job
@@ -25,8 +25,9 @@ from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
+from psd.state.voices import Voice
 from psd.v1 import control_pb2, data_pb2
-from psd_core.arena import ArenaFull
+from psd_core.arena import ArenaClosed
 
 
 class Exchange:
@@ -53,10 +54,15 @@ class Exchange:
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
-            job.check_agreement(header.clock, scalars, worker.rank)
+            begun_as = check_begun_as(header.session, header.caller)
+            if header.since > header.clock + 1:
+                raise InvalidRequest(f"since: {header.since} is beyond clock {header.clock}")
+            if job.policy.has_rounds:
+                job.agreement.check(header.clock, Voice(header.since, worker.rank, scalars))
             # Without rounds a clock decides nothing but who waits for this worker, itself at the gate included. With rounds it
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
+            self._core.count_staged(decisions)
         job.decide(decisions)
         if skipped:
             self._core.settle()
@@ -64,10 +70,12 @@ class Exchange:
             job,
             worker,
             header.caller.session,
+            begun_as,
             header.clock,
             header.weight,
             scalars,
             scale=scale,
+            since=header.since,
             is_finite=header.is_finite,
             client_state=header.client_state,
             cuts=tuple(header.cuts),
@@ -78,7 +86,8 @@ class Exchange:
         """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
-            job.agree_on_scalars(push.clock, push.scalars, push.worker.rank)
+            if job.policy.has_rounds:
+                job.agreement.hear(push.clock, push.voice)
             self._core.initial.is_read = True
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
@@ -107,12 +116,13 @@ class Exchange:
         """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
         checkpoint. Takes no lock: it is asked for every block."""
         if call.worker is not self._core.members.worker(call.worker.rank):
-            raise ShardRestarted(
-                f"shard {self._core.config.shard_index} has gone back to a checkpoint since the call began",
-                shard=self._core.config.shard_index,
-            )
+            raise self._gone_back()
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
+
+    def _gone_back(self) -> ShardRestarted:
+        index = self._core.config.shard_index
+        return ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index)
 
     def check_arrival(self, push: Push) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
@@ -157,22 +167,33 @@ class Exchange:
         push.worker.last_seen = self._core.now()
         scalars, read = push.scalars[plan.group], push.versions.get(index)
         part = Contribution(
-            push.worker.rank, push.session, push.clock, push.weight, values, mask, scalars, read, push.scale, is_lent
+            push.worker.rank,
+            push.begun_as,
+            push.clock,
+            push.weight,
+            values,
+            mask,
+            scalars,
+            read,
+            push.scale,
+            is_lent,
+            since=push.since,
+            sent_by=push.session,
         )
         if is_lent:
             push.lent.append(block)
         try:
             outcome = block.contribute(part)
-        except ArenaFull as error:
-            raise _out_of_space(block, error) from error
+        except ArenaClosed:
+            raise self._gone_back() from None
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
-            if outcome is Outcome.COUNTED and push.outcomes[outcome] == 1:
+            if outcome in (Outcome.COUNTED, Outcome.STAGED) and push.outcomes[outcome] == 1:
                 with self._core.lock:
-                    job.on_counted(push.clock)
+                    job.agreement.on_counted(push.clock, push.worker.rank)
         return None
 
     @staticmethod
@@ -190,25 +211,31 @@ class Exchange:
                 f"block: {lacking} is missing; the push of clock {push.clock} ended after {len(push.covered)} of "
                 f"{job.trained_count} blocks"
             )
-        counted, late = push.outcomes[Outcome.COUNTED], push.outcomes[Outcome.LATE]
+        counted, late, staged = (push.outcomes[i] for i in (Outcome.COUNTED, Outcome.LATE, Outcome.STAGED))
         clock = push.clock + 1
         with self._core.lock:
             self._check_session(push)
             self._core.members.on_step(push.worker, clock)
-            if counted or job.trained_count == 0:
+            if staged:
+                job.staged.add(push.clock, push.worker.rank)
+                self._core.count_staged()
+            elif counted or job.trained_count == 0:
                 self._core.counters.pushes_accepted += 1
             elif late:
                 self._core.counters.pushes_late += 1
             else:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
+            overruled = job.agreement.overruled(push.clock, push.worker.rank)
         self._cuts.on_push()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,
             blocks_duplicate=push.outcomes[Outcome.DUPLICATE],
             blocks_late=late,
+            blocks_staged=staged,
             cuts=self._cuts.latest(),
+            overruled=overruled,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------
@@ -232,6 +259,7 @@ class Exchange:
             skipped = self._core.members.on_clock(worker, request.clock)
             self._core.initial.is_read = True
             self._core.counters.pulls += 1
+            self._core.count_staged(decisions)
         job.decide(decisions)
         job.judge(verdict)
         if skipped:
@@ -310,7 +338,7 @@ class Exchange:
         """
         self._check_session(pull)
         version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
-        found = _read(block, version_min, pull.reader)
+        found = self._found(block, version_min, pull.reader)
         if found is not None:
             return found
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
@@ -318,19 +346,14 @@ class Exchange:
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
         if pull.has_rounds:
-            return _read(block, pull.clock, None)
-        return _read(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
+            return self._found(block, pull.clock, None)
+        return self._found(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
 
-
-def _read(block: BlockState, version_min: int, reader: int | None) -> Found | None:
-    try:
-        return block.read(version_min, reader)
-    except ArenaFull as error:
-        raise _out_of_space(block, error) from error
-
-
-def _out_of_space(block: BlockState, error: ArenaFull) -> OutOfSpace:
-    return OutOfSpace(f"block {block.plan.index}: no room for its next version: {error}")
+    def _found(self, block: BlockState, version_min: int, reader: int | None) -> Found | None:
+        try:
+            return block.read(version_min, reader)
+        except ArenaClosed:
+            raise self._gone_back() from None
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

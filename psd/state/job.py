@@ -1,4 +1,4 @@
-"""What a shard knows of its job once that is declared: layout, policy, its blocks, the scalars of the open rounds.
+"""What a shard knows of its job once that is declared: layout, policy, its blocks, and what its rounds are made of.
 
 Must not know sessions, leases or tickets.
 """
@@ -7,36 +7,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.custom_rules import CustomRule
-from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, ScalarsDisagree, StateLost
+from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import Verdict
+from psd.state.agreement import Agreement
 from psd.state.block import BlockState
 from psd.state.consistency import policy_of
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.decisions import KEPT, Decisions
+from psd.state.decisions import KEPT, Decisions, StagedPushes
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.state.staleness import bound_rule
 from psd.state.verdicts import Verdicts, VerdictStore
+from psd.state.voices import Scalars
 from psd_core.arena import Arena, BlockShape, Page
-
-Scalars = tuple[tuple[float, ...], ...]
-"""One tuple per group, in the order of the rule's list."""
-
-
-@dataclass(slots=True)
-class _RoundScalars:
-    scalars: Scalars
-    rank: int
-    is_counted: bool = False
 
 
 class Job:
@@ -53,7 +44,9 @@ class Job:
 
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
+        agreement: SYNC: the scalars of the open rounds.
         decisions: EXACT, on shard 0 only: which workers make up the rounds.
+        staged: EXACT: pushes that wait for the decision on their round.
         verdicts: in a job that has verdicts, on shard 0 only: how rounds are applied.
     """
 
@@ -99,6 +92,7 @@ class Job:
                 has_verdicts=spec.has_verdicts,
                 ratio_places=self._ratio_places(plan),
                 waited_in=membership.waited_in,
+                session_of=membership.session_of,
                 may_void=membership.is_void,
                 on_lost=on_lost,
                 times=RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
@@ -106,6 +100,7 @@ class Job:
             for slot, plan in enumerate(plans)
         }
         self.decisions = Decisions(self.arena, self.policy, membership) if self.is_exact and shard_index == 0 else None
+        self.staged = StagedPushes()
         self.verdicts: Verdicts | None = None
         if spec.has_verdicts and shard_index == 0:
             measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
@@ -113,7 +108,7 @@ class Job:
         self._decided_round = self._judged_round = -1
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
-        self._round_scalars: dict[int, _RoundScalars] = {}
+        self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # those that were found fit last: mostly the next ones, too
         self._shard_index = shard_index
 
@@ -210,6 +205,15 @@ class Job:
         """Updates applied to the block that is furthest ahead."""
         return max((b.version for b in self._trained), default=0)
 
+    def entry_round(self, rank: int) -> int:
+        """The first round in which a new session of the rank takes part, as far as this shard's blocks are concerned.
+
+        With fast aggregation a rank has one gradient in a round, and an earlier session's may be in some blocks' open one.
+        """
+        if self.is_exact:
+            return self.version_max
+        return max((block.entry_round(rank) for block in self._trained), default=0)
+
     def settle(self) -> None:
         """Close every round that is complete now that somebody left, expired or skipped rounds."""
         if self.policy.has_rounds:
@@ -246,59 +250,36 @@ class Job:
 
     def pin_all(self) -> dict[int, Page]:
         """The pages of all blocks at one instant, pinned, by block."""
+        pages: dict[int, Page] = {}
         with contextlib.ExitStack() as locks:
             for block in self.blocks.values():
                 locks.enter_context(block.lock)
-            return {index: block.pin() for index, block in self.blocks.items()}
+            try:
+                for index, block in self.blocks.items():
+                    pages[index] = block.pin()
+            except BaseException:
+                self.unpin_all(pages)
+                raise
+        return pages
 
-    def check_agreement(self, round_: int, scalars: Scalars, rank: int) -> None:
-        """Raise ScalarsDisagree, naming the two workers and both values, if the open round has other scalars."""
-        first = self._round_scalars.get(round_)
-        if first is None or first.scalars == scalars or round_ < self.version_min:
-            return
-        if first.rank != rank or first.is_counted:
-            self._raise_disagreement(round_, first, scalars, rank)
+    def unpin_all(self, pages: Mapping[int, Page]) -> None:
+        """Give pinned pages back."""
+        for page in pages.values():
+            self.arena.unpin(page)
 
-    def agree_on_scalars(self, round_: int, scalars: Scalars, rank: int) -> None:
-        """Let the first push of a round that brings a valid block set the round's scalars; check the others against them.
+    def give_back_pages(self) -> None:
+        """Give back the pages that are kept of what workers have read: nobody will send a gradient any more."""
+        for block in self._trained:
+            block.forget_readers()
 
-        A worker whose push was refused before anything was counted may come back with others.
-        """
-        if not self.policy.has_rounds:
-            return
-        self.check_agreement(round_, scalars, rank)
-        first = self._round_scalars.get(round_)
-        if first is None or first.scalars != scalars:
-            version_min = self.version_min
-            if round_ < version_min:
-                return
-            for old in [r for r in self._round_scalars if r < version_min]:
-                del self._round_scalars[old]
-            self._round_scalars[round_] = _RoundScalars(scalars, rank)
-
-    def _raise_disagreement(self, round_: int, first: _RoundScalars, scalars: Scalars, rank: int) -> None:
-        for group, (theirs, mine) in enumerate(zip(first.scalars, scalars, strict=True)):
-            for name, their_value, my_value in zip(self._infos[group].scalars, theirs, mine, strict=True):
-                if their_value != my_value:
-                    raise ScalarsDisagree(
-                        f"scalars[{group}].{name}: in round {round_} worker {rank} says {my_value:g}, "
-                        f"worker {first.rank} said {their_value:g}; the workers of a round must agree",
-                        ranks=[first.rank, rank],
-                        group=group,
-                        scalar=name,
-                        round=round_,
-                    )
-
-    def on_counted(self, round_: int) -> None:
-        """Note that a gradient was counted under the round's scalars: they hold even if that worker dies."""
-        entry = self._round_scalars.get(round_)
-        if entry is not None:
-            entry.is_counted = True
+    @property
+    def lacks_space(self) -> bool:
+        """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
+        return any(block.lacks_space for block in self._trained)
 
     def on_gone(self, rank: int) -> None:
-        """Forget the scalars of rounds that only a worker that is gone had spoken for."""
-        for round_ in [r for r, entry in self._round_scalars.items() if entry.rank == rank and not entry.is_counted]:
-            del self._round_scalars[round_]
+        """Forget what only mattered as long as a session of the rank lived."""
+        self.agreement.on_gone(rank)
         for block in self._trained:
             block.forget_reader(rank)
 

@@ -7,7 +7,7 @@ complete. Under the block's lock, as all rounds; must not know pages' versions, 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,6 @@ class MeasuredRound(ExactRound):
 
     def __init__(
         self,
-        scalars: Sequence[float],
         segment_count: int,
         *,
         is_mean: bool,
@@ -48,15 +47,11 @@ class MeasuredRound(ExactRound):
         waited: Callable[[], int],
         ratio_places: NDArray[np.intp] | None,
     ) -> None:
-        super().__init__(scalars, segment_count, is_mean=is_mean, accumulators=accumulators, waited=waited)
+        super().__init__(segment_count, is_mean=is_mean, accumulators=accumulators, waited=waited)
         self.verdict: Verdict | None = None
         self._ratio_places = ratio_places
         self._whole: Gradient | None = None
         self._squares: dict[bool, Squares] = {}
-
-    def has(self, part: Contribution) -> bool:
-        """See Round. What has been measured is not changed any more."""
-        return self._whole is not None or super().has(part)
 
     def is_complete_with(self, part: Contribution) -> bool:
         """See Round. A gradient alone never completes it: it has to be measured."""

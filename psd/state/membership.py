@@ -24,6 +24,14 @@ CLOCK_SKIP_MAX = 1024
 is further ahead is a broken client's, and believing it would exclude that worker from every round."""
 
 
+TICK_S_MAX = 1.0
+
+
+def tick_s(lease_s: float) -> float:
+    """How often leases are looked at: seconds from one `Membership.on_tick` to the next."""
+    return min(TICK_S_MAX, lease_s / 4)
+
+
 class WorkerState(enum.IntEnum):
     """Values are those of psd.v1.WorkerState."""
 
@@ -39,6 +47,7 @@ class Worker:
 
     Attributes:
         last_seen: in the membership's time; negative if never. has_pushed: in the current session.
+        connection: see JoinRequest; 0 if not known. connected_since: the first session of that connection.
         is_leaving: it leaves when the round of its last push has closed.
         left_at: when it left, by its own clock, in seconds since 1970.
         transport: what it says of its lane to this shard.
@@ -54,6 +63,8 @@ class Worker:
     last_seen: float = -1.0
     host: str = ""
     pid: int = 0
+    connection: int = 0
+    connected_since: int = 0
     has_pushed: bool = False
     is_leaving: bool = False
     left_at: float = 0.0
@@ -65,16 +76,35 @@ class Worker:
         """True if rounds, barriers and the staleness bound wait for the worker."""
         return self.state in (WorkerState.ABSENT, WorkerState.LIVE)
 
+    def on_heard(self, host: str, pid: int, connection: int) -> None:
+        """Note who the worker of the current session says that it is."""
+        if not connection or connection != self.connection:
+            self.connection, self.connected_since = connection, self.session
+        self.host, self.pid = host, pid
+
+    def replaced(self, session: int) -> SessionFenced:
+        """Why an earlier session of the rank has ended. If it was this worker's own it may join again."""
+        what = f"session {session} of worker {self.rank} has ended: "
+        if session >= self.connected_since:
+            return SessionFenced(f"{what}its worker has joined again", cause="expired", rank=self.rank)
+        what += "the rank joined again"
+        if self.host:
+            what += f" from {self.host} (process {self.pid}); are two workers started with the same rank?"
+        return SessionFenced(what, cause="superseded", rank=self.rank)
+
 
 class Membership:
     """The workers of one job on one shard.
+
+    Args:
+        clock: at which everybody begins.
 
     Attributes:
         at_barriers: mask of the workers that barriers wait for.
     """
 
-    def __init__(self, world_size: int, lease_s: float) -> None:
-        self.workers = [Worker(rank) for rank in range(world_size)]
+    def __init__(self, world_size: int, lease_s: float, clock: int = 0) -> None:
+        self.workers = [Worker(rank, clock=clock, floor=clock) for rank in range(world_size)]
         self.lease_s = lease_s
         self._last_tick: float | None = None
         self._min_clock: int | None = None
@@ -135,26 +165,30 @@ class Membership:
             raise InvalidRequest(f"rank: {rank} is not below world_size {len(self.workers)}")
         return self.workers[rank]
 
+    def session_of(self, rank: int) -> int:
+        """The latest session of a rank, whatever has become of it. Takes no lock."""
+        return self.workers[rank].session
+
     def check_session(self, rank: int, session: int) -> Worker:
         """The worker, if `session` is its live one; SessionFenced says why it is not."""
         worker = self.worker(rank)
         if worker.state is WorkerState.LIVE and worker.session == session:
             return worker
         if worker.session > session:
-            raise SessionFenced(
-                f"session {session} of worker {rank} has ended: the rank joined again from {worker.host} (process "
-                f"{worker.pid}); are two workers started with the same rank?",
-                cause="superseded",
-                rank=rank,
-            )
+            raise worker.replaced(session)
         if worker.session != session:
             raise SessionFenced(f"session {session} of worker {rank} never joined this shard", cause="expired", rank=rank)
-        ended = "it has left" if worker.state is WorkerState.FINISHED else f"its lease of {self.lease_s:g} s ran out"
-        raise SessionFenced(f"session {session} of worker {rank} has ended: {ended}", cause="expired", rank=rank)
+        raise self.ended(worker)
+
+    def ended(self, worker: Worker) -> SessionFenced:
+        """Why a worker's latest session has ended, as it has."""
+        why = "it has left" if worker.state is WorkerState.FINISHED else f"its lease of {self.lease_s:g} s ran out"
+        what = f"session {worker.session} of worker {worker.rank} has ended: {why}"
+        return SessionFenced(what, cause="expired", rank=worker.rank)
 
     # -- events; those that return True changed whom others wait for -----------------------------------------------------
 
-    def on_join(self, rank: int, session: int, *, host: str, pid: int, now: float) -> Worker:
+    def on_join(self, rank: int, session: int, *, host: str = "", pid: int = 0, connection: int = 0, now: float) -> Worker:
         """Enter a session; SessionFenced if the rank has had a later one. The same session again changes nothing.
 
         A new one is saved by `on_enter`, together with its clock: a shard that dies before has never seen it.
@@ -163,9 +197,10 @@ class Membership:
         if session < worker.session:
             self.check_session(rank, session)
         if session != worker.session:
-            worker.session, worker.host, worker.pid = session, host, pid
+            worker.session = session
+            worker.on_heard(host, pid, connection)
             worker.state, worker.has_pushed, worker.is_leaving = WorkerState.LIVE, False, False
-        worker.last_seen = now
+        self.on_seen(worker, now)
         self._refresh()
         return worker
 
@@ -175,16 +210,19 @@ class Membership:
         self._refresh()
         return is_news
 
-    def on_return(self, worker: Worker, *, host: str, pid: int, now: float) -> None:
+    def on_return(self, worker: Worker, *, host: str, pid: int, connection: int, now: float) -> None:
         """Note that a live session has met this shard again after the shard's process was replaced."""
-        worker.host, worker.pid, worker.last_seen = host, pid, now
+        worker.on_heard(host, pid, connection)
+        self.on_seen(worker, now)
 
     def restore(self, rank: int, *, state: WorkerState, session: int, clock: int, floor: int, now: float) -> None:
         """Set what an earlier process of this shard knew of a worker; its lease begins anew."""
         worker = self.workers[rank]
         worker.state, worker.session, worker.clock, worker.floor = state, session, clock, floor
+        worker.connected_since = session
         worker.has_pushed = floor < clock
-        worker.last_seen = now if session else -1.0
+        if session:
+            self.on_seen(worker, now)
         self._refresh()
 
     def on_enter(self, worker: Worker, clock: int) -> None:
@@ -193,9 +231,17 @@ class Membership:
         self._refresh()
         self._changed(worker)
 
+    def on_restore(self, clock: int) -> None:
+        """Let everybody, whoever has joined already too, take part from `clock` on."""
+        for worker in self.workers:
+            worker.clock = worker.floor = clock
+        self._refresh()
+
     def on_seen(self, worker: Worker, now: float) -> None:
         """Renew the lease."""
         worker.last_seen = now
+        if self._last_tick is None:
+            self._last_tick = now  # leases run from here on, and this shard may be stopped before it first looks at them
 
     def check_clock(self, worker: Worker, clock: int, known: int) -> None:
         """Raise InvalidRequest if `clock` is further ahead of `known` than shards can drift apart."""
@@ -231,18 +277,17 @@ class Membership:
         return True
 
     def on_tick(self, now: float) -> list[Worker]:
-        """Expire leases; returns the workers whose lease ran out.
+        """Expire leases; returns the workers whose lease ran out. To be called every `tick_s`.
 
         A shard that was itself stopped (suspended, or starved of CPU) has heard nobody for that time, which is not the workers'
-        silence: their leases are then extended by the gap.
+        silence: what this call comes late by counts for nobody, however often and little that is.
         """
-        gap = 0.0 if self._last_tick is None else now - self._last_tick
+        late_s = 0.0 if self._last_tick is None else now - self._last_tick - tick_s(self.lease_s)
         self._last_tick = now
-        if gap > self.lease_s / 2:
+        if late_s > 0:
             for worker in self.workers:
-                if worker.state is WorkerState.LIVE:
-                    worker.last_seen = min(now, worker.last_seen + gap)
-            return []
+                if worker.last_seen >= 0:
+                    worker.last_seen = min(now, worker.last_seen + late_s)
         expired = [w for w in self.workers if w.state is WorkerState.LIVE and now - w.last_seen > self.lease_s]
         for worker in expired:
             worker.state = WorkerState.EXPIRED

@@ -3,14 +3,20 @@
 A shard that finds a checkpoint when it starts without anything of its own loads it and is *tentative*: it cannot know whether
 the others live on, further ahead. The workers can: they bring all shards together on one checkpoint and a new *timeline*, by
 Rollback (psd_client/timeline.py). Nothing else is done on a tentative shard, so states are never mixed.
+
+What goes on need not be the kind of job that was stored. Its clock is the checkpoint's step, which all workers had finished:
+that of every worker, and, where there are rounds, the version of every block. Without rounds a version counts updates, as many
+as all workers together have made steps, and not quite the same for every block. How many updates each segment has seen, which
+rules correct their means by, stays what it was.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterator
 
-from psd.checkpoint import CheckpointDirectory, Manifest
+from psd.checkpoint import CheckpointDirectory, Manifest, RestoredBlock
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     CheckpointCorrupt,
@@ -63,6 +69,8 @@ class Restoration:
                 raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
             else:
                 return manifest.name
+        if self._core.job is None:
+            self._core.restored_from, self._core.is_tentative = "", False
         return None
 
     def give_up_lost_round(self) -> None:
@@ -74,21 +82,24 @@ class Restoration:
         if core.lost_round is None:
             return
         with core.lock:
+            if core.lost_round is None:
+                return  # a worker was faster
             job = core.declared()
             logger.error("%s", core.lost_round)
             try:
                 core.may_go_back = self.load_newest() is not None
-            except (PsdError, OSError) as failure:
+            except (PsdError, ConfigError, OSError) as failure:
                 logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
                 core.may_go_back = False
             core.lost_round = None
-            if core.declared() is not job:
+            if core.job is not job:
                 core.incarnation = secrets.randbits(62) + 1
-        if not core.may_go_back:
+        if core.job is job:
             job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
-        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already.
+        """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already, or is not as
+        the worker has found it.
 
         Raises:
             CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was.
@@ -97,7 +108,7 @@ class Restoration:
         with core.lock:
             if core.run_id and request.run_id and request.run_id != core.run_id:
                 raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
-            if core.timeline >= request.timeline and not core.is_tentative:
+            if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
                 return
             is_untouched = core.restored_from == request.checkpoint and not core.initial.is_read
             if is_untouched and core.job is not None:
@@ -106,12 +117,7 @@ class Restoration:
                 core.job.arena.set_word("tentative", 0)
                 core.initial.is_read = False
             else:
-                if self._directory is None:
-                    raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
-                manifest = self._directory.load(request.checkpoint)
-                layout = Layout(manifest.spec, core.config.shard_count)
-                for _ in self._directory.read_blocks(manifest, layout, core.config.shard_index):
-                    pass  # every byte is checked before what is here is given up
+                manifest = self._readable().load(request.checkpoint)
                 self._load(manifest, timeline=request.timeline, is_tentative=False)
             core.incarnation = secrets.randbits(62) + 1
             logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
@@ -122,13 +128,13 @@ class Restoration:
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
+            CheckpointFailed, CheckpointCorrupt: it cannot be read any more.
         """
         core = self._core
         stored = core.declared().spec
         if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
             raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
-        assert self._directory is not None
-        manifest = self._directory.load(core.restored_from)
+        manifest = self._readable().load(core.restored_from)
         self._load(manifest, timeline=core.timeline, is_tentative=False, spec=spec, members=core.members)
 
     def _load(
@@ -140,32 +146,55 @@ class Restoration:
         spec: JobSpec | None = None,
         members: Membership | None = None,
     ) -> None:
-        """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members."""
+        """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members.
+
+        Every byte is checked before what is here is given up. If reading fails after that, the shard has lost what it held, and
+        is tentative: whoever comes brings it to a checkpoint again.
+        """
         core = self._core
         spec = spec if spec is not None else manifest.spec
         check_listed(spec, core.rules)
         with core.lock:
+            if core.job is not None:
+                for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
+                    pass
+                self._cuts.forget(core.job)
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():
                 ticket.fail(error)
-            if core.job is not None:
-                self._cuts.forget(core.job)
             core.run_id = core.run_id or manifest.run_id
             members = members if members is not None else Membership(spec.world_size, core.config.lease_s)
-            for worker in members.workers:
-                if not worker.session:
-                    worker.clock = manifest.worker_clocks.get(worker.rank, 0)
+            members.on_restore(manifest.step)
             core.initial = InitialValues(chooses=core.config.shard_index == 0)
             core.gates = []
-            job = core.declare(spec, members, manifest.name)
-            assert self._directory is not None
-            for restored in self._directory.read_blocks(manifest, job.layout, core.config.shard_index):
-                job.blocks[restored.block.index].restore(restored)
+            core.restored_from = manifest.name
+            try:
+                job = core.declare(spec, members, manifest.name)
+                for restored in self._blocks(manifest, job.layout):
+                    block = job.blocks[restored.block.index]
+                    has_rounds = job.policy.has_rounds and block.plan.trained
+                    block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+            except Exception:
+                core.storage.close(keep=False)
+                core.job, core.lost_round, core.is_tentative = None, None, True
+                core.incarnation = secrets.randbits(62) + 1
+                raise
             if job.is_exact:
                 job.arena.set_word("decided", manifest.step)
             job.arena.set_word("timeline", timeline)
             job.arena.set_word("tentative", int(is_tentative))
+            job.arena.set_word("undeclared", 1)
             job.arena.set_word("initialized", 1)
-            core.timeline, core.restored_from, core.is_tentative = timeline, manifest.name, is_tentative
+            core.timeline, core.is_tentative = timeline, is_tentative
             core.client_states.restore(dict(manifest.client_states), manifest.step)
             core.initial.is_set = core.awaits_declaration = True
+
+    def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
+        """What the checkpoint holds of this shard's blocks, without the dedup windows: nobody's session goes on."""
+        for restored in self._readable().read_blocks(manifest, layout, self._core.config.shard_index):
+            yield restored._replace(sessions=None, clocks=None)
+
+    def _readable(self) -> CheckpointDirectory:
+        if self._directory is None:
+            raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
+        return self._directory

@@ -20,6 +20,7 @@ import psd_core
 from psd.contract.errors import StateLost
 from psd.state.consistency import Policy
 from psd.state.rules import Gradient
+from psd.state.voices import Voice
 
 HALF_BYTES = 2
 """Of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
@@ -37,6 +38,8 @@ class Contribution:
         version_read: of the parameters that the gradient was computed from; None: not known.
         scale: without rounds: by which the gradient is multiplied.
         is_lent: `values` stay as they are until the round has closed, or `BlockState.take_over` was called.
+        session: as which the push was begun; with rank and clock, its name. sent_by: the session that sends it.
+        since: see Voice.
     """
 
     rank: int
@@ -49,6 +52,13 @@ class Contribution:
     version_read: int | None = None
     scale: float = 1.0
     is_lent: bool = False
+    sent_by: int = 0
+    since: int = 0
+
+    @property
+    def voice(self) -> Voice:
+        """Its worker's say in the scalars of the round."""
+        return Voice(self.since, self.rank, self.scalars)
 
 
 class Outcome(enum.IntEnum):
@@ -58,6 +68,7 @@ class Outcome(enum.IntEnum):
     DUPLICATE = 1
     LATE = 2
     EARLY = 3  # its round is not open yet; nothing changed
+    STAGED = 4  # EXACT: kept until it is decided whether it counts
 
 
 class Accumulators(Protocol):
@@ -76,14 +87,15 @@ class Round(Protocol):
     """An open round.
 
     Attributes:
-        scalars: of the update. sessions: by rank, of the workers that the update will count.
+        scalars: of the update, once `gradient` was asked for: of the workers that it counts, those whose voice holds.
+        sessions: by rank, of the workers that the update will count.
     """
 
     scalars: Sequence[float]
     sessions: dict[int, int]
 
-    def has(self, part: Contribution) -> bool:
-        """True if the round has this worker's gradient."""
+    def standing(self, part: Contribution) -> Outcome | None:
+        """DUPLICATE if the round has this very push, LATE if it can take it no more, None if it takes it."""
         ...
 
     def is_complete_with(self, part: Contribution) -> bool:
@@ -130,8 +142,8 @@ def _shared(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
 class _Sum:
     """Weighted sums and what belongs to them, for both kinds of round."""
 
-    def __init__(self, scalars: Sequence[float], segment_count: int, *, is_mean: bool) -> None:
-        self.scalars = scalars
+    def __init__(self, segment_count: int, *, is_mean: bool) -> None:
+        self.scalars: Sequence[float] = ()
         self.sessions: dict[int, int] = {}
         self._touched = _none(segment_count)
         self._is_mean = is_mean
@@ -179,7 +191,6 @@ class FastRound(_Sum):
 
     def __init__(
         self,
-        scalars: Sequence[float],
         segment_count: int,
         *,
         is_mean: bool,
@@ -187,20 +198,24 @@ class FastRound(_Sum):
         policy: Policy,
         waited: Callable[[], int],
     ) -> None:
-        super().__init__(scalars, segment_count, is_mean=is_mean)
+        super().__init__(segment_count, is_mean=is_mean)
         self.is_due = False
         self._accumulators = accumulators
         self._policy = policy
         self._waited = waited
         self._contributors = 0
+        self._voice: Voice | None = None  # the one that holds, of the contributors
         self._total_weight = 0.0
         self._accumulator: NDArray[Any] | None = None
         self._lent: Contribution | None = None
         self._last: Contribution | None = None
 
-    def has(self, part: Contribution) -> bool:
-        """See Round. Also of an earlier session of the rank, which has counted before it died."""
-        return bool(self._contributors >> part.rank & 1)
+    def standing(self, part: Contribution) -> Outcome | None:
+        """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""
+        session = self.sessions.get(part.rank)
+        if session is None:
+            return None
+        return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
     def is_complete_with(self, part: Contribution) -> bool:
         """See Round."""
@@ -235,8 +250,12 @@ class FastRound(_Sum):
     def _count(self, part: Contribution) -> None:
         self._touched = self._grown(self._touched, part)
         self._contributors |= 1 << part.rank
+        self._voice = self._voice_with(part)
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
+
+    def _voice_with(self, part: Contribution) -> Voice:
+        return part.voice if self._voice is None else min(self._voice, part.voice)
 
     def complete(self, part: Contribution) -> None:
         """Take the contribution that completes the round, which is lent, and is added when the round is applied."""
@@ -262,6 +281,8 @@ class FastRound(_Sum):
     def gradient(self, last: Contribution | None) -> Gradient:
         """See Round."""
         sum_ = self._accumulator if self._lent is None else self._lent.values
+        voice = self._voice if last is None else self._voice_with(last)
+        self.scalars = () if voice is None else voice.scalars
         if last is None:
             return self._reduced(sum_, self._last, self._total_weight, self._touched)
         touched = self._grown(self._touched, last)
@@ -288,24 +309,28 @@ class ExactRound(_Sum):
 
     def __init__(
         self,
-        scalars: Sequence[float],
         segment_count: int,
         *,
         is_mean: bool,
         accumulators: Accumulators,
         waited: Callable[[], int],
     ) -> None:
-        super().__init__(scalars, segment_count, is_mean=is_mean)
+        super().__init__(segment_count, is_mean=is_mean)
         self.members: int | None = None
         self._accumulators = accumulators
         self._waited = waited
         self._parts: dict[int, Contribution] = {}
         self._sum: NDArray[Any] | None = None
 
-    def has(self, part: Contribution) -> bool:
-        """See Round. A half push of an earlier session does not count: its successor's replaces it."""
+    def standing(self, part: Contribution) -> Outcome | None:
+        """See Round. A half push of an earlier session does not count: its successor's replaces it, until that is decided."""
         staged = self._parts.get(part.rank)
-        return staged is not None and staged.session >= part.session
+        if self.members is not None and not self.members >> part.rank & 1:
+            return Outcome.LATE
+        if staged is not None and staged.session == part.session:
+            return Outcome.DUPLICATE
+        is_final = staged is not None and (staged.session > part.session or self.members is not None)
+        return Outcome.LATE if is_final else None
 
     def is_complete_with(self, part: Contribution) -> bool:
         """See Round."""
@@ -324,7 +349,7 @@ class ExactRound(_Sum):
             psd_core.scaled_copy(kept, values)
         self._drop(part.rank)
         self._parts[part.rank] = Contribution(
-            part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars
+            part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars, since=part.since
         )
 
     def gradient(self, last: Contribution | None) -> Gradient:
@@ -336,7 +361,7 @@ class ExactRound(_Sum):
         counted = [parts[rank] for rank in sorted(parts) if self.members >> rank & 1]
         self.sessions = {part.rank: part.session for part in counted}
         if counted:
-            self.scalars = counted[0].scalars
+            self.scalars = min(part.voice for part in counted).scalars
         touched = self._touched
         for part in counted:
             touched = self._grown(touched, part)
@@ -377,7 +402,7 @@ class ExactRound(_Sum):
             self._sum = None
 
     def _staged(self) -> int:
-        return sum(1 << rank for rank in self._parts)
+        return sum(1 << rank for rank in list(self._parts))  # of a copy: `missing` is asked without the lock
 
     def _drop(self, rank: int) -> None:
         part = self._parts.pop(rank, None)

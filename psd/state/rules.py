@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -117,18 +117,17 @@ class Elementwise:
     needs_backup = False
 
     def __init__(self, group: GroupSpec) -> None:
-        self._name = group.rule
         self._flags = group.flags
-        info = psd_core.RULES[group.rule]
-        self._slots = len(info.slots_of(group.flags))
-        self._scalars = len(info.scalars)
+        self._facts = psd_core.RULES[group.rule]
+        self._slots = len(self._facts.slots(group.flags))
+        self._scalars = len(self._facts.scalars)
 
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
         """See Rule."""
         psd_core.step_block(
-            self._name,
+            self._facts.name,
             before.parameter,
             after.parameter,
             before.slots[: self._slots],
@@ -146,19 +145,12 @@ class Elementwise:
         )
 
 
-class Layerwise:
-    """LAMB: the kernel gives the update's direction, the verdict each tensor's trust ratio.
+class Layerwise(Elementwise):
+    """A rule such as LAMB: the kernel gives the update's direction, the verdict each tensor's trust ratio.
 
     The direction is computed twice, once to measure it and once to apply it, so that nothing of a model's size is kept between
     the two.
     """
-
-    needs_backup = False
-
-    def __init__(self, group: GroupSpec) -> None:
-        self._name = group.rule
-        self._flags = group.flags
-        self._lr = group.info.scalars.index("lr")
 
     def squares(
         self,
@@ -174,7 +166,8 @@ class Layerwise:
             return sums
         direction, *slots = lent = [accumulators.lend() for _ in (before.parameter, *before.slots)]
         try:
-            self._direct(before, direction, slots, np.empty_like(before.steps), gradient, segment_ends, scalars)
+            after = replace(before, parameter=direction, slots=tuple(slots), steps=np.empty_like(before.steps))
+            super().apply(before, after, gradient, segment_ends, scalars)
             for segment, part, offset in _touched(gradient, segment_ends):
                 parameter_squares = psd_core.square_sum(before.parameter[part], offset)
                 direction_squares = psd_core.square_sum(direction[part], offset)
@@ -191,39 +184,12 @@ class Layerwise:
     ) -> None:
         """See Rule. The gradient has the ratios."""
         assert gradient.ratios is not None
-        self._direct(before, after.parameter, after.slots, after.steps, gradient, segment_ends, scalars)
+        lr = self._facts.scalars.index("lr")
+        super().apply(before, after, gradient, segment_ends, scalars)
         for segment, part, _ in _touched(gradient, segment_ends):
             step = after.parameter[part]
-            psd_core.scaled_copy(step, step, -scalars[self._lr] * gradient.ratios[segment])
+            psd_core.scaled_copy(step, step, -scalars[lr] * gradient.ratios[segment])
             psd_core.accumulate(step, before.parameter[part])
-
-    def _direct(
-        self,
-        before: Page,
-        direction: NDArray[Any],
-        slots: Sequence[NDArray[Any]],
-        steps: NDArray[np.uint64],
-        gradient: Gradient,
-        segment_ends: NDArray[np.uint32],
-        scalars: Sequence[float],
-    ) -> None:
-        psd_core.step_block(
-            self._name,
-            before.parameter,
-            direction,
-            before.slots,
-            slots,
-            gradient.accumulator,
-            gradient.last,
-            weight=gradient.weight,
-            scale=gradient.scale,
-            segment_ends=segment_ends,
-            touched=gradient.touched,
-            steps_in=before.steps,
-            steps_out=steps,
-            scalars=scalars,
-            flags=self._flags,
-        )
 
 
 class Static:

@@ -18,7 +18,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, WrongShard
 from psd.state.admission import Admission
-from psd.state.core import ShardCore
+from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
 from psd.state.measures import Measures
@@ -87,6 +87,7 @@ class Shard:
         with self.core.lock:
             worker = self.core.check_caller(request.caller)
             self.core.barriers.check(request.name, request.seq, self.core.config.limits.name_bytes_max)
+            begun_as = check_begun_as(request.session, request.caller)
             ticket = self.core.ticket(
                 worker,
                 worker.session,
@@ -95,7 +96,7 @@ class Shard:
                 lambda: self.core.barriers.missing(request.name),
                 request.name,
             )
-            self.core.barriers.on_arrive(request.seq, ticket)
+            self.core.barriers.on_arrive(begun_as, request.seq, ticket)
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -104,7 +105,8 @@ class Shard:
             self.core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, and see to what that has made hopeless; to be called every quarter of a lease or so.
+        """Expire leases, see to what that has made hopeless, and try again what had no room to be written; to be called every
+        `tick_s`.
 
         Returns:
             The workers that expired.
@@ -114,7 +116,8 @@ class Shard:
             self.core.counters.leases_expired += len(expired)
             for worker in expired:
                 self.core.on_session_end(worker)
-        if expired:
+        job = self.core.job
+        if expired or (job is not None and job.lacks_space):
             self.core.settle()
         self.restoration.give_up_lost_round()
         return expired
@@ -129,7 +132,10 @@ class Shard:
     @property
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
-        return self.is_initialized and not self.core.is_tentative and self.core.declared().trained_count > 0
+        job = self.core.job
+        if job is None or self.core.is_tentative or not self.is_initialized:
+            return False
+        return job.trained_count > 0 and not job.arena.is_closed
 
     @property
     def has_workers(self) -> bool:
@@ -194,8 +200,7 @@ class Shard:
     def release_snapshot(self, snapshot: Snapshot) -> None:
         """Give back the pages that a snapshot still holds."""
         pages, snapshot.pages = snapshot.pages, {}
-        for page in pages.values():
-            snapshot.job.arena.unpin(page)
+        snapshot.job.unpin_all(pages)
         snapshot.job.arena.trim()
 
     def _describe(self, snapshot: Snapshot) -> None:
@@ -208,7 +213,11 @@ class Shard:
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
-        self.core.storage.close(keep=keep)
+        with self.core.lock:
+            if self.core.job is not None:
+                self.cuts.forget(self.core.job, "the shard ends")
+                self.core.job.give_back_pages()
+            self.core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
         """Raise Draining if no new work is taken any more."""

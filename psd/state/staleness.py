@@ -118,6 +118,11 @@ class Readers:
             self._pages[rank] = page
         return before
 
+    def drop(self) -> list[Page]:
+        """Keep nothing any more; returns the pages, to be unpinned."""
+        pages, self._pages = list(self._pages.values()), {}
+        return pages
+
     def look_up(self, rank: int, version_read: int | None, version: int) -> tuple[int | None, NDArray[Any] | None]:
         """The age of a gradient, None if its worker does not say what it had read; and these parameters, if they are kept.
 

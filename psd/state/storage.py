@@ -7,11 +7,15 @@ The kernel keeps what a killed process has written. A machine that goes down kee
 another machine that has taken over the disk, comes up, the arena would look whole and be of several moments. So a note says in
 which life of the machine the arena is in use, or that it was closed in order.
 
+What cannot be written for lack of room is refused by name, and is as it was, here and in the directory; the same call succeeds
+when there is room again.
+
 Must not know workers or blocks' contents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -25,9 +29,9 @@ from google.protobuf.message import DecodeError
 
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.environment import memory_directory
-from psd.contract.errors import OutOfSpace
+from psd.contract.errors import InternalError, OutOfSpace, PsdError
 from psd.v1 import storage_pb2
-from psd_core.arena import Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
+from psd_core.arena import NO_SPACE, Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ class Storage:
         """The job that an earlier process of this shard held, or None.
 
         Raises:
-            ConfigError: the directory is another shard's, another run's, in use, or damaged.
+            ConfigError: the directory is another shard's, another run's, in use, or damaged, or there is no room to go on.
         """
         if self._is_private:
             self._clear_abandoned()
@@ -71,6 +75,8 @@ class Storage:
             raise ConfigError(
                 f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
             ) from error
+        except ArenaFull as error:
+            raise ConfigError(f"--state-dir: {error.strerror}") from error
         if arena is None:
             return None
         try:
@@ -101,8 +107,12 @@ class Storage:
             # Else the process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
+        try:
+            self._note_boot(_boot_id())
+        except PsdError as error:
+            arena.close(remove=False)
+            raise ConfigError(f"--state-dir: {error}") from error
         self.arena = arena
-        self._note_boot(_boot_id())
         return stored, arena
 
     def _check_owner(self, stored: storage_pb2.StoredJob) -> None:
@@ -118,11 +128,12 @@ class Storage:
 
         Raises:
             OutOfSpace: the directory has no room for it.
+            InternalError: it is no place for an arena, or another process's.
         """
         if replace:
             self.close(keep=False)
         try:
-            self.arena = Arena.create(
+            arena = Arena.create(
                 self.directory,
                 meta=stored.SerializeToString(),
                 shapes=shapes,
@@ -132,16 +143,29 @@ class Storage:
             )
         except ArenaFull as error:
             raise OutOfSpace(
-                f"{self.directory} has no room for this job's parameters and slots; --state-dir can name another place: {error}"
+                f"{self.directory} has no room for this job's parameters and slots; --state-dir can name another place: "
+                f"{error.strerror}"
             ) from error
+        except (ArenaBusy, OSError) as error:
+            raise InternalError(f"--state-dir: cannot use {self.directory}: {error}") from error
         if not self._is_private:
-            self._note_boot(_boot_id())
+            try:
+                self._note_boot(_boot_id())
+            except BaseException:
+                _remove_notes(self.directory)
+                arena.close(remove=True)
+                raise
         else:  # also when the shard is dropped without being closed
-            self._clean_up = weakref.finalize(self, self.arena.close, remove=True)
-        return self.arena
+            self._clean_up = weakref.finalize(self, arena.abandon)
+        self.arena = arena
+        return arena
 
     def save_barriers(self, opened: bytes) -> None:
-        """Keep which barriers have opened, beside the arena; nothing to keep it for before there is one."""
+        """Keep which barriers have opened, beside the arena; nothing to keep it for before there is one.
+
+        Raises:
+            OutOfSpace, InternalError: it cannot be written; what was kept before still is.
+        """
         self._save(_BARRIERS_NAME, opened)
 
     def load_barriers(self) -> bytes:
@@ -149,7 +173,7 @@ class Storage:
         return self._load(_BARRIERS_NAME)
 
     def save_verdict(self, verdict: bytes) -> None:
-        """Keep shard 0's latest verdict, beside the arena."""
+        """Keep shard 0's latest verdict, beside the arena. Raises what `save_barriers` does."""
         self._save(_VERDICT_NAME, verdict)
 
     def load_verdict(self) -> bytes:
@@ -157,21 +181,36 @@ class Storage:
         return self._load(_VERDICT_NAME)
 
     def _save(self, name: str, content: bytes) -> None:
-        if self.arena is not None:
-            self._crash_point(f"storage.{name}.before")
-            temporary = self.directory / f"{name}.new"
-            temporary.write_bytes(content)
-            temporary.replace(self.directory / name)
-            self._crash_point(f"storage.{name}.after")
+        if self.arena is not None and not self._is_private:  # a private arena has no next process
+            self._write(name, content, lambda step: self._crash_point(f"storage.{name}.{step}"))
 
     def _note_boot(self, content: bytes) -> None:
         """On the disk, before what it speaks of."""
-        temporary = self.directory / f"{_BOOT_NAME}.new"
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.directory / _BOOT_NAME)
+        if self._load(_BOOT_NAME) != content:
+            self._write(_BOOT_NAME, content, lambda _: None, is_durable=True)
+
+    def _write(self, name: str, content: bytes, crash_point: Callable[[str], None], *, is_durable: bool = False) -> None:
+        """Put a small file in place of another, whole or not at all."""
+        path, temporary = self.directory / name, self.directory / f"{name}.new"
+        try:
+            crash_point("before")
+            with temporary.open("wb") as file:
+                file.write(content)
+                if is_durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+            if is_durable:
+                self._sync_directory()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if error.errno in NO_SPACE:
+                raise OutOfSpace(f"{self.directory} has no room for the shard's notes: {error.strerror}") from error
+            raise InternalError(f"{path} cannot be written: {error.strerror or error}") from error
+        crash_point("after")
+
+    def _sync_directory(self) -> None:
         descriptor = os.open(self.directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -189,10 +228,23 @@ class Storage:
             if is_removed:
                 _remove_notes(self.directory)
             else:
-                self.arena.sync()
-                self._note_boot(_CLOSED)
+                self._note_closed(self.arena)
             self.arena.close(remove=is_removed)
             self.arena = None
+            if self._clean_up is not None:
+                self._clean_up.detach()  # or it would keep the arena, and the memory of all its pages
+
+    def _note_closed(self, arena: Arena) -> None:
+        try:
+            arena.sync()
+            self._note_boot(_CLOSED)
+        except (PsdError, OSError) as error:
+            logger.error(  # noqa: TRY400 - the reason says it all
+                "the parameters stay in %s, but that all of them are there cannot be noted; they will not be believed if the "
+                "machine goes down: %s",
+                self.directory,
+                error,
+            )
 
     @staticmethod
     def _clear_abandoned() -> None:

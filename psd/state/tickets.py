@@ -85,12 +85,6 @@ class Waiting:
             tickets = list(self._tickets.values())
         return [t for t in tickets if rank is None or t.rank == rank]
 
-    def fail_session(self, rank: int, before: int, error: PsdError) -> None:
-        """Fail what sessions of `rank` older than `before` wait for."""
-        for ticket in self.open(rank):
-            if ticket.session < before:
-                ticket.fail(error)
-
     def refuse(self, error: PsdError) -> None:
         """Fail all open tickets and every later one."""
         with self._lock:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from psd.state.block import BlockState
-from psd.state.job import Job, Scalars
+from psd.state.job import Job
 from psd.state.membership import Worker
 from psd.state.rounds import Outcome
+from psd.state.voices import Scalars, Voice
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 
@@ -25,8 +26,10 @@ class Push:
 
     Attributes:
         job: as it was when the push began; the call ends where there is another one, see Exchange.
+        session: of the worker that sends it. begun_as: the session as which it was begun, which is in its name.
         is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
         is_finite: the worker has looked for NaN and infinity itself.
+        since: see Voice.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         lent: the blocks that may read the gradient where the worker has it.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
@@ -35,10 +38,12 @@ class Push:
     job: Job
     worker: Worker
     session: int
+    begun_as: int
     clock: int
     weight: float
     scalars: Scalars
     scale: float
+    since: int = 0
     is_finite: bool = False
     client_state: bytes = b""
     cuts: tuple[data_pb2.Cut, ...] = ()
@@ -48,6 +53,11 @@ class Push:
     covered: set[int] = field(default_factory=set)
     arrived: int = 0
     outcomes: list[int] = field(default_factory=([0] * len(Outcome)).copy)
+
+    @property
+    def voice(self) -> Voice:
+        """Its worker's say in the scalars of its round, over all groups."""
+        return Voice(self.since, self.worker.rank, self.scalars)
 
 
 @dataclass(frozen=True, slots=True)

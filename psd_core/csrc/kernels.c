@@ -56,12 +56,7 @@ int psd_add_squares(psd_dtype dtype, uint64_t *limbs, const void *x, intptr_t n,
     return psd_add_squares_half(dtype, limbs, x, n, offset);
 }
 
-void psd_step(psd_dtype dtype, psd_rule_id rule, const psd_arrays *arrays, const psd_hyper *hyper, uint64_t step, intptr_t n)
-{
-    (dtype == PSD_F32 ? psd_step_f32 : psd_step_f64)(rule, arrays, hyper, step, n);
-}
-
-void psd_step_block(psd_dtype dtype, psd_rule_id rule, const psd_arrays *arrays, const psd_hyper *hyper,
+void psd_step_block(psd_dtype dtype, int rule, const psd_arrays *arrays, const psd_hyper *hyper,
                     const psd_segments *segments)
 {
     (dtype == PSD_F32 ? psd_step_block_f32 : psd_step_block_f64)(rule, arrays, hyper, segments);

@@ -30,29 +30,7 @@ intptr_t psd_first_nonfinite(psd_dtype, const void *x, intptr_t n);
  * behind the start of a run of 16, 0 <= offset < 16; see squares.h. Returns 0 if a square or a run's sum is not finite. */
 int psd_add_squares(psd_dtype, uint64_t *limbs, const void *x, intptr_t n, intptr_t offset);
 
-/* Update rules. A new one is a file rule_<name>.h, an entry here, and a row in the table of step.h. */
-typedef enum {
-    PSD_ADADELTA,
-    PSD_ADAGRAD,
-    PSD_ADAM,
-    PSD_ADAMAX,
-    PSD_FTRL,
-    PSD_LAMB,
-    PSD_LION,
-    PSD_NADAM,
-    PSD_RMSPROP,
-    PSD_SGD
-} psd_rule_id;
-
-#define PSD_SLOTS_MAX 3   /* the most slots that a rule has: Adam with amsgrad */
-#define PSD_SCALARS_MAX 8 /* the most hyper-parameters that a rule has */
-#define PSD_CONSTANTS_MAX 12 /* the most numbers that a rule prepares from them */
-
-/* Hyper-parameters, in the order in which the rule's file names them. */
-typedef struct {
-    double scalars[PSD_SCALARS_MAX];
-    uint32_t flags;
-} psd_hyper;
+#include "rules.h" /* made when building */
 
 /* The arrays of one step, all of one length, and of one type but for the gradient. An output is its own input
  * (in place) or disjoint from everything else. */
@@ -77,10 +55,7 @@ typedef struct {
     uint64_t *steps_out;
 } psd_segments;
 
-/* One update of n elements that are all at the same step (counted from 1, including this one). */
-void psd_step(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, uint64_t step, intptr_t n);
-
 /* One update of a block: touched segments are stepped, the others copied through. */
-void psd_step_block(psd_dtype, psd_rule_id, const psd_arrays *, const psd_hyper *, const psd_segments *);
+void psd_step_block(psd_dtype, int rule, const psd_arrays *, const psd_hyper *, const psd_segments *);
 
 #endif

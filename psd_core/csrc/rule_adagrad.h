@@ -3,46 +3,32 @@
  * Source: Duchi, Hazan and Singer 2011, diagonal form; torch.optim.Adagrad operation by operation, each rounded to `real`.
  *
  * keras: epsilon is under the root, as in keras.optimizers.Adagrad. The other form adds a 0 there, which changes no bit.
- *
- * Scalars: lr, lr_decay, eps, weight_decay. Flags: 1 maximize, 2 keras. Slots: the sum of squares.
  */
-#ifndef PSD_RULE_ADAGRAD_H
-#define PSD_RULE_ADAGRAD_H
-enum { ADAGRAD_RATE, ADAGRAD_EPS, ADAGRAD_INNER_EPS, ADAGRAD_DECAY, ADAGRAD_SIGN };
-#endif
+#define ADAGRAD_STEPS_ALIKE_FROM UINT64_MAX
+typedef struct { real rate, eps, inner_eps, weight_decay, sign; int decays; } FN(adagrad);
 
-static void FN(adagrad_prepare)(const psd_hyper *hyper, uint64_t step, FN(constants) *k)
+PSD_PREPARE(adagrad)
 {
-    k->of[ADAGRAD_RATE] = (real)(hyper->scalars[0] / (1 + (double)(step - 1) * hyper->scalars[1]));
-    k->of[ADAGRAD_EPS] = hyper->flags & 2 ? (real)0 : (real)hyper->scalars[2];
-    k->of[ADAGRAD_INNER_EPS] = hyper->flags & 2 ? (real)hyper->scalars[2] : (real)0;
-    k->of[ADAGRAD_DECAY] = (real)hyper->scalars[3];
-    k->of[ADAGRAD_SIGN] = hyper->flags & 1 ? (real)-1 : (real)1;
-    k->variant = hyper->scalars[3] != 0;
+    k->rate = h->lr / (1 + (double)(step - 1) * h->lr_decay);
+    k->eps = h->is.keras ? 0 : h->eps;
+    k->inner_eps = h->is.keras ? h->eps : 0;
+    k->weight_decay = h->weight_decay;
+    k->sign = h->is.maximize ? -1 : 1;
+    k->decays = h->weight_decay != 0;
 }
 
-PSD_INLINE void FN(adagrad_loop)(const real *p_in, real *p_out, const real *g_in, const real *sum_in, real *sum_out, intptr_t n,
-                                 const FN(constants) *k, int decay)
+PSD_LOOP(adagrad, int decays)
 {
-    const real rate = k->of[ADAGRAD_RATE], eps = k->of[ADAGRAD_EPS], inner_eps = k->of[ADAGRAD_INNER_EPS];
-    const real weight_decay = k->of[ADAGRAD_DECAY], sign = k->of[ADAGRAD_SIGN];
+    const FN(adagrad) c = *k;
+    const real *const sum_in = slots_in[SLOT_ADAGRAD_SUM];
+    real *const sum_out = slots_out[SLOT_ADAGRAD_SUM];
     PSD_ELEMENTWISE
     for (intptr_t i = 0; i < n; i++) {
-        const real p = p_in[i];
-        real g = sign * g_in[i];
-        if (decay)
-            g = g + weight_decay * p;
+        const real p = p_in[i], g = FN(directed)(g_in[i], c.sign, p, c.weight_decay, decays);
         const real sum = sum_in[i] + g * g;
         sum_out[i] = sum;
-        p_out[i] = p - (rate * g) / (REAL_SQRT(sum + inner_eps) + eps);
+        p_out[i] = p - (c.rate * g) / (REAL_SQRT(sum + c.inner_eps) + c.eps);
     }
 }
 
-PSD_KERNEL void FN(psd_adagrad_tile)(const real *p_in, real *p_out, const real *g, const real *const *slots_in,
-                                     real *const *slots_out, intptr_t n, const FN(constants) *k)
-{
-    if (k->variant)
-        FN(adagrad_loop)(p_in, p_out, g, slots_in[0], slots_out[0], n, k, 1);
-    else
-        FN(adagrad_loop)(p_in, p_out, g, slots_in[0], slots_out[0], n, k, 0);
-}
+PSD_TILE_BY_DECAY(adagrad)

@@ -2,40 +2,33 @@
  *
  * Source: Chen et al. 2023 (arXiv:2302.06675) alg. 2, operation by operation. The decay is added to the sign, as there, not
  * multiplied as 1 - lr * weight_decay: as a float32 that is off by up to 3e-8, in every step. The sign of 0 is 0.
- *
- * Scalars: lr, beta1, beta2, weight_decay. Flags: 1 maximize. Slots: the momentum.
  */
-#ifndef PSD_RULE_LION_H
-#define PSD_RULE_LION_H
-enum { LION_LR, LION_BETA1, LION_FRESH1, LION_BETA2, LION_FRESH2, LION_DECAY, LION_SIGN };
-#endif
+#define LION_STEPS_ALIKE_FROM 1
+typedef struct { real lr, beta1, fresh1, beta2, fresh2, weight_decay, sign; } FN(lion);
 
-static void FN(lion_prepare)(const psd_hyper *hyper, uint64_t step, FN(constants) *k)
+PSD_PREPARE(lion)
 {
     (void)step;
-    k->of[LION_LR] = (real)hyper->scalars[0];
-    k->of[LION_BETA1] = (real)hyper->scalars[1];
-    k->of[LION_FRESH1] = (real)(1 - hyper->scalars[1]);
-    k->of[LION_BETA2] = (real)hyper->scalars[2];
-    k->of[LION_FRESH2] = (real)(1 - hyper->scalars[2]);
-    k->of[LION_DECAY] = (real)hyper->scalars[3];
-    k->of[LION_SIGN] = hyper->flags & 1 ? (real)-1 : (real)1;
-    k->variant = 0;
+    k->lr = h->lr;
+    k->beta1 = h->beta1;
+    k->fresh1 = 1 - h->beta1;
+    k->beta2 = h->beta2;
+    k->fresh2 = 1 - h->beta2;
+    k->weight_decay = h->weight_decay;
+    k->sign = h->is.maximize ? -1 : 1;
 }
 
-PSD_KERNEL void FN(psd_lion_tile)(const real *p_in, real *p_out, const real *g_in, const real *const *slots_in,
-                                  real *const *slots_out, intptr_t n, const FN(constants) *k)
+PSD_TILE(lion)
 {
-    const real lr = k->of[LION_LR], beta1 = k->of[LION_BETA1], fresh1 = k->of[LION_FRESH1];
-    const real beta2 = k->of[LION_BETA2], fresh2 = k->of[LION_FRESH2], weight_decay = k->of[LION_DECAY], sign = k->of[LION_SIGN];
-    const real *const m_in = slots_in[0];
-    real *const m_out = slots_out[0];
+    const FN(lion) c = *k;
+    const real *const m_in = slots_in[SLOT_LION_EXP_AVG];
+    real *const m_out = slots_out[SLOT_LION_EXP_AVG];
     PSD_ELEMENTWISE
     for (intptr_t i = 0; i < n; i++) {
-        const real p = p_in[i], g = sign * g_in[i], m = m_in[i];
-        const real mixed = beta1 * m + fresh1 * g;
+        const real p = p_in[i], g = c.sign * g_in[i], m = m_in[i];
+        const real mixed = c.beta1 * m + c.fresh1 * g;
         const real direction = (mixed > 0 ? (real)1 : (real)0) - (mixed < 0 ? (real)1 : (real)0);
-        m_out[i] = beta2 * m + fresh2 * g;
-        p_out[i] = p - lr * (direction + weight_decay * p);
+        m_out[i] = c.beta2 * m + c.fresh2 * g;
+        p_out[i] = p - c.lr * (direction + c.weight_decay * p);
     }
 }

@@ -3,23 +3,61 @@
  *   block -> runs of segments that need the same treatment -> tiles that fit in the L1 cache, if there is something to reduce or widen
  *   tile:  widen grad, if it is half; reduce (g = scale * (acc + weight * grad)); then the rule (param, slots, g -> param, slots)
  *
- * A rule is two functions, `prepare` (hyper-parameters and step -> constants, once per run) and `tile` (arithmetic on
- * one tile; it reads element i of its inputs before it writes element i of its outputs, which may be the same arrays).
+ * A rule is a file rule_<name>.h, which has
+ *   FN(<name>)               a struct of constants
+ *   PSD_PREPARE(<name>)      sets them, `k`, once per run from the scalars and flags `h` and the step; double until it is assigned
+ *   PSD_TILE(<name>)         the arithmetic on one tile; it reads element i of its inputs before it writes element i of its outputs,
+ *                            which may be the same arrays
+ *   <NAME>_STEPS_ALIKE_FROM  all steps from this one on are alike to the rule: longer runs
  * The split costs nothing: the reduced gradient never leaves L1, and memory sets the pace.
  */
 
 typedef struct {
-    real of[PSD_CONSTANTS_MAX];
-    int variant;
-} FN(constants);
-
-typedef struct {
     int slot_count;
-    uint64_t steps_alike_from; /* all steps from this one on are alike to the rule: longer runs */
-    void (*prepare)(const psd_hyper *, uint64_t step, FN(constants) *);
-    void (*tile)(const real *p_in, real *p_out, const real *g, const real *const *slots_in, real *const *slots_out,
-                 intptr_t n, const FN(constants) *);
+    uint64_t steps_alike_from;
+    void (*prepare)(const psd_hyper *, uint64_t step, void *k);
+    void (*tile)(const real *p_in, real *p_out, const real *g_in, const real *const *slots_in, real *const *slots_out,
+                 intptr_t n, const void *k);
 } FN(rule);
+
+#define PSD_ARRAYS const real *p_in, real *p_out, const real *g_in, const real *const *slots_in, real *const *slots_out, intptr_t n
+#define PSD_PASSED p_in, p_out, g_in, slots_in, slots_out, n, k
+
+#define PSD_PREPARE(name)                                                                     \
+    static void FN(name##_set)(const psd_##name *h, uint64_t step, FN(name) *k);              \
+    static void FN(name##_prepare)(const psd_hyper *hyper, uint64_t step, void *k)            \
+    {                                                                                         \
+        FN(name##_set)(&hyper->name, step, k);                                                \
+    }                                                                                         \
+    static void FN(name##_set)(const psd_##name *h, uint64_t step, FN(name) *k)
+
+#define PSD_TILE(name)                                                                        \
+    PSD_INLINE void FN(name##_step)(PSD_ARRAYS, const FN(name) *k);                           \
+    PSD_KERNEL void FN(psd_##name##_tile)(PSD_ARRAYS, const void *k)                          \
+    {                                                                                         \
+        FN(name##_step)(PSD_PASSED);                                                          \
+    }                                                                                         \
+    PSD_INLINE void FN(name##_step)(PSD_ARRAYS, const FN(name) *k)
+
+/* The loop of a tile with arguments that are constants where it is inlined: each of its forms is a loop without branches. */
+#define PSD_LOOP(name, ...) PSD_INLINE void FN(name##_loop)(PSD_ARRAYS, const FN(name) *k, __VA_ARGS__)
+
+/* The tile of a rule whose loop has two forms, without weight decay in the gradient and with it. */
+#define PSD_TILE_BY_DECAY(name)                                                               \
+    PSD_TILE(name)                                                                            \
+    {                                                                                         \
+        if (k->decays)                                                                        \
+            FN(name##_loop)(PSD_PASSED, 1);                                                   \
+        else                                                                                  \
+            FN(name##_loop)(PSD_PASSED, 0);                                                   \
+    }
+
+/* The gradient that a rule descends along: of the other sign to climb, and with the weight decay in it. */
+PSD_INLINE real FN(directed)(real g, real sign, real p, real weight_decay, int decays)
+{
+    g = sign * g;
+    return decays ? g + weight_decay * p : g;
+}
 
 /* The way from a to b by the share w, rounded as torch does it: w = 1 ends at b exactly. */
 PSD_INLINE real FN(lerp)(real a, real b, real w)
@@ -27,29 +65,13 @@ PSD_INLINE real FN(lerp)(real a, real b, real w)
     return w < (real)0.5 ? a + w * (b - a) : b - (b - a) * (1 - w);
 }
 
-#include "rule_adadelta.h"
-#include "rule_adagrad.h"
-#include "rule_adam.h"
-#include "rule_adamax.h"
-#include "rule_ftrl.h"
-#include "rule_lamb.h"
-#include "rule_lion.h"
-#include "rule_nadam.h"
-#include "rule_rmsprop.h"
-#include "rule_sgd.h"
+static void FN(copy_run)(const void *in, void *out, intptr_t begin, intptr_t end)
+{
+    if (in != out && end > begin)
+        memcpy((real *)out + begin, (const real *)in + begin, (size_t)(end - begin) * sizeof(real));
+}
 
-static const FN(rule) FN(rules)[] = {
-    [PSD_ADADELTA] = {2, 1, FN(adadelta_prepare), FN(psd_adadelta_tile)},
-    [PSD_ADAGRAD] = {1, UINT64_MAX, FN(adagrad_prepare), FN(psd_adagrad_tile)},
-    [PSD_ADAM] = {3, UINT64_MAX, FN(adam_prepare), FN(psd_adam_tile)},
-    [PSD_ADAMAX] = {2, UINT64_MAX, FN(adamax_prepare), FN(psd_adamax_tile)},
-    [PSD_FTRL] = {2, 1, FN(ftrl_prepare), FN(psd_ftrl_tile)},
-    [PSD_LAMB] = {2, UINT64_MAX, FN(lamb_prepare), FN(psd_lamb_tile)},
-    [PSD_LION] = {1, 1, FN(lion_prepare), FN(psd_lion_tile)},
-    [PSD_NADAM] = {2, UINT64_MAX, FN(nadam_prepare), FN(psd_nadam_tile)},
-    [PSD_RMSPROP] = {3, 1, FN(rmsprop_prepare), FN(psd_rmsprop_tile)},
-    [PSD_SGD] = {1, 2, FN(sgd_prepare), FN(psd_sgd_tile)},
-};
+#include "rule_templates.h"
 
 /* Whether there is nothing to compute: a single contribution of weight 1 is exactly the gradient (not 0 + g, which would turn -0
  * into 0). */
@@ -128,7 +150,7 @@ PSD_KERNEL void FN(psd_reduce_tile)(const real *acc, const real *grad, real weig
  * vary by a fifth). Where the output is cold they save 10 to 30 %: 11 against 13 ms, with momentum 18 against 24. Where it is the
  * spare that was an input a moment ago they save nothing, and a reader who comes next then finds nothing in the cache: update
  * plus read 18 against 14 ms, with momentum 24 against 20. So whoever keeps spare blocks should reuse the last one freed. */
-static void FN(step_run)(const FN(rule) *rule, const psd_arrays *a, const FN(constants) *k, intptr_t begin, intptr_t end)
+static void FN(step_run)(const FN(rule) *rule, const psd_arrays *a, const void *k, intptr_t begin, intptr_t end)
 {
     _Alignas(64) real scratch[TILE];
     const real *slots_in[PSD_SLOTS_MAX] = {NULL};
@@ -157,20 +179,6 @@ static void FN(step_run)(const FN(rule) *rule, const psd_arrays *a, const FN(con
     }
 }
 
-static void FN(copy_run)(const void *in, void *out, intptr_t begin, intptr_t end)
-{
-    if (in != out && end > begin)
-        memcpy((real *)out + begin, (const real *)in + begin, (size_t)(end - begin) * sizeof(real));
-}
-
-void FN(psd_step)(psd_rule_id id, const psd_arrays *a, const psd_hyper *hyper, uint64_t step, intptr_t n)
-{
-    const FN(rule) *rule = &FN(rules)[id];
-    FN(constants) k;
-    rule->prepare(hyper, step, &k);
-    FN(step_run)(rule, a, &k, 0, n);
-}
-
 /* Segments with equal keys are treated alike: 0 for an untouched one, else its step, capped where the rule stops caring. */
 PSD_INLINE uint64_t FN(run_key)(const FN(rule) *rule, const psd_segments *s, intptr_t i)
 {
@@ -178,7 +186,7 @@ PSD_INLINE uint64_t FN(run_key)(const FN(rule) *rule, const psd_segments *s, int
     return !s->touched[i] ? 0 : step < rule->steps_alike_from ? step : rule->steps_alike_from;
 }
 
-void FN(psd_step_block)(psd_rule_id id, const psd_arrays *a, const psd_hyper *hyper, const psd_segments *s)
+void FN(psd_step_block)(int id, const psd_arrays *a, const psd_hyper *hyper, const psd_segments *s)
 {
     const FN(rule) *rule = &FN(rules)[id];
     FN(constants) k;

@@ -56,6 +56,16 @@ def test_main_when_asked_for_help_then_it_explains(options, words, capsys):
     assert words in capsys.readouterr().out
 
 
+def test_checkpoint_when_a_shard_answers_with_control_characters_then_they_are_escaped(servers, capsys, monkeypatch):
+    """What it says of its failure is a peer's text."""
+    monkeypatch.setattr("psd.cli.ctl._why", lambda *_: "no\x1b]0;owned\x07\u202e\nroom")
+
+    assert main(["checkpoint", "--servers", servers]) == 1
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("no\\x1b]0;owned\\x07\\u202e\\nroom")
+
+
 def test_status_when_the_shards_are_fresh_then_it_says_that_nothing_is_declared(servers, capsys, monkeypatch):
     monkeypatch.setenv("PSD_SERVERS", servers)
 

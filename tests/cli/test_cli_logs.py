@@ -10,7 +10,7 @@ import pytest
 
 from psd.cli import logs
 
-HOSTILE = 'a\nname\x1b[31m\x00\u2028"'
+HOSTILE = 'a\nname\x1b[31m\x00\u2028\u202e\x9b"'
 
 
 @pytest.fixture
@@ -87,4 +87,21 @@ def test_text_when_a_field_has_control_characters_then_the_record_is_one_line(co
     logging.getLogger("psd.x").warning("from %s", HOSTILE, extra={"rank": 7})
 
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == 'psd-server: WARNING from a\\nname\\x1b[31m\\x00\\u2028"  rank=7'
+    assert line == 'psd-server: WARNING from a\\nname\\x1b[31m\\x00\\u2028\\u202e\\x9b"  rank=7'
+
+
+def test_text_when_an_exception_has_control_characters_then_its_traceback_has_none(configure, capsys):
+    configure(False)
+
+    logging.getLogger("psd.x").error("failed", exc_info=RuntimeError(HOSTILE.replace("\n", "")))
+
+    lines = capsys.readouterr().err.split("\n")
+    assert lines[-2] == 'RuntimeError: aname\\x1b[31m\\x00\\u2028\\u202e\\x9b"'
+    assert all(map(str.isprintable, lines))
+
+
+def test_say_when_a_text_has_control_characters_then_it_is_one_line(configure, capsys):
+    configure(False)(f"ready at {HOSTILE}")
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()

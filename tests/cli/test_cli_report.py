@@ -53,6 +53,42 @@ def answers(*replies):
     ]
 
 
+HOSTILE = "\x1b[2J\u202e\n\x9b"
+
+
+def hostile(message):
+    """A message in which every text of a peer's is hostile, however deep."""
+    for field in message.DESCRIPTOR.fields:
+        is_repeated = hasattr(getattr(message, field.name), "extend")
+        if field.type == field.TYPE_STRING:
+            if is_repeated:
+                getattr(message, field.name).extend([HOSTILE] * 2)
+            else:
+                setattr(message, field.name, f"{field.name}{HOSTILE}")
+        elif field.message_type is not None and field.message_type is not message.DESCRIPTOR:
+            if is_repeated:
+                getattr(message, field.name).add()
+                for item in getattr(message, field.name):
+                    hostile(item)
+            else:
+                hostile(getattr(message, field.name))
+    return message
+
+
+def test_text_when_peers_have_chosen_control_characters_then_nothing_gets_to_the_terminal():
+    """Hosts, transports, runs, barriers, addresses, errors: whatever field there is, and whatever comes to be shown of it."""
+    replies = [hostile(shard(index)) for index in range(2)]
+    replies[0].waits.add(kind=pb.WAIT_KIND_BARRIER, name=HOSTILE)
+    found = [*answers(*replies), Answer("127.0.0.1:7002", None, "UNAVAILABLE", f"no{HOSTILE}")]
+
+    text = as_text(found)
+
+    assert "host\\x1b[2J\\u202e\\n\\x9b:100" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert all(HOSTILE in reply.run_id for reply in replies), "the answers themselves stay as they are"
+    assert json.dumps(as_json(found)).isascii()
+
+
 def test_merged_workers_when_shards_disagree_then_the_worst_holds():
     one = shard(0, workers=[worker(0, clock=41, last_seen_s=0.1)])
     other = shard(1, workers=[worker(0, pb.WORKER_STATE_EXPIRED, clock=39, last_seen_s=12)])

@@ -232,3 +232,15 @@ def test_server_when_the_address_is_taken_then_one_line_says_so_and_the_status_i
     assert second.end() == 1
     assert second.lines[-1].startswith("psd-server: error: ")
     assert address in second.lines[-1]
+
+
+@pytest.mark.process
+def test_server_when_its_checkpoints_cannot_be_looked_at_then_one_line_says_so_and_the_status_is_1(start, tmp_path):
+    place = tmp_path / "place"
+    place.write_text("no directory")
+
+    server = start("psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--checkpoint-dir", str(place))
+
+    assert server.end() == 1
+    assert server.lines[-1] == f"psd-server: error: cannot list {place}: Not a directory"
+    assert not any(line.startswith("Traceback") for line in server.lines)

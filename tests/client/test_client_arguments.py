@@ -15,7 +15,7 @@ from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd_client import SGD, ConfigError, connect
 from psd_client.flat import FlatBuffers
-from psd_client.optimizers import Static, scalar_values
+from psd_client.optimizers import scalar_values, spec_of
 from psd_client.param_groups import ParamGroups
 from psd_client.tensors import NamedTensors, tensor_specs
 
@@ -45,11 +45,11 @@ def test_sgd_when_built_then_gives_flags_and_scalars() -> None:
     """What is fixed is declared; what may change travels."""
     sgd = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True, maximize=True)
 
-    assert sgd.group() == GroupSpec("sgd", ("maximize", "momentum", "nesterov"))
+    assert spec_of(sgd) == GroupSpec("sgd", ("maximize", "momentum", "nesterov"))
     assert sgd.scalars() == {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 1e-4}
-    assert SGD(lr=1).group() == GroupSpec("sgd", ())
+    assert spec_of(SGD(lr=1)) == GroupSpec("sgd", ())
     assert SGD(lr=1, dampening=-0.5).scalars()["dampening"] == -0.5
-    assert scalar_values(Static().group(), Static().scalars(), 0) == []
+    assert scalar_values(GroupSpec("static"), {}, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_optimizers_when_built_then_give_flags_constants_and_scalars() -> None:
     """Pairs stay pairs for the user and travel as two numbers."""
     adam = psd_client.AdamW(amsgrad=True)
 
-    assert adam.group() == GroupSpec("adam", ("amsgrad", "decoupled_weight_decay"))
+    assert spec_of(adam) == GroupSpec("adam", ("amsgrad", "decoupled_weight_decay"))
     assert adam.scalars() == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-    assert scalar_values(adam.group(), adam.scalars(), 0) == [1e-3, 0.9, 0.999, 1e-8, 1e-2]
-    assert psd_client.Adagrad(initial_accumulator_value=0.5).group() == GroupSpec("adagrad", (), (0.5,))
-    assert psd_client.RMSprop(momentum=0.5, centered=True).group() == GroupSpec("rmsprop", ("centered", "momentum"))
+    assert scalar_values(spec_of(adam), adam.scalars(), 0) == [1e-3, 0.9, 0.999, 1e-8, 1e-2]
+    assert spec_of(psd_client.Adagrad(initial_accumulator_value=0.5)) == GroupSpec("adagrad", (), (0.5,))
+    assert spec_of(psd_client.RMSprop(momentum=0.5, centered=True)) == GroupSpec("rmsprop", ("centered", "momentum"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,21 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from client_faults import Thread, until
+from scripted_shard import ToldLane
 
 import psd_client
 from psd.contract.config import ConfigError
 from psd.contract.errors import NonFiniteGradient, ShardUnavailable, WaitTimeout
-from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
-from psd.contract.layout import Layout
-from psd.contract.wire import Kind, Stream
 from psd.rim.server import ShardServer
 from psd.state.tickets import WaitKind
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import data_pb2, job_pb2
 from psd.v1.data_pb2 import PushHeader
-from psd_client.bulk_connection import HEAD_BYTES_MAX
-from psd_client.bulk_lane import BulkLane
-from psd_client.flat import FlatBuffers
-from psd_client.transport import Call, GradientPart, Scope
+from psd_client.transport import Call, Scope
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 ELEMENTS = 700_000  # three blocks
@@ -227,63 +221,9 @@ def test_push_when_a_gradient_is_refused_by_the_shard_then_the_next_is_taken(
         assert set(ps.push_pull({"w": np.full(ELEMENTS, -1.0)})["w"].tolist()) == {1.0}
 
 
-class Silent:
-    """A shard that welcomes a worker, and reads nothing after that: its machine may have vanished."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._ended = threading.Event()
-        self._thread = Thread(self._welcome)
-
-    def _welcome(self) -> None:
-        sock, _ = self._listener.accept()
-        stream = Stream(sock, HEAD_BYTES_MAX)
-        stream.receive()
-        stream.send(Kind.WELCOME)
-        self._ended.wait()
-        stream.close()
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.result()
-        self._listener.close()
-
-
-class ToldLane(BulkLane):
-    """Does not ask a shard where its bulk port is. Every answer after the first `answers` is missing."""
-
-    def __init__(self, port: int, answers: int = 1) -> None:
-        super().__init__(0, "127.0.0.1:9", "tcp")
-        self._port = port
-        self._answers = answers
-
-    def open_bulk(self, request: Any, call: Call) -> control_pb2.OpenBulkReply:
-        if self._answers == 0:
-            raise ShardUnavailable("gone")
-        self._answers -= 1
-        return control_pb2.OpenBulkReply(ticket=b"ticket", tcp_port=self._port)
-
-
-def test_suspect_when_a_push_is_blocked_in_a_send_then_it_fails_at_once() -> None:
-    """Of a peer that has vanished nothing would be heard before the call's deadline."""
-    silent = Silent()
-    layout = Layout(JobSpec(1, (TensorSpec("w", (2_000_000,), "float32", 0),), (GroupSpec("sgd"),)), 1)
-    lane = ToldLane(silent.port)
-    part = GradientPart(data_pb2.PushHeader(), layout.blocks_of(0), FlatBuffers(layout), None)
-    pushing = Thread(lambda: lane.push(part, Call(1000, Scope())))
-    until(lambda: lane._bulk is not None and lane._bulk.sent_bytes > 0)
-
-    lane.suspect()
-
-    with pytest.raises(ShardUnavailable, match=r"shard 0 at 127\.0\.0\.1:9: the connection broke"):
-        pushing.result()
-    silent.close()
-
-
 def test_prepare_when_the_shard_has_died_since_it_named_its_port_then_may_be_called_again() -> None:
     """Nothing listens there; but only of a shard that lives is that an error of the configuration."""
     with pytest.raises(ConfigError, match="port 1: "):
         ToldLane(1, answers=2).prepare(job_pb2.Caller(), Call(10, Scope()))
     with pytest.raises(ShardUnavailable, match="gone"):
-        ToldLane(1).prepare(job_pb2.Caller(), Call(10, Scope()))
+        ToldLane(1, answers=1).prepare(job_pb2.Caller(), Call(10, Scope()))

@@ -58,6 +58,24 @@ def test_pull_when_a_shard_was_restarted_after_the_push_then_the_gradient_counts
         assert [job.version(0), job.version(1)] == [1, 1]
 
 
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_stats_when_a_shard_has_lost_a_gradient_then_they_say_what_became_of_it_in_the_end(
+    restartable: Callable[..., Restartable], aggregation: str
+) -> None:
+    """Also where its round was decided before the shard had it again."""
+    job = restartable()
+    with connect(job.servers, 0, 1) as ps:
+        declare(ps, aggregation=aggregation)
+        ps.push(gradient(2.0))
+        job.restart(1)
+
+        assert set(ps.pull()["w"].tolist()) == {-2.0}
+        stats = ps.stats()
+
+    assert stats["blocks_counted"] + stats["blocks_duplicate"] == 2
+    assert (stats["blocks_staged"], stats["blocks_late"]) == (0, 0)
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("aggregation", ["fast", "exact"])
 def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has_closed(
@@ -349,9 +367,10 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(restartable: C
     job = restartable()
     ps = connect(job.servers, 0, 1)
     declare(ps)
-    ps._session._membership, known = None, ps._session._membership  # no heartbeat resumes
+    memberships = ps._session.memberships
+    memberships._held, known = None, memberships._held  # no heartbeat resumes
     job.restart(1)
-    ps._session._membership = known
+    memberships._held = known
 
     ps.close()
 

@@ -15,26 +15,41 @@ from psd_client.timeline import join_one_timeline
 
 @dataclass
 class FakeShard:
-    """A shard as far as timelines go; `rollbacks` are those that took effect."""
+    """A shard as far as timelines go; `rollbacks` are those that took effect, `trained` what has been done since the last."""
 
     timeline: int = 0
     checkpoint: str = ""
     is_tentative: bool = False
     rollbacks: list[tuple[str, int]] = field(default_factory=list)
     error: Exception | None = None
+    shard: int = 0
+    incarnation: int = 1
+    trained: int = 0
 
     def join(self) -> control_pb2.JoinReply:
         return control_pb2.JoinReply(
-            run_id="r", timeline=self.timeline, checkpoint=self.checkpoint, is_tentative=self.is_tentative
+            run_id="r",
+            incarnation=self.incarnation,
+            timeline=self.timeline,
+            checkpoint=self.checkpoint,
+            is_tentative=self.is_tentative,
         )
 
     def rollback(self, request: control_pb2.RollbackRequest, call: Any) -> None:
         if self.error is not None:
             raise self.error
-        if self.timeline >= request.timeline and not self.is_tentative:
+        is_known = self.timeline >= request.timeline and not self.is_tentative
+        if is_known or request.incarnation != self.incarnation:
             return
         self.timeline, self.checkpoint, self.is_tentative = request.timeline, request.checkpoint, False
+        self.incarnation += 1
+        self.trained = 0
         self.rollbacks.append((request.checkpoint, request.timeline))
+
+    def lose(self, checkpoint: str) -> None:
+        """Come back without memory, with this checkpoint."""
+        self.timeline, self.checkpoint, self.is_tentative, self.trained = 0, checkpoint, True, 0
+        self.incarnation += 1
 
 
 class FakeShards:
@@ -43,6 +58,8 @@ class FakeShards:
     def __init__(self, shards: Sequence[FakeShard], between: tuple[int, Callable[[], object]] | None = None) -> None:
         self.shards = shards
         self._between = between
+        for index, shard in enumerate(shards):
+            shard.shard = index
 
     def run(self, operation: Callable[[Any, Any], Any], timeout_s: float) -> list[Any]:
         results = []
@@ -90,8 +107,11 @@ def test_join_when_all_are_on_one_timeline_then_is_done_at_once() -> None:
         # One has lost its memory, the others live on, further ahead, on the same timeline or a later one.
         ([FakeShard(0, "", False), FakeShard(0, "c2", True)], (1, "c2", False)),
         ([FakeShard(4, "c1", False), FakeShard(2, "c2", True), FakeShard(4, "c1", False)], (5, "c2", False)),
-        # Somebody has begun to bring them together, and died.
-        ([FakeShard(3, "c2", False), FakeShard(2, "c1", False)], (3, "c2", False)),
+        # Somebody has begun to bring them together, and died; or one has followed a message that was long on its way.
+        ([FakeShard(3, "c2", False), FakeShard(2, "c1", False)], (4, "c2", False)),
+        # Two have done so at once, each from what it had found.
+        ([FakeShard(1, "c2", False), FakeShard(1, "c1", False)], (2, "c1", False)),
+        ([FakeShard(1, "c1", False), FakeShard(2, "c3", False), FakeShard(2, "c2", False)], (3, "c2", False)),
         ([FakeShard(3, "c2", False), FakeShard(2, "c1", False), FakeShard(2, "c2", True)], (4, "c2", False)),
     ],
 )
@@ -113,7 +133,7 @@ def test_join_when_another_worker_is_putting_it_in_order_then_leaves_it_to_it() 
     def join_all() -> list[control_pb2.JoinReply]:
         looks.append(1)
         if len(looks) == 2:
-            shards[1].rollback(control_pb2.RollbackRequest(checkpoint="c1", timeline=1), None)
+            shards[1].rollback(control_pb2.RollbackRequest(checkpoint="c1", timeline=1, incarnation=1), None)
         return [shard.join() for shard in shards]
 
     fakes: Any = FakeShards(shards)
@@ -137,6 +157,38 @@ def test_join_when_two_workers_do_it_at_once_then_they_agree(index: int, tentati
     assert not shards[0].is_tentative
     assert max(len(shard.rollbacks) for shard in shards) <= 2
     assert second
+
+
+def test_join_when_shards_differ_that_have_gone_on_then_nobody_keeps_what_it_has_done_since() -> None:
+    """The latest have been trained since their rollback: all go back once more, or two states would be mixed."""
+    shards = [FakeShard(2, "c1", trained=40), FakeShard(1, "c1")]
+
+    bring_together(shards)
+
+    assert places(shards) == {(3, "c1", False)}
+    assert [shard.trained for shard in shards] == [0, 0]
+
+
+def test_join_when_a_shard_is_lost_while_its_rollback_is_on_its_way_then_all_go_back_again() -> None:
+    """The message was meant for the shard as the worker had found it. Else it would seem to be where the others are."""
+    shards = [FakeShard(1, "c1", trained=40), FakeShard(0, "c1", True)]
+
+    def lose_again() -> None:
+        bring_together(shards)  # another worker is faster
+        for shard in shards:
+            shard.trained = 7
+        shards[1].lose("c1")
+
+    bring_together(shards, (1, lose_again))
+
+    assert len(places(shards)) == 1
+    assert [shard.trained for shard in shards] == [0, 0]
+
+
+def test_join_when_no_shard_names_a_checkpoint_then_says_so() -> None:
+    """Shards of another version, perhaps."""
+    with pytest.raises(StateLost, match="no shard names a checkpoint"):
+        bring_together([FakeShard(0, "", True), FakeShard(0, "", False)])
 
 
 def test_join_when_a_shard_cannot_read_the_checkpoint_then_says_so() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable, StateLost
 from psd.v1 import control_pb2
 from psd_client.heartbeat import Heartbeats
-from psd_client.session import Membership
+from psd_client.membership import Membership, Memberships
 from psd_client.transport import Cancelled
 from psd_client.waiting import Health, WaitReporter, merge
 
@@ -127,54 +129,64 @@ def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
 class FakeSession:
     """What the heartbeat reads of a session."""
 
-    membership: Membership | None = None
-    clock: int = 41
+    memberships: Memberships = field(default_factory=Memberships)
+    told_clock: int = 41
     is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
+    hangs: FakeClock | None = None
 
     def resume(self, lane: Any, call: Any, error: ShardRestarted) -> None:
         self.resumed.append(lane.shard)
+        if self.hangs is not None:
+            self.hangs.now += call.timeout_s
         if self.refusal is not None:
             raise self.refusal
 
 
 class FakeLane:
-    """Answers heartbeats as the test says."""
+    """Answers heartbeats as the test says; the error "silence" takes until the time-out."""
 
     transport = "grpc"
 
-    def __init__(self, shard: int) -> None:
+    def __init__(self, shard: int, clock: FakeClock) -> None:
         self.shard = shard
+        self.clock = clock
         self.address = f"h:{7000 + shard}"
         self.requests: list[control_pb2.HeartbeatRequest] = []
         self.answer: PsdError | control_pb2.HeartbeatReply = control_pb2.HeartbeatReply()
-        self.suspected = 0
-
-    def suspect(self) -> None:
-        self.suspected += 1
+        self.on_request: Callable[[], object] = lambda: None
 
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         self.requests.append(request)
+        self.on_request()
 
         def reply() -> control_pb2.HeartbeatReply:
             if isinstance(self.answer, PsdError):
+                if str(self.answer) == "silence":
+                    self.clock.now += timeout_s
                 raise self.answer
             return self.answer
 
         return reply
 
 
-class Rig:
-    """A heartbeat over two fake lanes, lease 9 s."""
+def membership(session: int = 5, incarnations: tuple[int, ...] = (11, 22), lease_s: float = 9) -> Membership:
+    return Membership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=lease_s, timeline=0)
 
-    def __init__(self) -> None:
+
+class Rig:
+    """A heartbeat over two fake lanes."""
+
+    def __init__(self, lease_s: float = 9) -> None:
         self.clock = FakeClock()
-        self.lanes = [FakeLane(0), FakeLane(1)]
+        self.lanes = [FakeLane(0, self.clock), FakeLane(1, self.clock)]
         self.reporter = reporter_at(self.clock)
-        self.session = FakeSession(Membership(rank=0, run_id="r", session=5, incarnations=(11, 22), lease_s=9, timeline=0))
+        self.session = FakeSession()
+        self.session.memberships.begin(membership(lease_s=lease_s))
+        self.session.memberships.complete()
         lanes: Any = self.lanes
         session: Any = self.session
         health = Health([lane.address for lane in lanes], self.clock)
@@ -200,7 +212,7 @@ def test_step_when_the_worker_is_idle_then_beats_three_times_a_lease() -> None:
 def test_step_when_nobody_has_joined_yet_then_sends_nothing_but_reports(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that cannot connect says so, too."""
     rig = Rig()
-    rig.session.membership = None
+    rig.session.memberships.end()
 
     with rig.reporter.watching("connect", 0):
         rig.run_for(6)
@@ -242,19 +254,30 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
     assert len(rig.lanes[1].requests) == 12
 
 
-def test_step_when_a_shard_is_silent_for_long_then_tells_its_lane() -> None:
-    """From 20 seconds on, until it answers; a refusal is an answer."""
-    rig = Rig()
-    rig.lanes[0].answer, rig.lanes[1].answer = ShardUnavailable("silence"), SessionFenced("ended")
-    rig.run_for(20)
-    before = rig.lanes[0].suspected
-    rig.run_for(3)
-    at_last = rig.lanes[0].suspected
-    rig.lanes[0].answer = control_pb2.HeartbeatReply()
-    rig.run_for(30)
+def test_step_when_a_shard_falls_silent_then_it_is_named_within_six_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    """Whenever in a wait that happens, with whatever lease, and though each question takes its time."""
+    for lease_s, silent_from in itertools.product((2, 9, 60, 600), (0, 4, 7, 33)):
+        rig = Rig(lease_s)
+        caplog.clear()
+        with rig.reporter.watching("pull", 41):
+            rig.run_for(silent_from)
+            fell_silent = rig.clock.now
+            rig.lanes[1].answer = ShardUnavailable("silence")
+            while not any("shard 1 at h:7001" in message for message in caplog.messages):
+                rig.clock.now += rig.heartbeats.step()
 
-    assert (before, at_last, rig.lanes[0].suspected) == (0, 1, 1)
-    assert rig.lanes[1].suspected == 0
+        assert rig.clock.now - fell_silent <= 6, (lease_s, silent_from)
+
+
+def test_report_when_a_shard_has_not_answered_then_counts_from_the_question(caplog: pytest.LogCaptureFixture) -> None:
+    """And not from when its answer was given up."""
+    rig = Rig()
+    rig.lanes[1].answer = ShardUnavailable("silence")
+
+    with rig.reporter.watching("pull", 41):
+        rig.run_for(5.5)
+
+    assert "psd: worker 0: shard 1 at h:7001 does not answer since 6 s" in caplog.messages
 
 
 def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,6 +291,70 @@ def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(ca
     rig.run_for(9)
 
     assert caplog.messages == ["psd: worker 0: shard 0 at h:7000 does not take its heartbeat: somebody has the rank"]
+
+
+def test_step_when_a_session_is_being_made_then_keeps_it_where_it_is_known() -> None:
+    """Without a clock: where it takes part nobody knows yet. The session before has ended."""
+    rig = Rig()
+    rig.heartbeats.step()
+
+    rig.session.memberships.begin(membership(session=6, incarnations=(11, 0)))
+    rig.run_for(7)
+
+    assert [(r.caller.session, r.clock) for r in rig.lanes[0].requests] == [(5, 41), (6, 0), (6, 0)]
+    assert [r.caller.session for r in rig.lanes[1].requests] == [5]
+
+
+def test_thread_when_a_session_is_being_made_then_begins_at_once() -> None:
+    """It may be in the middle of a long pause."""
+    rig = Rig()
+    rig.session.memberships.end()
+    beaten = threading.Event()
+    rig.lanes[0].on_request = beaten.set
+    rig.heartbeats.start()
+
+    rig.session.memberships.begin(membership())
+
+    assert beaten.wait(20)
+    rig.heartbeats.stop()
+    rig.heartbeats.join()
+
+
+def test_thread_when_a_heartbeat_fails_by_a_defect_then_says_so_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it every lease would run out, again and again."""
+    monkeypatch.setattr("psd_client.heartbeat.AFTER_DEFECT_S", 0.0)
+    rig = Rig()
+    beaten = threading.Event()
+    step, defects = rig.heartbeats.step, [ZeroDivisionError()]
+
+    def fail_once() -> float:
+        if defects:
+            raise defects.pop()
+        beaten.set()
+        return step()
+
+    monkeypatch.setattr(rig.heartbeats, "step", fail_once)
+    rig.heartbeats.start()
+
+    assert beaten.wait(20)
+    rig.heartbeats.stop()
+    rig.heartbeats.join()
+    assert "psd: worker 0: a heartbeat failed by a defect" in caplog.messages
+
+
+def test_step_when_restarted_shards_are_away_again_then_the_others_still_hear_from_the_worker() -> None:
+    """Resuming takes no longer than a heartbeat may, whichever shards hang; and each has its turn."""
+    rig = Rig()
+    for lane in rig.lanes:
+        lane.answer = ShardRestarted("another one")
+    rig.session.hangs = rig.clock
+
+    rig.run_for(30)
+
+    assert rig.session.resumed[:4] == [0, 1, 0, 1]
+    assert [len(lane.requests) for lane in rig.lanes] == [10, 10]
 
 
 @pytest.mark.parametrize("refusal", [None, StateLost("lost"), SessionFenced("ended"), ShardUnavailable("gone"), Cancelled()])

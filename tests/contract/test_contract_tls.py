@@ -103,6 +103,52 @@ def test_waits_have_the_limit_that_was_set(ends: tuple[TlsSocket, TlsSocket]) ->
         ends[0].sendall(bytes(MUCH))
 
 
+@pytest.mark.parametrize("does_send", [True, False], ids=["send", "receive"])
+def test_waits_that_have_a_listener_ask_it_and_go_on(ends: tuple[TlsSocket, TlsSocket], does_send: bool) -> None:
+    """At each limit, until it raises; nothing of what was to be sent is lost or sent twice."""
+    here, there = ends
+    data = os.urandom(MUCH)
+    asked = threading.Event()
+    here.set_timeout(0.02)
+    here.on_pause = asked.set
+    found: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: here.sendall(data) if does_send else found.append(received(here, MUCH)), daemon=True
+    )
+    thread.start()
+    assert asked.wait(30)
+    if does_send:
+        found.append(received(there, MUCH))
+    else:
+        there.sendall(data)
+    thread.join(30)
+
+    assert found == [data]
+
+
+def test_a_send_that_is_blocked_ends_when_the_socket_is_shut_down(ends: tuple[TlsSocket, TlsSocket]) -> None:
+    """By another thread, as a shard does with the connection of a worker that reads no more."""
+    here, _ = ends
+    errors: list[OSError] = []
+    blocked = threading.Event()
+    here.set_timeout(0.02)
+    here.on_pause = blocked.set
+
+    def send() -> None:
+        try:
+            here.sendall(bytes(MUCH))
+        except OSError as error:
+            errors.append(error)
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    assert blocked.wait(30)
+    here.shutdown(socket.SHUT_RDWR)
+    sending.join(30)
+
+    assert len(errors) == 1
+
+
 def test_a_handshake_has_a_limit_as_a_whole_and_says_what_was_wrong(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:

@@ -1,8 +1,9 @@
-"""Every rule with every combination of its flags, as psd_core's functions and as step_block take it."""
+"""Every rule with every combination of its flags, as step_block takes it: on blocks, and on whole tensors."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ SCALARS = {
     "rmsprop": {"lr": 0.01, "alpha": 0.99, "eps": 1e-8},
     "sgd": {"lr": 0.05},
 }
-"""What is not 0 in every case."""
+"""What is not 0 in every case; of other rules everything is 0.1."""
 
 OPTIONAL = {
     "adagrad": {"weight_decay": 0.01},
@@ -30,7 +31,11 @@ OPTIONAL = {
     "rmsprop": {"weight_decay": 0.01, "momentum": 0.9},
     "sgd": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
 }
-"""What is 0 in some cases."""
+"""What is 0 in some cases; of other rules the weight decay."""
+
+
+def optional_of(rule: str) -> dict[str, float]:
+    return {name: x for name, x in OPTIONAL.get(rule, {"weight_decay": 0.01}).items() if name in psd_core.RULES[rule].scalars}
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Case:
     flags: tuple[str, ...]
 
     def __str__(self) -> str:
-        on = [name for name in OPTIONAL.get(self.rule, {"weight_decay": 0}) if self.named[name]]
+        on = [name for name in optional_of(self.rule) if self.named[name]]
         return "-".join([self.rule, *on, *(flag for flag in self.flags if flag not in on)])
 
     @property
@@ -51,34 +56,64 @@ class Case:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return psd_core.RULES[self.rule].slots_of(self.flags)
+        return psd_core.RULES[self.rule].slots(self.flags)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keywords of psd_core's function: flags that are not momentum, which its scalar implies."""
-        flags = {flag: flag in self.flags for flag in psd_core.RULES[self.rule].flags if flag not in ("momentum", "keras")}
-        flags |= {"keras": True} if "keras" in self.flags else {}
-        return {**self.named, **flags}
+        """As torch.optim takes them: numbers, and flags but for momentum, which its number implies."""
+        return {**self.named, **{flag: flag in self.flags for flag in psd_core.RULES[self.rule].flags if flag != "momentum"}}
 
-    def update(self, param: Any, grad: Any, slots: list[Any], step: int) -> None:
-        """Call psd_core's function of the rule's name."""
-        names = {"sum": "sum_", "momentum": "momentum_buffer"}
-        arrays = {names.get(name, name): slot for name, slot in zip(self.slots, slots, strict=True)}
-        getattr(psd_core, self.rule)(param, grad, **arrays, **self.options, step=step)
+    def apply(self, param: Any, out: Any, grad: Any, slots: Sequence[Any], step: int) -> None:
+        """Step a whole array, which is at the update `step`, into `out`; the slots in place."""
+        psd_core.step_block(
+            self.rule,
+            param,
+            out,
+            slots,
+            slots,
+            None,
+            grad,
+            weight=1.0,
+            scale=1.0,
+            segment_ends=np.array([len(param)], np.uint32),
+            touched=np.ones(1, np.uint8),
+            steps_in=np.array([step - 1], np.uint64),
+            steps_out=np.zeros(1, np.uint64),
+            scalars=self.scalars,
+            flags=self.flags,
+        )
+
+    def update(self, param: Any, grad: Any, slots: Sequence[Any], step: int) -> None:
+        """Step a whole tensor in place; where its norm counts, by the direction that the kernel gives."""
+        if not psd_core.RULES[self.rule].row.is_layerwise:
+            self.apply(param, param, grad, slots, step)
+            return
+        direction = np.empty_like(param)
+        self.apply(param, direction, grad, slots, step)
+        ratio = psd_core.trust_ratio(*map(psd_core.square_sum, (param, direction)))
+        psd_core.accumulate(param, direction, -self.named["lr"] * ratio)
 
     def new_slots(self, param: Any, value: float = 0.0) -> list[Any]:
         return [np.full_like(param, value) for _ in self.slots]
 
 
+def update(rule: str, param: Any, grad: Any, *slots: Any, step: int = 1, **options: Any) -> None:
+    """Step a whole tensor in place by a rule with these numbers and flags; numbers that are not named are 0."""
+    facts = psd_core.RULES[rule]
+    flags = tuple(flag for flag in facts.flags if options.get(flag))
+    case = Case(rule, tuple(options.get(name, 0.0) for name in facts.scalars), flags)
+    case.update(param, grad, slots[: len(case.slots)], step)
+
+
 def cases(*rules: str) -> list[Case]:
     """All combinations of options of these rules, in torch's form; of all elementwise ones by default."""
     found = []
-    for rule in rules or sorted(psd_core.RULES.keys() - {"lamb"}):
+    for rule in rules or (name for name, facts in psd_core.RULES.items() if not facts.row.is_layerwise):
         info = psd_core.RULES[rule]
-        optional = OPTIONAL.get(rule, {"weight_decay": 0.01})
+        optional = optional_of(rule)
         free = [flag for flag in info.flags if flag not in info.scalars and flag != "keras"]
         for chosen in itertools.product([False, True], repeat=len(optional) + len(free)):
-            scalars = dict.fromkeys(info.scalars, 0.0) | SCALARS[rule]
+            scalars = dict.fromkeys(info.scalars, 0.0) | SCALARS.get(rule, dict.fromkeys(info.scalars, 0.1))
             scalars |= {name: value for (name, value), on in zip(optional.items(), chosen, strict=False) if on}
             flags = [flag for flag, on in zip(free, chosen[len(optional) :], strict=True) if on]
             flags += [flag for flag in info.flags if flag in info.scalars and scalars[flag]]

@@ -171,7 +171,7 @@ def test_what_a_crash_left_behind_the_last_extent_is_cut_off(closed):
 
 def test_opening_a_gigabyte_reads_heads_only(memory_path, monkeypatch):
     """The file is all holes but for the heads, so memory would show it if anything else were touched through the mapping."""
-    monkeypatch.setattr(files, "reserve", lambda *_: None)
+    monkeypatch.setattr(files.File, "reserve", lambda *_: None)
     monkeypatch.setattr(files, "populate", lambda *_: None)
     shapes = [BlockShape("float32", 1 << 18, 1, 3)] * 512
     arena = Arena.create(memory_path, meta=META, shapes=shapes, workers=8)
@@ -183,9 +183,9 @@ def test_opening_a_gigabyte_reads_heads_only(memory_path, monkeypatch):
     arena.close(remove=False)
     bytes_read = []
 
-    def read(fd, nbytes, start):
+    def read(file, nbytes, start):
         bytes_read.append(nbytes)
-        return files.read_exactly(fd, nbytes, start)
+        return file.read(nbytes, start)
 
     arena = Arena.open(memory_path, read=read)
 

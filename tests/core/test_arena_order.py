@@ -6,12 +6,13 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 from arena_workload import SHAPES, WORKERS, check_places, create_published, fill, is_whole, update, versions
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psd_core.arena import Arena, BlockShape
+from psd_core.arena import Arena, ArenaBusy, ArenaClosed, BlockShape
 
 BLOCKS = range(len(SHAPES))
 
@@ -73,6 +74,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.published = [0] * len(SHAPES)
         self.pinned = []
         self.spares = []
+        self.left_behind = []  # pages of arenas that were closed, and whether each was to be written
 
     @rule(block=st.sampled_from(BLOCKS), step=st.integers(1, 3))
     def update(self, block, step):
@@ -104,11 +106,45 @@ class AnyOrder(RuleBasedStateMachine):
     def trim(self):
         self.arena.trim()
 
+    def close(self, *, remove):
+        self.arena.close(remove=remove)
+        self.left_behind += [(self.arena, page, False) for page, _, _ in self.pinned]
+        self.left_behind += [(self.arena, page, True) for page in self.spares]
+        self.pinned, self.spares = [], []
+
     @rule()
     def restart(self):
-        self.arena.close(remove=False)
+        """Only when the last page is back."""
+        self.close(remove=False)
+        while any(arena is self.arena for arena, _, _ in self.left_behind):
+            with pytest.raises(ArenaBusy):
+                Arena.open(self.path)
+            self.give_back(next(i for i, held in enumerate(self.left_behind) if held[0] is self.arena))
         self.arena = Arena.open(self.path)
-        self.pinned, self.spares = [], []
+
+    @rule()
+    def replace(self):
+        """Whoever holds pages keeps them, and gives them back one day."""
+        self.close(remove=True)
+        self.arena = Arena.create(self.path, meta=b"", shapes=SHAPES, workers=WORKERS)
+        self.published = [0] * len(SHAPES)
+
+    @precondition(lambda self: self.left_behind)
+    @rule(data=st.data())
+    def give_back_late(self, data):
+        self.give_back(data.draw(st.integers(0, len(self.left_behind) - 1)))
+
+    def give_back(self, index):
+        arena, page, is_spare = self.left_behind.pop(index)
+        if not is_spare:
+            arena.unpin(page)
+        elif index % 2:
+            arena.discard(page)
+        else:
+            fill(page, 54321)
+            with pytest.raises(ArenaClosed):
+                arena.publish(page.block, page, 54321)
+        arena.trim()
 
     @invariant()
     def every_page_is_whole(self):
@@ -126,6 +162,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.arena.unpin(page)
         for page in self.spares:
             self.arena.discard(page)
+        while self.left_behind:
+            self.give_back(0)
         check_places(self.arena)
         self.arena.close(remove=True)
         self.path.rmdir()

@@ -140,8 +140,11 @@ def test_steady_updates_make_no_system_calls_however_many_are_in_hand(memory_pat
     for version in range(2, 6):
         burst(version)
     calls = []
-    for name in ("reserve", "release", "extend", "populate", "map_shared"):
-        monkeypatch.setattr(files, name, lambda *_, name=name: calls.append(name))
+    for owner, name in (
+        *((files.File, name) for name in ("reserve", "release", "extend", "map_shared")),
+        (files, "populate"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
     for version in range(6, 30):
         burst(version)
 
@@ -166,7 +169,7 @@ def test_holes_are_reserved_again_before_they_are_lent(memory_path):
 
 
 def test_a_file_system_without_holes_keeps_its_surplus(memory_path, monkeypatch):
-    monkeypatch.setattr(files, "release", lambda *_: False)
+    monkeypatch.setattr(files.File, "release", lambda *_: False)
     arena = create_published(memory_path)
     for page in [arena.spare(2) for _ in range(20)]:
         arena.discard(page)

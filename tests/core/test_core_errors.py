@@ -71,17 +71,13 @@ def test_a_bad_gradient_is_refused(kernel, name, bad, message):
     assert acc.tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name"), [(psd_core.accumulate, "acc"), (psd_core.scaled_copy, "out"), (psd_core.sgd, "param")]
-)
+@pytest.mark.parametrize(("kernel", "name"), [(psd_core.accumulate, "acc"), (psd_core.scaled_copy, "out")])
 @pytest.mark.parametrize("bad", [read_only(4), misaligned(4), np.zeros(4, int), np.zeros((4, 1), F32), None])
 def test_a_bad_destination_is_refused(kernel, name, bad):
-    keywords = {"lr": 0.1} if kernel is psd_core.sgd else {}
-
     with pytest.raises(
         psd_core.InvalidTensor, match=f"^{name}: expected a writable 1-D C-contiguous aligned float32 or float64"
     ):
-        kernel(bad, np.zeros(4, F32), **keywords)
+        kernel(bad, np.zeros(4, F32))
 
 
 @pytest.mark.parametrize("bad", [np.zeros(4, np.int32), np.zeros((2, 2)), misaligned(4, np.float64), None])
@@ -138,16 +134,6 @@ def test_a_block_without_segments_must_be_empty():
 def test_a_block_without_any_gradient_is_refused():
     with pytest.raises(psd_core.InvalidTensor, match=r"^grad: expected an array where acc is None"):
         step(**block(acc=None, grad=None))
-
-
-def test_momentum_without_a_buffer_is_refused():
-    with pytest.raises(psd_core.InvalidTensor, match=r"^momentum_buffer: expected an array, since momentum is 0\.9"):
-        psd_core.sgd(np.zeros(1), np.zeros(1), lr=0.1, momentum=0.9)
-
-
-def test_a_step_before_the_first_is_refused():
-    with pytest.raises(ValueError, match=r"^step: expected an integer >= 1, got 0"):
-        psd_core.sgd(np.zeros(1), np.zeros(1), lr=0.1, step=0)
 
 
 def test_memory_that_overlaps_by_a_part_is_refused():

@@ -134,15 +134,3 @@ def test_a_bad_half_gradient_is_refused(bad, message):
 def test_an_array_that_cannot_be_read_is_refused(function, bad):
     with pytest.raises(psd_core.InvalidTensor, match=f"^x: expected a {ANY}, got "):
         function(bad)
-
-
-@each_kind
-def test_functions_for_whole_arrays_refuse_half_gradients(kind):
-    param = np.ones(4, F32)
-
-    with pytest.raises(
-        psd_core.InvalidTensor, match=r"^grad: expected a 1-D C-contiguous aligned float32 array, got ndarray of"
-    ):
-        psd_core.sgd(param, gradient(kind, 4), lr=0.1)
-
-    assert param.tolist() == [1, 1, 1, 1]

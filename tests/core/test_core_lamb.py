@@ -1,8 +1,8 @@
-"""LAMB against the paper, as one function and as step_block and norms of the pieces make it."""
+"""LAMB against the paper, of whole tensors, and of the pieces that norms put together."""
 
 import numpy as np
 import pytest
-from helpers_rules import Case, cases
+from helpers_rules import cases, update
 
 import psd_core
 
@@ -65,10 +65,9 @@ def test_pieces_make_the_step_of_the_whole(dtype, case, rng):
 
     for step, grad in enumerate(grads[:10], start=1):
         case.update(whole, grad, slots, step)
-        directions = [
-            direction_of(case, piece, part, mine, step)
-            for piece, part, mine in zip(pieces, np.split(grad, [400, 416]), piece_slots, strict=True)
-        ]
+        directions = [np.empty_like(piece) for piece in pieces]
+        for piece, direction, part, mine in zip(pieces, directions, np.split(grad, [400, 416]), piece_slots, strict=True):
+            case.apply(piece, direction, part, mine, step)
         ratio = psd_core.trust_ratio(sum(map(psd_core.square_sum, pieces)), sum(map(psd_core.square_sum, directions)))
         for piece, direction in zip(pieces, directions, strict=True):
             psd_core.accumulate(piece, direction, -case.named["lr"] * ratio)
@@ -76,32 +75,10 @@ def test_pieces_make_the_step_of_the_whole(dtype, case, rng):
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 
-def direction_of(case: Case, param, grad, slots, step):
-    direction = np.empty_like(param)
-    psd_core.step_block(
-        "lamb",
-        param,
-        direction,
-        slots,
-        slots,
-        None,
-        grad,
-        weight=1,
-        scale=1,
-        segment_ends=np.array([len(param)], np.uint32),
-        touched=np.ones(1, np.uint8),
-        steps_in=np.array([step - 1], np.uint64),
-        steps_out=np.zeros(1, np.uint64),
-        scalars=case.scalars,
-        flags=case.flags,
-    )
-    return direction
-
-
 def test_by_hand():
     """Betas of 0: the direction is the sign of the gradient, plus the decay; |x| = 5, |u| = sqrt(2) without decay."""
     param, slots = np.array([3.0, 4.0]), np.zeros((2, 2))
 
-    psd_core.lamb(param, np.array([2.0, -8.0]), *slots, lr=0.1, beta1=0, beta2=0, eps=0, weight_decay=0, step=1)
+    update("lamb", param, np.array([2.0, -8.0]), *slots, lr=0.1, beta1=0, beta2=0, eps=0, weight_decay=0, step=1)
 
     np.testing.assert_allclose(param, [3 - 0.5 / np.sqrt(2), 4 + 0.5 / np.sqrt(2)], rtol=1e-15)

@@ -66,10 +66,14 @@ def test_a_kernel_lets_other_threads_run(no_forced_switches):
 # -- the same bits everywhere
 
 
-class Hyper(ctypes.Structure):
-    """psd_hyper of csrc/kernels.h."""
+RULES_H = (CSRC / "rules.h").read_text()  # generated when building
+FLAGS_MAX, SCALARS_MAX, SLOTS_MAX = (int(n) for n in re.findall(r"#define PSD_\w+_MAX (\d+)", RULES_H))
 
-    _fields_ = [("scalars", ctypes.c_double * 8), ("flags", ctypes.c_uint32)]
+
+class Hyper(ctypes.Structure):
+    """psd_hyper of csrc/rules.h."""
+
+    _fields_ = [("flags", ctypes.c_uint8 * FLAGS_MAX), ("scalars", ctypes.c_double * SCALARS_MAX)]
 
 
 class Arrays(ctypes.Structure):
@@ -78,13 +82,21 @@ class Arrays(ctypes.Structure):
     _fields_ = [
         ("param_in", ctypes.c_void_p),
         ("param_out", ctypes.c_void_p),
-        ("slots_in", ctypes.c_void_p * 3),
-        ("slots_out", ctypes.c_void_p * 3),
+        ("slots_in", ctypes.c_void_p * SLOTS_MAX),
+        ("slots_out", ctypes.c_void_p * SLOTS_MAX),
         ("acc", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
         ("weight", ctypes.c_double),
         ("scale", ctypes.c_double),
         ("grad_dtype", ctypes.c_int),
+    ]
+
+
+class Segments(ctypes.Structure):
+    """psd_segments of csrc/kernels.h."""
+
+    _fields_ = [("count", ctypes.c_ssize_t)] + [
+        (name, ctypes.c_void_p) for name in ("ends", "touched", "steps_in", "steps_out")
     ]
 
 
@@ -143,16 +155,23 @@ def by_both(library, case, values, step):
     out, theirs = np.empty((1 + len(slots), n), dtype), np.empty((1 + len(slots), n), dtype)
     arrays = Arrays(address(param), address(theirs[0]), acc=address(acc), grad=address(grad), weight=0.7, scale=1 / 3)
     for name, slot, to in zip(case.slots, slots, theirs[1:], strict=True):
-        position = [slot.name for slot in rule.slots].index(name)
+        position = [slot.name for slot in rule.all_slots].index(name)
         arrays.slots_in[position], arrays.slots_out[position] = address(slot), address(to)
-    hyper = Hyper((ctypes.c_double * 8)(*case.scalars), rule.bits(case.flags))
+    flags = (ctypes.c_uint8 * FLAGS_MAX)(*(flag in case.flags for flag in rule.flags))
+    hyper = Hyper(flags, (ctypes.c_double * SCALARS_MAX)(*case.scalars))
     arrays.grad_dtype = code = [np.float32, np.float64].index(dtype)
-    one = {"segment_ends": np.array([n], np.uint32), "touched": np.ones(1, np.uint8)}
+    parts = {
+        "segment_ends": np.array([n], np.uint32),
+        "touched": np.ones(1, np.uint8),
+        "steps_in": np.array([step - 1], np.uint64),
+        "steps_out": np.zeros(1, np.uint64),
+    }
 
-    library.psd_step(code, rule.number, ctypes.byref(arrays), ctypes.byref(hyper), ctypes.c_uint64(step), ctypes.c_ssize_t(n))
+    segments = Segments(1, *map(address, parts.values()))
+    library.psd_step_block(code, rule.number, ctypes.byref(arrays), ctypes.byref(hyper), ctypes.byref(segments))
     psd_core.step_block(
-        case.rule, param, out[0], slots, tuple(out[1:]), acc, grad, weight=0.7, scale=1 / 3, **one,
-        steps_in=np.array([step - 1], np.uint64), steps_out=np.zeros(1, np.uint64), scalars=case.scalars, flags=case.flags,
+        case.rule, param, out[0], slots, tuple(out[1:]), acc, grad, weight=0.7, scale=1 / 3, **parts,
+        scalars=case.scalars, flags=case.flags,
     )  # fmt: skip
     return out, theirs
 
@@ -207,6 +226,6 @@ def test_no_exception_is_raised_where_the_gil_is_released():
     spans = re.findall(r"^( *)with nogil:\n((?:\1 +.*\n)+)", text, re.MULTILINE)
     functions = re.findall(r"^cdef .*noexcept.*:\n((?: +.*\n)+)", text, re.MULTILINE)
 
-    assert len(spans) == text.count("with nogil:") == 7
+    assert len(spans) == text.count("with nogil:") == 6
     assert len(functions) == len(re.findall(r"^cdef .*noexcept", text, re.MULTILINE)) > 0
     assert [body for body in [*(body for _, body in spans), *functions] if re.search(r"\b(raise|assert)\b", body)] == []

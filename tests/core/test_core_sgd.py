@@ -4,10 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers_rules import update
 from hypothesis import given
 from hypothesis import strategies as st
-
-import psd_core
 
 FLAGS = [
     {"momentum": momentum, "dampening": dampening, "weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
@@ -38,7 +37,7 @@ def oracle(p, g, b, lr, momentum, dampening, weight_decay, nesterov, maximize, s
 def test_sgd_when_plain_subtracts_lr_times_gradient(dtype):
     param = np.array([1, 2], dtype)
 
-    psd_core.sgd(param, np.array([4, -8], dtype), lr=0.25)
+    update("sgd", param, np.array([4, -8], dtype), lr=0.25)
 
     assert param.tolist() == [0, 4]
 
@@ -49,10 +48,10 @@ def test_sgd_two_steps_by_hand(dtype):
     param, buffer = np.array([4], dtype), np.array([np.nan], dtype)
     flags = {"lr": 0.5, "momentum": 0.5, "dampening": 0.25, "weight_decay": 0.5}
 
-    psd_core.sgd(param, np.array([2], dtype), buffer, **flags, step=1)
+    update("sgd", param, np.array([2], dtype), buffer, **flags, step=1)
     assert (param[0], buffer[0]) == (2, 4)
 
-    psd_core.sgd(param, np.array([2], dtype), buffer, **flags, step=2)
+    update("sgd", param, np.array([2], dtype), buffer, **flags, step=2)
     assert (param[0], buffer[0]) == (-0.125, 4.25)
 
 
@@ -61,7 +60,7 @@ def test_sgd_nesterov_and_maximize_by_hand(dtype):
     """Ascent on gradient 2: g = -2, b = 0.5*8 - 2 = 2, look-ahead g + 0.5*b = -1, p = 1 + 0.25."""
     param, buffer = np.array([1], dtype), np.array([8], dtype)
 
-    psd_core.sgd(param, np.array([2], dtype), buffer, lr=0.25, momentum=0.5, nesterov=True, maximize=True, step=2)
+    update("sgd", param, np.array([2], dtype), buffer, lr=0.25, momentum=0.5, nesterov=True, maximize=True, step=2)
 
     assert (param[0], buffer[0]) == (1.25, 2)
 
@@ -76,7 +75,7 @@ def test_sgd_one_step_is_within_4_ulps_of_a_float64_oracle(dtype, n, flags, rng)
     p64, b64 = oracle(*(x.astype(np.float64) for x in (param, grad, buffer)), lr=0.1, **flags, step=2)
     largest = 10 * np.finfo(dtype).eps
 
-    psd_core.sgd(param, np.frombuffer(grad.tobytes(), dtype), buffer, lr=0.1, **flags, step=2)
+    update("sgd", param, np.frombuffer(grad.tobytes(), dtype), buffer, lr=0.1, **flags, step=2)
 
     np.testing.assert_allclose(param, p64, rtol=0, atol=4 * largest)
     np.testing.assert_allclose(buffer, b64 if flags["momentum"] else before, rtol=0, atol=4 * largest)
@@ -94,7 +93,7 @@ def test_sgd_a_hundred_steps_match_torch(dtype, flags, rng):
     for step, grad in enumerate(grads, start=1):
         theirs.grad = torch.from_numpy(grad.copy())
         optimizer.step()
-        psd_core.sgd(ours, grad, buffer, lr=0.05, **flags, step=step)
+        update("sgd", ours, grad, buffer, lr=0.05, **flags, step=step)
 
     expected = theirs.detach().numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE[dtype] * np.abs(expected).max())
@@ -106,9 +105,9 @@ def test_sgd_on_a_whole_is_sgd_on_its_parts(left, right, flags):
     whole = np.random.default_rng(left * 301 + right).standard_normal((3, left + right)).astype(np.float32)
     parts = whole.copy()
 
-    psd_core.sgd(*whole, lr=0.1, **flags, step=3)
-    psd_core.sgd(*(row[:left] for row in parts), lr=0.1, **flags, step=3)
-    psd_core.sgd(*(row[left:] for row in parts), lr=0.1, **flags, step=3)
+    update("sgd", *whole, lr=0.1, **flags, step=3)
+    update("sgd", *(row[:left] for row in parts), lr=0.1, **flags, step=3)
+    update("sgd", *(row[left:] for row in parts), lr=0.1, **flags, step=3)
 
     assert whole.tobytes() == parts.tobytes()
 
@@ -120,11 +119,11 @@ def test_sgd_resumed_from_saved_state_continues_with_the_same_bits(rng):
     flags = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": True}
     saved = None
     for step, grad in enumerate(grads, start=1):
-        psd_core.sgd(param, grad, buffer, **flags, step=step)
+        update("sgd", param, grad, buffer, **flags, step=step)
         if step == 5:
             saved = param.copy(), buffer.copy()
 
     for step, grad in enumerate(grads[5:], start=6):
-        psd_core.sgd(saved[0], grad, saved[1], **flags, step=step)
+        update("sgd", saved[0], grad, saved[1], **flags, step=step)
 
     assert saved[0].tobytes() == param.tobytes()

@@ -1,4 +1,4 @@
-"""step_block: the same arithmetic as each rule's own function, segment by segment, out of place."""
+"""step_block: what a rule does to each segment alone, out of place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reduced_gradient(block):
 
 
 def by_segments(case, block):
-    """The result of calling the rule's function on a copy of each touched segment: param, slots, steps."""
+    """The result of stepping a copy of each touched segment by itself, in place: param, slots, steps."""
     param, steps = block["param_in"].copy(), block["steps_in"].copy()
     slots = [slot.copy() for slot in block["slots_in"]]
     gradient = reduced_gradient(block)
@@ -174,7 +174,7 @@ def test_a_block_of_full_size(case):
     ("change", "error", "match"),
     [
         ({"rule": "adam2"}, ValueError, "^rule: expected one of adadelta, .*got 'adam2'"),
-        ({"flags": ("amsgrat",)}, ValueError, "^flags: expected some of maximize, amsgrad, .*got 'amsgrat'"),
+        ({"flags": ("amsgrat",)}, ValueError, "^flags: expected some of amsgrad, maximize, .*got 'amsgrat'"),
         ({"flags": ("amsgrad",)}, psd_core.InvalidTensor, "^slots_in: expected 3 arrays .*max_exp_avg_sq.*got 2"),
         ({"slots_out": ()}, psd_core.InvalidTensor, "^slots_out: expected 2 arrays .*got 0"),
         ({"slots_in": (None, None)}, psd_core.InvalidTensor, "^exp_avg_in: expected an array, got None"),

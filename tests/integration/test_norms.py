@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psd_client
-from psd_client.optimizers import Optimizer
+from psd_core.optimizer import Optimizer
 
 torch = pytest.importorskip("torch")
 

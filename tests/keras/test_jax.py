@@ -75,6 +75,32 @@ def test_two_workers_on_two_shards_equal_one_process(run_workers, wrap, rate):
         jax.tree.map(lambda mine, right: np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5), params, expected)
 
 
+def test_a_worker_that_joins_a_running_job_has_the_rates_of_its_step(cluster):
+    """The schedule is called with the job's clock, and not with the number of steps that this process has made."""
+    servers = cluster(2, lease_s=60).servers
+
+    def train(rank, steps):
+        seen = []
+
+        def rate(clock):
+            seen.append(clock)
+            return 0.1 / (1 + clock)
+
+        with psd_client.connect(servers, rank, 2, wait_timeout=60) as ps:
+            params, transformation = psd.distribute(start(), psd_client.SGD(lr=1.0), learning_rate=rate, ps=ps, quorum=1)
+            state = transformation.init(params)
+            states = [int(state)]
+            for step in range(steps):
+                gradients = jax.grad(loss)(params, *batch(step))
+                updates, state = transformation.update(gradients, state, params)
+                params = jax.tree.map(jnp.add, params, updates)
+                states.append(int(state))
+        return seen, states
+
+    assert train(0, 3) == ([0, 1, 2], [0, 1, 2, 3])
+    assert train(1, 2) == ([3, 4], [3, 4, 5])
+
+
 def test_large_arrays_pass_through_jit(run_workers):
     """Callbacks with arrays of megabytes; what JAX holds is not the buffer of the next pull."""
 

@@ -218,6 +218,25 @@ def test_a_worker_that_joins_later_goes_on_at_the_clock(run_workers):
     assert start2 >= 0
 
 
+def test_a_worker_that_returns_to_a_synchronous_job_has_the_rates_of_its_step(cluster):
+    """The schedule of the process that was started again begins at the job's clock, and has nothing that would give way."""
+    servers = cluster(2, lease_s=60).servers
+
+    def train(rank):
+        keras.backend.clear_session()  # another process would name its layers so, too
+        with psd_client.connect(servers, rank, 2, wait_timeout=60) as ps:
+            model = small_model()
+            schedule = keras.optimizers.schedules.ExponentialDecay(0.1, STEPS, 0.5, staircase=True)
+            optimizer = psd.distribute(model, keras.optimizers.SGD(schedule), ps=ps, quorum=1)
+            found = [ps.clock, int(optimizer.iterations), round(float(optimizer.learning_rate), 6)]
+            model.compile(optimizer=optimizer, loss="mse")
+            fit(model, epochs=1)
+            return [*found, ps.clock, int(optimizer.iterations), ps.stats()["pushes_overruled"]]
+
+    assert train(0) == [0, 0, 0.1, STEPS, STEPS, 0]
+    assert train(1) == [STEPS, STEPS, 0.05, 2 * STEPS, 2 * STEPS, 0]
+
+
 def test_fit_goes_on_from_a_checkpoint_when_the_shard_has_lost_its_memory(cluster, tmp_path):
     """The error is RolledBack; after pull() another fit ends as if nothing had happened, with a schedule of the rate, too."""
     settings = {"checkpoint_dir": str(tmp_path), "checkpoint_steps": STEPS, "lease_s": 60}

@@ -8,6 +8,9 @@ cut     forward a part of the piece, then reset the connection on both sides
 drop    forward a part of the piece, lose everything after it for a while, then reset
 delay   hold the piece, and what comes after it, back for a while
 
+proxy.vanish() is another kind of fault: the connections that there are fall silent for good, at either end, as if the machines
+between which they go, or the path, had gone without a word. Not even TCP has an answer any more. New ones work.
+
 It stands before the gRPC port and, with `bulk_port`, before the bulk lane's too: on another loopback address, because clients
 connect to the port that the shard has named, on the host where they have found it.
 """
@@ -15,6 +18,7 @@ connect to the port that the shard has named, on the host where they have found 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import socket
 import struct
@@ -62,7 +66,7 @@ class Proxy:
         self._armed: deque[Fault] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._sockets: set[socket.socket] = set()
+        self._sockets: dict[socket.socket, int] = {}  # and the shard's port to which they lead
         for way in self._ways:
             threading.Thread(target=self._accept, args=way, daemon=True).start()
 
@@ -70,6 +74,13 @@ class Proxy:
         """Faults strike one after the other."""
         with self._changed:
             self._armed.append(fault)
+
+    def vanish(self, port: int | None = None) -> None:
+        """Have the connections go silent that there are, or those to the shard's port of this number."""
+        with self._changed:
+            for each, to in self._sockets.items():
+                if port in (None, to):
+                    _mute(each)
 
     def wait_until_all_fired(self, timeout_s: float) -> None:
         with self._changed:
@@ -100,7 +111,7 @@ class Proxy:
                 each.settimeout(None)
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._changed:
-                self._sockets |= {client, shard}
+                self._sockets |= dict.fromkeys((client, shard), target[1])
             for source, sink, direction in ((client, shard, "up"), (shard, client, "down")):
                 threading.Thread(target=self._pump, args=(source, sink, direction), daemon=True).start()
 
@@ -117,7 +128,8 @@ class Proxy:
                     break
                 sink.sendall(piece)
         with self._changed:
-            self._sockets -= {source, sink}
+            for each in (source, sink):
+                self._sockets.pop(each, None)
         _reset(source)
         _reset(sink)
 
@@ -136,6 +148,13 @@ class Proxy:
         timer.start()
         while source.recv(PIECE_BYTES):
             pass
+
+
+def _mute(each: socket.socket) -> None:
+    """Drop, in the kernel, whatever arrives: it is neither acknowledged nor answered."""
+    drop_all = ctypes.create_string_buffer(struct.pack("@HBBI", 6, 0, 0, 0))  # BPF: return 0
+    program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
+    each.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_ATTACH_FILTER", 26), program)
 
 
 def _shut(each: socket.socket) -> None:

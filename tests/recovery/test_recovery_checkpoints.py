@@ -227,9 +227,49 @@ def test_a_job_goes_on_with_other_workers_and_another_mode(cluster: Callable[...
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(look, range(3)))
 
-    for _, params in found:
+    for clock, params in found:
+        assert clock == 10
         for name in SHAPES:
             np.testing.assert_array_equal(stored[name], params[name], err_msg=name)
+
+
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_an_asynchronous_job_goes_on_as_a_synchronous_one(
+    cluster: Callable[..., Any], tmp_path: Path, aggregation: str
+) -> None:
+    """2 workers in turn, 10 steps each, are 20 updates; then 1 worker from step 10 on: the bits of 1 worker all along."""
+    url = str(tmp_path / "checkpoints")
+    rule = psd_client.Adam(lr=0.1)
+
+    def step(ps: psd_client.ParameterServer, params: dict[str, Any], update: int) -> dict[str, Any]:
+        return ps.push_pull(gradients(params, 0, update))
+
+    with psd_client.connect(cluster(1).servers, 0, 1) as ps:
+        expected = ps.declare(initial_values(), rule)
+        for update in range(24):
+            expected = step(ps, expected, update)
+    first = cluster(2, checkpoint_dir=url)
+    workers = [psd_client.connect(first.servers, rank, 2) for rank in range(2)]
+    for ps in workers:
+        params = ps.declare(initial_values(), rule, consistency="async")
+    for update in range(20):
+        workers[update % 2].pull()
+        params = step(workers[update % 2], params, update)
+    for ps in workers:
+        ps.close()
+    for shard in first.shards:
+        assert shard.done.wait(10)
+        shard.drain(5)
+
+    with psd_client.connect(cluster(3, checkpoint_dir=url).servers, 0, 1) as ps:
+        params = ps.declare(initial_values(), rule, aggregation=aggregation)
+        assert ps.clock == 10
+        for update in range(20, 24):
+            params = step(ps, params, update)
+        assert (ps.clock, ps.stats()["blocks_late"]) == (14, 0)
+
+    for name in SHAPES:
+        np.testing.assert_array_equal(expected[name], params[name], err_msg=name)
 
 
 def test_other_tensors_than_the_checkpoints_are_refused(cluster: Callable[..., Any], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psd_client
-from psd_client.optimizers import Optimizer
+from psd_core.optimizer import Optimizer
 
 SHAPES = {
     "weight": ((90, 70), "float32"),

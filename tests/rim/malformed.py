@@ -95,6 +95,9 @@ def wrong_header(rng: random.Random, push: data_pb2.PushHeader) -> tuple[tuple[s
             push.cuts.add(id=rng.choice(("", "a/b", "x" * 65, "é")), step=rng.choice((0, 3, (1 << 64) - 1)))
         return ("InvalidRequest",), "cuts"
     if kind == 1:
+        if rng.random() < 0.3:
+            push.since = rng.choice((push.clock + 2, 1 << 40, (1 << 64) - 1))
+            return ("InvalidRequest",), "since"
         push.clock = rng.choice((2 + 1025, 5000, 1 << 40, (1 << 64) - 1))
         return ("InvalidRequest",), "clock"
     if kind == 2:
@@ -332,7 +335,8 @@ def wrong_control(rng: random.Random, target: Target) -> Request:
         name, request = "Describe", control_pb2.DescribeRequest(shard_count=rng.choice((0, 1, 3)))
         reasons, word = ("WrongShard",), "shard 0/2"
     elif kind == 7:
-        name, request = "Rollback", control_pb2.RollbackRequest(checkpoint="none", timeline=rng.choice((1, (1 << 64) - 1)))
+        request = control_pb2.RollbackRequest(checkpoint="none", incarnation=caller.incarnation)
+        name, request.timeline = "Rollback", rng.choice((1, (1 << 64) - 1))
         reasons, word = ("CheckpointFailed",), "checkpoint"
     elif kind == 0:
         name, request = "Barrier", control_pb2.BarrierRequest(caller=caller, seq=1, name=rng.choice(("", "b" * 257)))

@@ -169,8 +169,8 @@ class Target:
                 assert isinstance(round_, FastRound)
                 assert round_._accumulator is not None
                 sums = round_._accumulator.tobytes(), round_._touched.tobytes()
-                blocks.append((round_._contributors, round_._total_weight, round_.scalars, *sums))
+                blocks.append((round_._contributors, round_._total_weight, round_._voice, *sums))
         members = [(w.state, w.session, w.clock, w.floor, w.has_pushed, w.host, w.pid) for w in core.membership.workers]
-        scalars = {r: (e.scalars, e.rank, e.is_counted) for r, e in core.job._round_scalars.items()}
+        scalars = core.job.agreement.known()
         arrived = {name: list(b.arrived) for name, b in core.barriers._barriers.items() if b.arrived}
         return blocks, members, scalars, arrived, len(core.waiting.open()), len(core.gates), core.run_id

@@ -5,59 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from raw_client import RawWorker, spec
+from raw_bulk import BLOCKS, ELEMENTS, SIZE, STARTS, BulkWorker, answer, blocks, push
 
-from psd.contract.errors import PsdError, error_from
-from psd.contract.wire import PREFIX, Disconnected, Kind, Stream
+from psd.contract.errors import PsdError
+from psd.contract.wire import PREFIX, Disconnected, Kind
 from psd.v1 import bulk_pb2, control_pb2, data_pb2
-
-ELEMENTS = 3
-SIZE = 4096
-STARTS = {"gradient_starts": (64, 128), "parameter_starts": (192, 256)}
-BLOCKS = 2
-
-
-class BulkWorker(RawWorker):
-    """A worker of a declared job of two blocks, with a bulk connection."""
-
-    def __init__(self, channel: grpc.Channel, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(channel, rank, world_size)
-        self.declare(spec(world_size, blocks=BLOCKS, size=ELEMENTS))
-        self.streams: list[Stream] = []
-
-    def connect(self, *, local: bool = False, ticket: bytes | None = None, greet: bool = True) -> Stream:
-        reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=30)
-        if local:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.connect(f"\0{reply.local_name}")
-        else:
-            sock = socket.create_connection(("127.0.0.1", reply.tcp_port))
-        stream = Stream(sock, 1 << 20)
-        self.streams.append(stream)
-        stream.set_timeout(30)
-        if greet:
-            hello = bulk_pb2.BulkHello(ticket=reply.ticket if ticket is None else ticket)
-            stream.send(Kind.HELLO, hello.SerializeToString())
-            answer(stream, Kind.WELCOME)
-        return stream
-
-    def call(self, method: int, clock: int = 0, **fields: Any) -> bytes:
-        header = self.frames(clock, [[]] * BLOCKS)[0].push
-        message = bulk_pb2.BulkCall(method=method, push=header, pull=self.pull_request(clock), timeout_s=10, **fields)
-        return message.SerializeToString()
-
-    def attach(self, stream: Stream, fd: int, **fields: Any) -> bytes:
-        given = {"layout_digest": self.digest, "size": SIZE, **STARTS} | fields
-        stream.send(Kind.ATTACH, bulk_pb2.BulkAttach(**given).SerializeToString())
-        answer(stream, Kind.SEND)
-        socket.send_fds(stream.socket, [b"\0"], [fd])
-        return bulk_pb2.BulkReady.FromString(answer(stream, Kind.READY)).nonce
 
 
 @pytest.fixture
@@ -84,28 +42,6 @@ def memory() -> Iterator[int]:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     yield fd
     os.close(fd)
-
-
-def answer(stream: Stream, expected: Kind) -> bytes:
-    """The head of the next message, which must be of that kind; an ERROR is raised."""
-    kind, head, payload_bytes = stream.receive()
-    stream.skip(payload_bytes)
-    if kind is Kind.ERROR:
-        message = bulk_pb2.BulkError.FromString(head)
-        raise error_from(message.reason, message.message, {})
-    assert kind is expected
-    return head
-
-
-def blocks(indices: Sequence[int], *, last: bool = True, **fields: Any) -> bytes:
-    return bulk_pb2.BulkBlocks(blocks=indices, last=last, **fields).SerializeToString()
-
-
-def push(stream: Stream, worker: BulkWorker, method: int, clock: int, values: Sequence[float]) -> None:
-    """A call with both blocks in messages."""
-    stream.send(Kind.CALL, worker.call(method, clock))
-    for index in range(BLOCKS):
-        stream.send(Kind.BLOCKS, blocks([index], last=index == BLOCKS - 1), np.full(ELEMENTS, values[index], np.float32))
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])

@@ -14,6 +14,7 @@ from psd.contract.config import ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd.state.membership import tick_s
 from psd.state.rounds import FastRound
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -123,7 +124,7 @@ class Driver:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
         _open_shards.remove(self.shard)
         if self.core.storage.arena is not None:
-            self.core.storage.arena.close(remove=False)
+            self.core.storage.arena._directory.close()
 
     def restart(self, *seats: Seat, **arguments: Any) -> None:
         """Kill the process and start it again on its state directory, where these workers resume."""
@@ -135,7 +136,7 @@ class Driver:
 
     # -- coming and going --
 
-    def join(self, rank: int = 0, *, session: int = 0, run_id: str = "", world_size: int = 0) -> Seat:
+    def join(self, rank: int = 0, *, session: int = 0, run_id: str = "", world_size: int = 0, connection: int = 0) -> Seat:
         request = control_pb2.JoinRequest(
             run_id=run_id,
             shard_index=self.config.shard_index,
@@ -145,12 +146,13 @@ class Driver:
             session=session,
             host=f"host{rank}",
             pid=100 + rank,
+            connection=connection,
         )
         reply = self.shard.admission.join(request)
         caller = job_pb2.Caller(run_id=reply.run_id, incarnation=reply.incarnation, rank=rank, session=reply.session)
         return Seat(rank, reply.session, reply.clock, caller)
 
-    def resume(self, seat: Seat, *, timeline: int = 0) -> control_pb2.JoinReply:
+    def resume(self, seat: Seat, *, timeline: int = 0, connection: int = 0) -> control_pb2.JoinReply:
         """Go on with the same session at the shard's next incarnation."""
         reply = self.shard.admission.join(
             control_pb2.JoinRequest(
@@ -162,10 +164,18 @@ class Driver:
                 session=seat.session,
                 resume=True,
                 timeline=timeline,
+                host=f"host{seat.rank}",
+                connection=connection,
             )
         )
         seat.caller.incarnation, seat.clock = reply.incarnation, reply.clock
         return reply
+
+    def rollback(self, checkpoint: str, timeline: int, *, run_id: str = "mine", incarnation: int = 0) -> None:
+        """As a worker asks for it that has found the shard as it is, or as that incarnation."""
+        request = control_pb2.RollbackRequest(run_id=run_id, checkpoint=checkpoint, timeline=timeline)
+        request.incarnation = incarnation or self.core.incarnation
+        self.shard.restoration.rollback(request)
 
     def declare(self, seat: Seat, spec: JobSpec | None = None) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         return self.shard.admission.declare(
@@ -201,9 +211,9 @@ class Driver:
         self.shard.admission.leave(seat.caller, failed=failed)
 
     def advance(self, seconds: float) -> list[int]:
-        """Let time pass in steps of a quarter of a lease; returns the ranks that expired."""
+        """Let time pass, tick by tick; returns the ranks that expired."""
         expired: list[int] = []
-        step = self.config.lease_s / 4
+        step = tick_s(self.config.lease_s)
         while seconds > 0:
             self.time.value += min(step, seconds)
             seconds -= step
@@ -232,14 +242,18 @@ class Driver:
         weight: float = 1.0,
         scalars: Sequence[float] = SGD,
         versions: Sequence[int] = (),
+        session: int = 0,
+        since: int = 0,
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
+            session=session,
             clock=clock,
             weight=weight,
             layout_digest=self.layout.digest,
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
             versions=versions,
+            since=since,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
@@ -323,7 +337,7 @@ class Driver:
                         round_._contributors,
                         round_._total_weight,
                         round_._touched.tobytes(),
-                        round_.scalars,
+                        round_._voice,
                         None if round_._accumulator is None else round_._accumulator.tobytes(),
                     ),
                     None if page is None else (page.sessions.tobytes(), page.clocks.tobytes()),
@@ -334,5 +348,5 @@ class Driver:
             for w in (self.core.membership.workers if self.core.membership is not None else [])
             if w.rank != but
         ]
-        scalars = {} if job is None else {r: (e.scalars, e.rank, e.is_counted) for r, e in job._round_scalars.items()}
+        scalars = None if job is None else job.agreement.known()
         return blocks, workers, scalars, self.core.initial.is_set, self.core.run_id

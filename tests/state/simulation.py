@@ -30,7 +30,7 @@ from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import job_pb2
 
-LEASE_S = 10.0
+LEASE_S = 4.0
 MEMORY = Path("/dev/shm")
 
 
@@ -253,7 +253,7 @@ class Simulation:
         self.shards[index] = None
         self.kills += 1
         if shard.core.storage.arena is not None:
-            shard.core.storage.arena.close(remove=False)
+            shard.core.storage.arena._directory.close()
         for ticket in shard.core.waiting.open():
             ticket.fail(ShardRestarted("the connection broke", shard=index))
 

@@ -7,6 +7,7 @@ from shard_driver import Driver, job_spec
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest, WrongShard
 from psd.state.barriers import NAMES_MAX
+from psd.v1 import control_pb2
 
 
 def test_a_barrier_opens_when_all_have_arrived_and_counts_generations():
@@ -154,3 +155,20 @@ def test_names_are_bounded():
     assert all(len(seqs) <= 64 for _, seqs in driver.core.barriers._opened.values())
     driver.arrive(b, "kept", 1)
     assert waiting.future.result(0) == 0
+
+
+def test_a_call_keeps_its_number_when_its_worker_joins_anew():
+    """The barrier has opened, and the worker has not heard of it when its lease runs out."""
+    driver = Driver()
+    a, b = driver.start()
+    driver.arrive(a, "b", 5)
+    driver.arrive(b, "b", 1)
+    again = driver.join(0)
+
+    def arrive(session: int) -> control_pb2.BarrierRequest:
+        return control_pb2.BarrierRequest(caller=again.caller, name="b", seq=5, session=session)
+
+    assert driver.shard.arrive(arrive(a.session)).future.result(0) == 0
+    assert not driver.shard.arrive(arrive(0)).future.done(), "a call of its own"
+    with pytest.raises(InvalidRequest, match="later than the caller's"):
+        driver.shard.arrive(arrive(again.session + 1))

@@ -76,7 +76,7 @@ def test_a_worker_that_is_given_up_was_waited_for_until_then() -> None:
     driver.expire(silent, keep=[pushing])
 
     workers = driver.core.members.workers
-    assert [worker.awaited_s for worker in workers] == [0.0, 0.0, pytest.approx(12.5)]
+    assert [worker.awaited_s for worker in workers] == [0.0, 0.0, pytest.approx(11.0)]
     assert driver.core.counters.leases_expired == 1
     assert driver.core.declared().open_rounds == 0
 

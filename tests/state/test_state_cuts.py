@@ -190,6 +190,39 @@ def test_going_back_gives_up_open_cuts():
     assert pins(driver) == [1, 1]
 
 
+def test_a_cut_that_was_given_up_and_is_abandoned_by_its_reader_gives_its_pages_back_once():
+    """Its reader, whose wait has ended by that, clears up after itself: pages must not be unpinned twice."""
+    driver = Driver(job_spec(1, blocks=2))
+    (a,) = driver.start()
+    missed = []
+    request = data_pb2.ReadRequest(run_id=a.caller.run_id, layout_digest=driver.layout.digest, cut=cut(step=1))
+    snapshot = driver.shard.begin_read(request, lambda _: None, lambda cut, why: missed.append((cut.id, why)))
+    driver.push_block(driver.begin_push(a, 0), 0, 1.0)
+    assert list(snapshot.pages) == [0]
+
+    driver.shard.cuts.forget(driver.core.job)
+    driver.shard.cuts.abandon(snapshot)
+
+    assert (pins(driver), snapshot.pages) == ([1, 1], {})
+    assert missed == [("c1", "the job goes back to a checkpoint")]
+    assert [block._waits._takes for block in driver.core.job.blocks.values()] == [{}, {}]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_cut_of_a_job_that_has_gone_back_meanwhile_is_missed(mode):
+    """Its reader had found the job just before; nothing of it would ever come, and nothing of it is pinned."""
+    driver = Driver(job_spec(1, blocks=2, mode=mode))
+    taker = Taker(driver)
+    driver.start()
+    job = driver.core.job
+
+    driver.shard.cuts.forget(job)
+    driver.shard.cuts.learn(job, [cut(step=7)])
+
+    assert (taker.ready, taker.missed) == ([], [("c1", "the job goes back to a checkpoint")])
+    assert (driver.shard.cuts.open, pins(driver)) == ([], [1, 1])
+
+
 def test_what_is_no_cut_is_refused_by_name():
     """Names end up in file names; their number in every reply."""
     for id_ in ("", "a/b", "..", "x" * 65, "é"):

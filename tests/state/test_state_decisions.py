@@ -110,7 +110,7 @@ def test_a_new_sessions_push_replaces_the_dead_ones_half():
     commit(driver, again, 0)
     commit(driver, b, 0)
 
-    assert (again.clock, reply.blocks_counted) == (0, 2)
+    assert (again.clock, reply.blocks_staged) == (0, 2)
     assert [driver.values(block) for block in (0, 1)] == [[-3.0] * 3] * 2
 
 

@@ -109,6 +109,55 @@ def test_a_second_join_of_a_rank_fences_the_first_as_superseded():
     assert driver.heartbeat(new) == []
 
 
+def test_a_session_whose_own_worker_has_joined_again_is_not_told_of_another_worker():
+    """The reply to its join was lost, say, and a second one took the first one's place: it may simply join again."""
+    driver = Driver(job_spec(3))
+    first, other = driver.join(0, connection=7), driver.join(1, connection=8)
+    driver.declare(first)
+    ticket = driver.arrive(other)
+    second = driver.join(0, connection=7)
+    waiting = driver.arrive(second)
+    driver.join(0, connection=7)
+
+    errors = [waiting.future.exception(0)]
+    for seat in (first, second):
+        with pytest.raises(SessionFenced) as caught:
+            driver.heartbeat(seat)
+        errors.append(caught.value)
+
+    assert [error.detail["cause"] for error in errors] == ["expired"] * 3
+    assert all("its worker has joined again" in str(error) for error in errors)
+    assert not ticket.future.done()
+    driver.join(0, connection=9)
+    for seat in (first, second):
+        with pytest.raises(SessionFenced, match="are two workers started with the same rank") as caught:
+            driver.heartbeat(seat)
+        assert caught.value.detail["cause"] == "superseded"
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_session_before_the_one_that_a_killed_shard_knows_is_not_told_of_a_worker_that_it_does_not_know(tmp_path, is_back):
+    """Who has the rank is not kept in the arena. The worker that resumes says who it is."""
+    driver = Driver(state_dir=str(tmp_path))
+    driver.start()
+    old = driver.join(0, connection=7)
+    new = driver.join(0, connection=9)
+    driver.restart()
+    if is_back:
+        driver.resume(new, connection=9)
+    old.caller.incarnation += 1
+
+    with pytest.raises(SessionFenced, match="joined again from host0" if is_back else "joined again$") as caught:
+        driver.heartbeat(old)
+
+    assert caught.value.detail["cause"] == "superseded"
+    if is_back:
+        later = driver.join(0, connection=9)
+        assert later.session > new.session
+        with pytest.raises(SessionFenced, match="its worker has joined again"):
+            driver.heartbeat(new)
+
+
 def test_an_older_session_cannot_join_a_shard_again():
     """At the shards above 0, a session older than the rank's last is fenced, the same one is idempotent."""
     driver = Driver(shard=1, shards=2)
@@ -158,22 +207,6 @@ def test_a_zombie_comes_back_as_a_new_session():
 
     assert new.session > old.session
     assert driver.worker(0).state is WorkerState.LIVE
-
-
-def test_a_shard_that_was_suspended_extends_leases_by_the_gap():
-    """Time in which the shard itself did not run is not the workers' silence, and is counted for them only up to now."""
-    driver = Driver(lease_s=10)
-    driver.join(0)
-    driver.join(1)
-    driver.shard.tick()
-
-    driver.time.value += 3600
-    driver.join(1)
-    assert driver.shard.tick() == []
-
-    assert driver.worker(1).last_seen == driver.time.value, "last seen in the future"
-    assert driver.advance(9) == []
-    assert sorted(driver.advance(3)) == [0, 1]
 
 
 def test_world_size_is_fixed_by_the_first_worker_until_nobody_is_left():

@@ -65,7 +65,7 @@ def trained(directory, steps=2, spec=None, **arguments):
 
 
 def rollback(driver, checkpoint, timeline, run_id="mine"):
-    driver.shard.restoration.rollback(control_pb2.RollbackRequest(run_id=run_id, checkpoint=checkpoint, timeline=timeline))
+    driver.rollback(checkpoint, timeline, run_id=run_id)
 
 
 def state_of(driver):
@@ -74,12 +74,13 @@ def state_of(driver):
 
 
 def test_a_fresh_shard_loads_the_newest_checkpoint_and_waits_to_be_told(directory):
-    """Parameters, slots, steps, versions and windows are there; until a timeline begins it takes nothing."""
+    """Parameters, slots, steps and versions are there, but nobody's pushes; until a timeline begins it takes nothing."""
     first, _, name = trained(directory)
     fresh = Driver(spec_of(), directory=directory)
 
     assert (fresh.shard.restored_from, fresh.core.is_tentative, fresh.core.run_id) == (name, True, "mine")
-    assert state_of(fresh) == state_of(first)
+    assert [block[:3] for block in state_of(fresh)] == [block[:3] for block in state_of(first)]
+    assert all(set(part) == {0} for block in state_of(fresh) for part in block[3])
     reply = fresh.shard.admission.join(control_pb2.JoinRequest(shard_count=1, rank=0, world_size=2))
     assert (reply.is_tentative, reply.checkpoint, reply.clock) == (True, name, 2)
     seat = fresh.join(1)
@@ -134,6 +135,19 @@ def test_going_back_again_to_the_same_timeline_changes_nothing(directory):
 
     assert driver.fingerprint() == before
     assert driver.core.incarnation == incarnation
+
+
+def test_a_rollback_that_was_meant_for_an_earlier_life_of_the_shard_changes_nothing(directory):
+    """The shard has been lost again meanwhile, or another worker has seen to it: this one will look again."""
+    _, _, name = trained(directory)
+    fresh = Driver(spec_of(), directory=directory)
+    found = fresh.core.incarnation
+    rollback(fresh, name, 2)
+
+    for timeline in (2, 3):
+        fresh.rollback(name, timeline, incarnation=found)
+
+    assert fresh.core.timeline == 2
 
 
 def test_a_shard_that_has_just_loaded_the_checkpoint_does_not_load_it_again(directory):

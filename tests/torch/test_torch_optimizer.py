@@ -126,6 +126,73 @@ def test_state_dict_of_ordinary_sgd_is_taken_without_slots_and_refused_with(run_
     assert alone(run_workers, body) == 0.3
 
 
+@pytest.mark.parametrize("loads", ["given", "result"])
+@pytest.mark.parametrize("scheduled", ["given", "result"])
+def test_a_state_that_is_loaded_into_either_optimizer_leaves_schedulers_of_both_in_force(run_workers, loads, scheduled):
+    """torch gives the one that loads new dicts: then the learning rates of a scheduler on the other went nowhere."""
+
+    def body(ps):
+        model = nn.Linear(1, 1, bias=False)
+        given = SGD(model.parameters(), lr=8.0, weight_decay=0.5)
+        nn.init.zeros_(model.weight)
+        saved = given.state_dict()
+        optimizer = psd.distribute(model, given, ps=ps)
+        either = {"given": given, "result": optimizer}
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(either[scheduled], 0.5)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+
+        either[loads].load_state_dict(saved)
+
+        assert optimizer.param_groups[0] is given.param_groups[0]
+        assert given.param_groups[0]["params"][0] is model.weight
+        given.param_groups[0]["weight_decay"] -= 0.5
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+            scheduler.step()
+            found.append(model.weight.item())
+        return found
+
+    assert alone(run_workers, body) == [-8.0, -12.0, -14.0]
+
+
+def test_slots_are_not_lost_by_loading_them_into_the_given_optimizer(run_workers):
+    """Refused there as in the result; nothing has changed."""
+
+    def body(ps):
+        model = small_model()
+        other = SGD(model.parameters(), lr=0.3, momentum=0.9)
+        backward(model, *batch(0))
+        other.step()
+        given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = psd.distribute(model, given, ps=ps)
+        with pytest.raises(InvalidRequest, match="momentum_buffer"):
+            given.load_state_dict(other.state_dict())
+        optimizer.step()
+        return given.param_groups[0]["lr"]
+
+    assert alone(run_workers, body) == 0.1
+
+
+@pytest.mark.parametrize("replaced", ["given", "result"])
+def test_groups_that_are_replaced_by_other_dicts_are_refused(run_workers, replaced):
+    """What a scheduler does to the ones would not reach the others."""
+
+    def body(ps):
+        model = small_model()
+        given = SGD(model.parameters(), lr=0.1)
+        optimizer = psd.distribute(model, given, ps=ps)
+        either = {"given": given, "result": optimizer}[replaced]
+        either.param_groups = [dict(group) for group in either.param_groups]
+        with pytest.raises(InvalidRequest, match="param_groups: were replaced by other dicts"):
+            optimizer.step()
+        return ps.clock
+
+    assert alone(run_workers, body) == 0
+
+
 def test_pull_brings_other_workers_updates(run_workers):
     """In async mode a worker that pushes nothing still sees what the others have done."""
 

@@ -1,7 +1,7 @@
-"""The update rules as the kernels know them: order of scalars, bits of flags, slots; and the one entry that takes a block.
+"""The one entry that applies a rule: to a block, from one copy to another.
 
-Owns what a caller must match for memory to be safe: which slots a rule needs under which flags. It must not know which values
-make sense (psd/contract/rules.py does), and no defaults. The functions for whole arrays are in ``_updates.py``.
+Owns what a caller must match for memory to be safe: which slots a rule needs under which flags. Must not know which values make
+sense.
 """
 
 from __future__ import annotations
@@ -14,81 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from psd_core import _kernels
+from psd_core._c_headers import checksum
 from psd_core._kernels import InvalidTensor
+from psd_core.rules import RULES
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 GradientArray = RealArray | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 """uint16: the bits of bfloat16, a type that NumPy does not have."""
 
 
-class Slot(NamedTuple):
-    """An array that a rule keeps beside the parameter. `flag`: the flag that it belongs to; "": it is always there."""
-
-    name: str
-    flag: str = ""
-
-
-class Rule(NamedTuple):
-    """A rule's interface, in the order of its C header: scalars by position, flags by bit, slots by position.
-
-    A flag with the name of a scalar says that the rule has what the scalar needs; without the flag the scalar must be 0. The
-    flag "keras" is there where keras.optimizers puts epsilon or the learning rate elsewhere than torch.optim.
-    """
-
-    number: int
-    scalars: tuple[str, ...]
-    flags: tuple[str, ...]
-    slots: tuple[Slot, ...]
-
-    def slots_of(self, flags: Collection[str]) -> tuple[str, ...]:
-        """Names of the slots that there are under these flags."""
-        return tuple(slot.name for slot in self.slots if not slot.flag or slot.flag in flags)
-
-    def bits(self, flags: Collection[str]) -> int:
-        """The flags as the kernel takes them; ValueError names one that the rule does not have."""
-        unknown = sorted(set(flags) - set(self.flags))
-        if unknown:
-            raise ValueError(f"flags: expected some of {', '.join(self.flags) or 'none'}, got {unknown[0]!r}")
-        return sum(1 << bit for bit, flag in enumerate(self.flags) if flag in flags)
-
-
-_MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
-_ADAM_SCALARS = ("lr", "beta1", "beta2", "eps", "weight_decay")
-_IDS = _kernels.RULE_IDS
-
-RULES = {
-    "adadelta": Rule(
-        _IDS["adadelta"],
-        ("lr", "rho", "eps", "weight_decay"),
-        ("maximize",),
-        (Slot("square_avg"), Slot("acc_delta")),
-    ),
-    "adagrad": Rule(_IDS["adagrad"], ("lr", "lr_decay", "eps", "weight_decay"), ("maximize", "keras"), (Slot("sum"),)),
-    "adam": Rule(
-        _IDS["adam"],
-        _ADAM_SCALARS,
-        ("maximize", "amsgrad", "decoupled_weight_decay", "keras"),
-        (*_MOMENTS, Slot("max_exp_avg_sq", "amsgrad")),
-    ),
-    "adamax": Rule(_IDS["adamax"], _ADAM_SCALARS, ("maximize", "keras"), (Slot("exp_avg"), Slot("exp_inf"))),
-    "ftrl": Rule(_IDS["ftrl"], ("lr", "beta", "l1", "l2"), (), (Slot("accumulator"), Slot("linear"))),
-    "lamb": Rule(_IDS["lamb"], _ADAM_SCALARS, ("maximize",), _MOMENTS),
-    "lion": Rule(_IDS["lion"], ("lr", "beta1", "beta2", "weight_decay"), ("maximize",), (Slot("exp_avg"),)),
-    "nadam": Rule(_IDS["nadam"], (*_ADAM_SCALARS, "momentum_decay"), ("maximize", "decoupled_weight_decay"), _MOMENTS),
-    "rmsprop": Rule(
-        _IDS["rmsprop"],
-        ("lr", "alpha", "eps", "weight_decay", "momentum"),
-        ("maximize", "centered", "momentum", "keras"),
-        (Slot("square_avg"), Slot("grad_avg", "centered"), Slot("momentum_buffer", "momentum")),
-    ),
-    "sgd": Rule(
-        _IDS["sgd"],
-        ("lr", "momentum", "dampening", "weight_decay"),
-        ("maximize", "nesterov", "momentum", "keras"),
-        (Slot("momentum", "momentum"),),
-    ),
-}
-"""By name. Slots have torch's names, but for SGD's buffer; FTRL's and Lion's have those of TensorFlow and of Adam."""
+if checksum() != _kernels.RULES_CHECKSUM:
+    raise ImportError("psd_core: its kernels were built with another rules.py; build them again: pip install --editable .")
 
 
 def step_block(
@@ -112,18 +48,18 @@ def step_block(
     """Reduce the last contribution of a round and apply one update, from one copy of a block to another.
 
     A block is a run of the flat parameter space made of segments, pieces of tensors that lie end to end. A touched segment i is
-    updated as the function of the rule's name does with ``step = steps_in[i] + 1`` and
-    ``grad = scale * (acc + weight * grad)``, where an absent term is left out; an untouched one is
-    copied through unchanged, slots too. A lone contribution with weight and scale of 1 is used exactly as it is.
+    updated, as its step ``steps_in[i] + 1``, by the gradient ``scale * (acc + weight * grad)``, where an absent term is left
+    out; an untouched one is copied through unchanged, slots too. A lone contribution of weight and scale 1 is used as it is.
 
-    "lamb" alone makes no step, which needs norms of whole tensors, and a block may have parts of them: ``param_out`` gets the
-    direction of the update, and the caller makes the step.
+    Rules that are in torch.optim follow it operation by operation in the arrays' type; torch itself may fuse a multiply and an
+    add, and so differ by rounding. A rule that is layer-wise makes no step, which needs norms of whole tensors, and a block may
+    have parts of them: ``param_out`` gets the direction of the update, and the caller makes the step.
 
     Args:
         rule: a key of ``RULES``.
         param_in: (n,) float32|float64.
         param_out: (n,) same type, writable. Overwritten; ``param_in`` itself, or memory of its own.
-        slots_in, slots_out: one (n,) array, like the above, for each of ``RULES[rule].slots_of(flags)``, in that order.
+        slots_in, slots_out: one (n,) array, like the above, for each of ``RULES[rule].slots(flags)``, in that order.
         acc: (n,) same type: the sum of the round's earlier contributions; or None.
         grad: (n,) same type, or float16|uint16 beside float32: the last contribution; None if ``acc`` has them all.
         weight: of ``grad``. scale: of the sum, such as 1 over the sum of weights. Rounded to the arrays' type.
@@ -170,7 +106,7 @@ def step_block(
         steps_in,
         steps_out,
         tuple(scalars),
-        plan.bits,
+        plan.flags,
     )
 
 
@@ -178,12 +114,13 @@ class _Plan(NamedTuple):
     """What follows from a rule and its flags, for every block alike.
 
     Attributes:
+        flags: whether each of the rule's is on.
         slots: that there are. kernel_slots: that the kernel knows; places: where each of these is among `slots`.
         zeros: places of the scalars that must be 0.
     """
 
     number: int
-    bits: int
+    flags: tuple[bool, ...]
     scalars: tuple[str, ...]
     slots: tuple[str, ...]
     kernel_slots: tuple[str, ...]
@@ -195,14 +132,18 @@ class _Plan(NamedTuple):
 def _planned(rule: str, flags: tuple[str, ...]) -> _Plan:
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
-    info = RULES[rule]
-    slots = info.slots_of(flags)
+    facts = RULES[rule]
+    unknown = sorted(set(flags) - set(facts.flags))
+    if unknown:
+        raise ValueError(f"flags: expected some of {', '.join(facts.flags) or 'none'}, got {unknown[0]!r}")
+    slots = facts.slots(flags)
+    kernel_slots = tuple(slot.name for slot in facts.all_slots)
     return _Plan(
-        info.number,
-        info.bits(flags),
-        info.scalars,
+        facts.number,
+        tuple(flag in flags for flag in facts.flags),
+        facts.scalars,
         slots,
-        tuple(slot.name for slot in info.slots),
-        tuple(slots.index(slot.name) if slot.name in slots else None for slot in info.slots),
-        tuple(i for i, name in enumerate(info.scalars) if name in info.flags and name not in flags),
+        kernel_slots,
+        tuple(slots.index(name) if name in slots else None for name in kernel_slots),
+        tuple(i for i, name in enumerate(facts.scalars) if name in facts.flags and name not in flags),
     )

@@ -1,0 +1,84 @@
+"""Which gradients lie in the flat buffer, and that none of them lies in another parameter's place.
+
+A parameter's `.grad` is a view of its own place in the buffer, once a hook has put it there; the program may then give it to
+another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own.
+
+Must not know shards, pushes or hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+
+class Places:
+    """The places of some parameters' gradients.
+
+    Args:
+        views: of the buffer, one for each parameter. spaces: the buffer's memory.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor], spaces: Sequence[NDArray[Any]]
+    ) -> None:
+        self._parameters = parameters
+        self._views = views
+        self._own = {id(view) for view in views}
+        self._taken: set[int] = set()  # places that are, or may be, somebody's gradient
+        self._moved: list[torch.Tensor] = []  # gradients that were in the buffer, and now are not
+        starts = [space.__array_interface__["data"][0] for space in spaces]
+        self._ranges = [(start, start + space.nbytes) for start, space in zip(starts, spaces, strict=True)]
+
+    def put(self, number: int) -> None:
+        """Put a parameter's gradient into its place, unless the program has moved it: several parameters may have it then, and
+        back-propagation adds to it for each of them."""
+        self.clear(number)
+        parameter, view = self._parameters[number], self._views[number]
+        gradient = parameter.grad
+        assert gradient is not None
+        if not any(gradient is moved for moved in self._moved):
+            with torch.no_grad():
+                view.copy_(gradient)
+            parameter.grad = view
+            self._taken.add(number)
+
+    def clear(self, number: int) -> None:
+        """See to it that a parameter's place has no other one's gradient."""
+        if number in self._taken and self._parameters[number].grad is not self._views[number]:
+            self.part()
+
+    @torch.no_grad()
+    def part(self) -> None:
+        """See to it that no place has another parameter's gradient."""
+        taken: set[int] = set()
+        apart: dict[int, torch.Tensor] = {}
+        for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            gradient = parameter.grad
+            if gradient is view:
+                taken.add(number)
+            elif gradient is not None and (id(gradient) in self._own or self.has(gradient)):
+                apart[id(gradient)] = gradient.clone()
+        self._taken = taken
+        if apart or self._moved:
+            self._part(apart)
+
+    def _part(self, apart: dict[int, torch.Tensor]) -> None:
+        """Replace gradients, by their id, wherever they are."""
+        for number, parameter in enumerate(self._parameters):
+            gradient = apart.get(id(parameter.grad))
+            if gradient is not None:
+                parameter.grad = gradient
+                self._taken.discard(number)
+        in_use = {id(parameter.grad) for parameter in self._parameters}
+        self._moved = [gradient for gradient in (*self._moved, *apart.values()) if id(gradient) in in_use]
+
+    def has(self, gradient: torch.Tensor) -> bool:
+        """True if a gradient lies in the buffer."""
+        if gradient.device.type != "cpu" or gradient.layout is not torch.strided:
+            return False
+        address = gradient.data_ptr()
+        return any(start <= address < stop for start, stop in self._ranges)

@@ -1,0 +1,213 @@
+"""A torch learning-rate scheduler at the job's clock, and not at the number of steps that this process has made.
+
+The two differ where a worker was started again, has fallen behind, or has gone back to a checkpoint with its job. The scheduler
+is moved by its own steps, so that its numbers are the very bits of a run that nothing has disturbed: on to the clock, or from
+its beginning, if the clock has gone back. 100,000 steps take a second.
+
+Must not know connections, gradients or shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from psd.contract.errors import InvalidRequest
+
+
+class Owner(Protocol):
+    """The distributed optimizer that a scheduler belongs to."""
+
+    def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
+        """Have the schedule's learning rates in every push."""
+
+
+_owners: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[Owner]] = WeakKeyDictionary()
+
+
+def register(owner: Owner, *optimizers: torch.optim.Optimizer) -> None:
+    """Schedulers of these optimizers belong to `owner`."""
+    for optimizer in optimizers:
+        _owners[optimizer] = ref(owner)
+
+
+def scheduler(given: LRScheduler, *, every: int = 1) -> DistributedScheduler:
+    """Keep a schedule of learning rates at the job's clock, whatever becomes of this process.
+
+        schedule = psd.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000))
+
+    A worker that is started again, that joins a running job, falls behind, or goes back to a checkpoint with its job then has
+    the learning rates of the step at which it goes on, to the bit. The program calls `step()` as ever, after optimizer.step();
+    what was not called is made up for by the next optimizer.step().
+
+    Args:
+        given: a scheduler of what `distribute` has returned, or of the optimizer given to it; as it is at the job's step 0. Of
+            several torch's ChainedScheduler or SequentialLR makes one. Not ReduceLROnPlateau.
+        every: steps of the optimizer for each step of the scheduler. For a schedule in epochs: the steps of an epoch, the same
+            on all workers.
+
+    Raises:
+        TypeError: no scheduler of torch.optim.lr_scheduler.
+        InvalidRequest: a scheduler that cannot be brought to any clock, that has been stepped, or of another optimizer.
+    """
+    _check(given)
+    if every < 1:
+        raise InvalidRequest(f"every: must be at least 1, got {every}")
+    found = _owners.get(given.optimizer)
+    owner = found() if found is not None else None
+    if owner is None:
+        raise InvalidRequest("scheduler: its optimizer is neither distribute()'s result nor the one that was given to it")
+    return owner.keep_schedule(given, every)
+
+
+class DistributedScheduler(LRScheduler):
+    """A scheduler whose position is the job's clock; made by `scheduler`. Its other attributes are the given one's.
+
+    Args:
+        given: as it is at the job's step 0. clock: the worker's. every: steps of the optimizer for each of the scheduler's.
+    """
+
+    def __init__(self, given: LRScheduler, clock: Callable[[], int], every: int) -> None:
+        # Not the base's __init__, which makes a first step: `given` has made it.
+        self._given = given
+        self._clock = clock
+        self._every = every
+        self._position = 0
+        self._is_stale = False
+        self._steps_since = 0  # of the optimizer, since the program has called `step`
+        self._start = _copied(given.state_dict(), given)
+        groups = given.optimizer.param_groups
+        self._options = [{name: _value(option) for name, option in group.items() if name != "params"} for group in groups]
+        self._moved = {"lr"}
+        self._mark = _mark(given)
+        given.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - else torch warns of the steps made here
+        self.follow()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Bring the learning rates to the job's clock, as optimizer.step() itself does before it pushes.
+
+        Raises:
+            InvalidRequest: a number is given; or the optimizer makes more steps between two calls than `every` says, so that
+                the schedule was written for other steps than the job's.
+        """
+        if epoch is not None:
+            raise InvalidRequest("scheduler.step: takes no epoch; the position is the job's clock")
+        steps, self._steps_since = self._steps_since, 0
+        if steps > self._every:
+            raise InvalidRequest(
+                f"scheduler.step: came after {steps} steps of the optimizer, and every is {self._every}; a schedule in epochs "
+                "needs scheduler(..., every=steps of an epoch), the same on all workers"
+            )
+        self.follow()
+
+    def on_optimizer_step(self) -> None:
+        """The optimizer has made a step."""
+        self._steps_since += 1
+
+    def follow(self) -> None:
+        """Bring the learning rates to the job's clock.
+
+        Raises:
+            InvalidRequest: the program has stepped the given scheduler itself.
+        """
+        if self._mark != _mark(self._given):
+            raise InvalidRequest(
+                "scheduler: the given one was stepped by the program; call step() of what psd_client.torch.scheduler() returned"
+            )
+        target = self._clock() // self._every
+        if target < self._position or self._is_stale:
+            self._rewind()
+        while self._position < target:
+            self._advance()
+
+    def reapply(self) -> None:
+        """The groups' options have been replaced, by load_state_dict say: set those that the schedule moves."""
+        self._is_stale = True
+        self.follow()
+
+    def get_last_lr(self) -> list[Any]:
+        """As in torch, at the job's clock."""
+        self.follow()
+        return self._given.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its position, for reading: there is nothing to be kept that the job's clock does not say."""
+        return {"last_epoch": self._position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Changes nothing: the position stays the job's."""
+        del state_dict
+        self.follow()
+
+    def _advance(self) -> None:
+        groups = self._given.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        self._given.step()
+        for old, new in zip(before, groups, strict=True):
+            self._moved.update(name for name in new if new[name] is not old.get(name))
+        self._mark = _mark(self._given)
+        self._position += 1
+
+    def _rewind(self) -> None:
+        """To the beginning."""
+        self._given.load_state_dict(_copied(self._start, self._given))
+        for group, options in zip(self._given.optimizer.param_groups, self._options, strict=True):
+            for name in self._moved & options.keys():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].copy_(options[name])
+                else:
+                    group[name] = _value(options[name])
+        self._mark = _mark(self._given)
+        self._position, self._is_stale = 0, False
+
+
+def _check(given: Any) -> None:
+    """Raise TypeError or InvalidRequest unless it can be moved to any clock."""
+    if isinstance(given, DistributedScheduler) or not isinstance(given, LRScheduler):
+        raise TypeError(f"scheduler: expected one of torch.optim.lr_scheduler, got {given!r}")
+    for part in _parts(given):
+        if isinstance(part, ReduceLROnPlateau):
+            raise InvalidRequest(
+                "scheduler: ReduceLROnPlateau follows what this worker has measured, not the clock, so that a worker that is "
+                "started again cannot know where the others are. Use a schedule of steps; or step a ReduceLROnPlateau on all "
+                "workers with the same numbers, and store it by save_client_state"
+            )
+        steps = getattr(part, "last_epoch", 0)
+        if steps > 0:
+            raise InvalidRequest(
+                f"scheduler: {type(part).__name__} has been stepped {steps} times; pass it as it is at the job's step 0, "
+                "without loading a state: it is brought to the job's clock"
+            )
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """It, and those that it is composed of."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
+
+
+def _mark(scheduler: Any) -> list[Any]:
+    """What every step changes."""
+    return [(vars(part).get("last_epoch"), vars(part).get("_step_count")) for part in _parts(scheduler)]
+
+
+def _copied(state: dict[str, Any], scheduler: LRScheduler) -> dict[str, Any]:
+    """A state of the scheduler that its steps do not change."""
+    shared = [part for found in _parts(scheduler) for part in (found, found.optimizer)]
+    return copy.deepcopy(state, {id(part): part for part in shared})
+
+
+def _value(option: Any) -> Any:
+    """An option that is not changed in place."""
+    return option.clone() if isinstance(option, torch.Tensor) else option

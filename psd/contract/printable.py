@@ -1,0 +1,48 @@
+"""Text of other people's, made safe to be shown: what a terminal or a reader of lines takes for more than text is escaped.
+
+Whatever a peer has chosen (the names of hosts, tensors, runs and barriers, the texts of its errors) passes through `printable`
+where it is shown or logged. Names that are declared must not need it.
+"""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Categories of Unicode: control characters, which begin a terminal's commands; format characters, among them those that turn
+the direction of what follows around; half characters; the ends of lines and paragraphs."""
+
+
+def printable(text: str) -> str:
+    """The text, on one line, with such characters as Python writes them: \\x1b, \\n, \\u202e."""
+    if text.isprintable():
+        return text
+    return "".join(_escaped(character) if _is_control(character) else character for character in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same for a text whose lines are its writer's own."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def is_printable(text: str) -> bool:
+    """True if nothing in a text is to be escaped."""
+    return text.isprintable() or not any(map(_is_control, text))
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) in _ESCAPED
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+class PrintableRecords(logging.Filter):
+    """For a logger whose records others write to terminals and files: what they say is on one line, and printable."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass."""
+        record.msg, record.args = printable(record.getMessage()), ()
+        return True

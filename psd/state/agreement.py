@@ -1,0 +1,126 @@
+"""What the workers of a round say its scalars are, as far as one shard hears: who gives way, who is told, who is refused.
+
+An update has the scalars of the worker that has been in the job longest among those whose gradients it counts (rounds.py sees
+to that, block by block). A worker that came later, and whose schedule may therefore lag, gives way, and learns it from a reply.
+Two that have been there from the start and disagree are a mistake in the configuration. Under the shard's lock; must not know
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from psd.contract.errors import ScalarsDisagree
+from psd.contract.rules import RuleInfo
+from psd.state.voices import Voice
+from psd.v1 import data_pb2
+
+
+@dataclass(slots=True)
+class _Round:
+    """Voices by rank, over all groups; the ranks whose gradients have been counted; whose voice holds."""
+
+    voices: dict[int, Voice] = field(default_factory=dict)
+    counted: set[int] = field(default_factory=set)
+    held: Voice | None = None
+
+
+class Agreement:
+    """The scalars of the rounds that are open on one shard, and of the one before.
+
+    Args:
+        infos: of each group's rule. open_round: the lowest round that is open on this shard.
+    """
+
+    def __init__(self, infos: Sequence[RuleInfo], open_round: Callable[[], int]) -> None:
+        self._infos = infos
+        self._open_round = open_round
+        self._rounds: dict[int, _Round] = {}
+
+    def check(self, round_: int, voice: Voice) -> None:
+        """Raise ScalarsDisagree, naming both workers and values, if they have been there from the start and disagree."""
+        said = self._rounds.get(round_)
+        held = said.held if said is not None else None
+        if said is None or held is None or held.since or voice.since or held.scalars == voice.scalars:
+            return
+        if held.rank == voice.rank and voice.rank not in said.counted:
+            return  # its push was refused before anything was counted, and comes back with others
+        if round_ < self._open_round():
+            return  # it is late, whatever it says
+        group, scalar = _difference(held.scalars, voice.scalars)
+        name = self._infos[group].scalars[scalar]
+        raise ScalarsDisagree(
+            f"scalars[{group}].{name}: in round {round_} worker {voice.rank} says {voice.scalars[group][scalar]:g}, "
+            f"worker {held.rank} said {held.scalars[group][scalar]:g}; the workers of a round must agree",
+            ranks=[held.rank, voice.rank],
+            group=group,
+            scalar=name,
+            round=round_,
+        )
+
+    def hear(self, round_: int, voice: Voice) -> None:
+        """Note what a worker says whose push has brought a valid block; raises what `check` does."""
+        self.check(round_, voice)
+        said = self._rounds.get(round_)
+        held = said.held if said is not None else None
+        if said is not None and held is not None and held.scalars == voice.scalars:
+            voice = voice._replace(scalars=held.scalars)  # not kept once for each worker
+        else:
+            open_round = self._open_round()
+            if round_ < open_round:
+                return
+            for old in [r for r in self._rounds if r < open_round - 1]:
+                del self._rounds[old]
+            said = self._rounds.setdefault(round_, _Round())
+        if voice.rank in said.counted:
+            return  # sent again; or by a successor of the worker, whose gradient is in the round already
+        said.voices[voice.rank] = voice
+        said.held = min(said.voices.values()) if held is None or held.rank == voice.rank else min(held, voice)
+
+    def on_counted(self, round_: int, rank: int) -> None:
+        """Note that a worker's gradient was counted: it goes on to speak even if the worker dies."""
+        if round_ in self._rounds:
+            self._rounds[round_].counted.add(rank)
+
+    def on_gone(self, rank: int) -> None:
+        """Forget what a worker that is gone has said of rounds that do not count its gradient."""
+        for round_, said in list(self._rounds.items()):
+            if rank in said.voices and rank not in said.counted:
+                del said.voices[rank]
+                said.held = min(said.voices.values(), default=None)
+                if said.held is None:
+                    del self._rounds[round_]
+
+    def overruled(self, round_: int, rank: int) -> data_pb2.Overruled | None:
+        """What to tell a worker whose push of a round has come: scalars that gave way, in that round or the one before."""
+        for said_of in (round_, round_ - 1):
+            said = self._rounds.get(said_of)
+            own = said.voices.get(rank) if said is not None else None
+            held = said.held if said is not None else None
+            if own is None or held is None or own.scalars == held.scalars:
+                continue
+            group, scalar = _difference(held.scalars, own.scalars)
+            return data_pb2.Overruled(
+                round=said_of,
+                rank=held.rank,
+                group=group,
+                scalar=scalar,
+                own=own.scalars[group][scalar],
+                held=held.scalars[group][scalar],
+            )
+        return None
+
+    def known(self) -> dict[int, object]:
+        """All that it knows, to be compared."""
+        return {r: (dict(said.voices), set(said.counted), said.held) for r, said in self._rounds.items()}
+
+
+def _difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """The first group, and its first scalar, in which two that are not equal differ."""
+    return next(
+        (group, scalar)
+        for group, pair in enumerate(zip(first, second, strict=True))
+        for scalar, (one, other) in enumerate(zip(*pair, strict=True))
+        if one != other
+    )

@@ -1,0 +1,50 @@
+"""C headers that the kernels are built with, made from rules.py: ids, and names for each rule's numbers, flags and slots.
+
+setup.py writes them into csrc; here, psd_core compares what its kernels were built with.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from psd_core.rules import RULES
+
+
+def c_headers() -> dict[str, str]:
+    """Texts of the headers, by file name."""
+    rules = RULES.values()
+    flags_max = 8 * (max(len(rule.flags) for rule in rules) // 8 + 1)  # a multiple of 8, so that the doubles follow at once
+    slots = [f"SLOT_{r.name}_{slot.name}".upper() + f" = {at}" for r in rules for at, slot in enumerate(r.all_slots)]
+    structs = ""
+    for name, rule in RULES.items():
+        flags = ", ".join([*rule.flags, f"unused[{flags_max - len(rule.flags)}]"])
+        structs += f"typedef struct {{ struct {{ uint8_t {flags}; }} is; double {', '.join(rule.scalars)}; }} psd_{name};\n"
+    plain = f"""/* Made from psd_core/rules.py: the rules' ids, and by which names C knows their flags, scalars and slots. */
+#include <stdint.h>
+enum {{ {", ".join(f"PSD_{name.upper()}" for name in RULES)}, PSD_RULES }};
+enum {{ {", ".join(slots)} }};
+#define PSD_FLAGS_MAX {flags_max}
+#define PSD_SCALARS_MAX {max(len(rule.scalars) for rule in rules)}
+#define PSD_SLOTS_MAX {max(len(rule.all_slots) for rule in rules)}
+{structs}typedef union {{
+    struct {{ uint8_t flags[PSD_FLAGS_MAX]; double scalars[PSD_SCALARS_MAX]; }};
+    {" ".join(f"psd_{name} {name};" for name in RULES)}
+}} psd_hyper;
+"""
+    table = ""
+    for name, rule in RULES.items():
+        upper, functions = name.upper(), f"FN({name}_prepare), FN(psd_{name}_tile)"
+        table += f"    [PSD_{upper}] = {{{len(rule.all_slots)}, {upper}_STEPS_ALIKE_FROM, {functions}}},\n"
+    templates = f"""/* Template over `real`, made from psd_core/rules.py: all rules. */
+{"".join(f'#include "rule_{name}.h"{chr(10)}' for name in RULES)}typedef union {{
+    {" ".join(f"FN({name}) {name};" for name in RULES)}
+}} FN(constants);
+static const FN(rule) FN(rules)[] = {{
+{table}}};
+"""
+    return {"rules.h": plain, "rule_templates.h": templates}
+
+
+def checksum() -> int:
+    """Tell tables apart: kernels that were built with another one would take a rule's numbers for others."""
+    return zlib.crc32("".join(c_headers().values()).encode())

@@ -1,0 +1,178 @@
+"""The same operation at several shards: all end, or are left behind; and the threads that do it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from client_faults import Thread, until
+
+from psd_client import fanout
+from psd_client.crew import Crew, Task, can_start_threads
+from psd_client.fanout import Fanout
+from psd_client.transport import Cancelled, Lane, Scope
+
+
+class FakeLane:
+    """No more than a number."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard = shard
+
+
+LANES: Any = [FakeLane(0), FakeLane(1), FakeLane(2)]
+
+
+@pytest.fixture
+def fan() -> Iterator[Fanout]:
+    made = Fanout()
+    yield made
+    made.close()
+
+
+def at(*actions: Callable[[], Any]) -> Callable[[Lane], Any]:
+    """What is done at each shard."""
+    return lambda lane: actions[lane.shard]()
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_run_when_all_end_then_gives_their_results_in_order(fan: Fanout) -> None:
+    """Whichever is the first."""
+    first = threading.Event()
+
+    results = fan.run(at(lambda: first.wait(30), lambda: first.set() or 1, lambda: 2), LANES, Scope())
+
+    assert results == [True, 1, 2]
+    assert fan.run(at(), [], Scope()) == []
+
+
+def test_run_when_one_fails_then_cancels_the_others_and_raises_the_first_cause(fan: Fanout) -> None:
+    """Those that were cancelled are not the cause."""
+    scope = Scope()
+
+    with pytest.raises(ZeroDivisionError):
+        fan.run(at(lambda: scope.sleep(60), lambda: fail(ZeroDivisionError()), lambda: scope.sleep(60)), LANES, scope)
+
+
+def test_run_when_interrupted_then_cancels_the_others(fan: Fanout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C strikes the thread that waits for them."""
+    scope = Scope()
+    ended: list[int] = []
+
+    def wait() -> None:
+        try:
+            scope.sleep(60)
+        except Cancelled:
+            ended.append(1)
+            raise
+
+    class Interrupted(fanout.SimpleQueue):  # type: ignore[type-arg]
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if timeout is None:
+                raise KeyboardInterrupt
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(fanout, "SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fan.run(at(wait, wait, wait), LANES, scope)
+
+    assert len(ended) == 3
+
+
+def test_run_when_an_operation_does_not_end_then_goes_on_without_it(fan: Fanout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that does not answer, say; the threads that are left suffice for what comes next."""
+    monkeypatch.setattr(fanout, "ENDING_S", 0.05)
+    hangs = threading.Event()
+
+    with pytest.raises(ZeroDivisionError):
+        fan.run(at(lambda: hangs.wait(60), lambda: fail(ZeroDivisionError()), lambda: 0), LANES, Scope())
+
+    assert fan.run(at(lambda: 1, lambda: 2, lambda: 3), LANES, Scope()) == [1, 2, 3]
+    hangs.set()
+
+
+def test_crew_when_tasks_come_one_after_the_other_then_one_thread_does_them() -> None:
+    """A thread counts as idle before anybody hears of its task's end."""
+    crew = Crew("test-crew")
+    threads = set()
+    for _ in range(200):
+        task = Task(threading.current_thread)
+        crew.begin(task)
+        assert task.wait() is None
+        threads.add(task.result)
+
+    assert len(threads) == 1
+    crew.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_crew_when_tasks_overlap_then_each_has_a_thread_and_ends_with_it() -> None:
+    """None waits for another's end."""
+    crew, meet = Crew("test-crew"), threading.Barrier(3)
+    tasks = [Task(meet.wait) for _ in range(3)]
+    for task in tasks:
+        crew.begin(task)
+
+    assert [task.wait() for task in tasks] == [None] * 3
+    crew.close()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "test-crew"])
+
+
+def test_task_when_its_function_raises_then_gives_the_error() -> None:
+    """To whoever waits, and to whoever asks for the result."""
+    crew = Crew("test-crew")
+    task: Task[Any] = Task(lambda: fail(ZeroDivisionError()))
+    crew.begin(task)
+
+    assert isinstance(task.wait(), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        _ = task.result
+    crew.close()
+
+
+def test_threads_when_the_program_runs_then_can_be_started() -> None:
+    assert can_start_threads()
+    assert Thread(can_start_threads).result()
+
+
+ENDING = """
+import atexit, threading
+from psd_client.crew import Crew, Task, can_start_threads
+
+def at_end():
+    task = Task(lambda: print("done", flush=True))
+    crew.begin(task)
+    task.wait()
+    if can_start_threads():
+        for _ in range(2):  # more than there are
+            crew.begin(Task(lambda: None))
+
+crew = Crew("crew")
+before = Task(lambda: None)
+crew.begin(before)
+before.wait()
+hanging = Task(threading.Event().wait)
+if {hangs}:
+    crew.begin(hanging)
+atexit.register(at_end)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("hangs", [False, True])
+def test_crew_when_the_program_ends_then_still_takes_tasks_and_is_not_waited_for(hangs: bool) -> None:
+    """Unlike the threads of concurrent.futures."""
+    program = [sys.executable, "-c", ENDING.format(hangs=hangs)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.wait(60) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "done\n"

@@ -1,0 +1,87 @@
+"""Every block of code in the README and the pages of docs/ does what it should; those of Keras and JAX are in tests/keras."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from block_runner import KERAS_PAGES, PageRunner
+from markdown_blocks import RUN, SHOWN, Block, blocks, pages
+from source_tree import ROOT
+
+OURS = [page for page in pages() if page.relative_to(ROOT).as_posix() not in KERAS_PAGES]
+
+
+def every_block() -> list[Block]:
+    return [block for page in pages() for block in blocks(page)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_blocks_of_a_page_run(page, tmp_path):
+    pytest.importorskip("torch")
+
+    with PageRunner(tmp_path) as runner:
+        runner.run_page(page)
+
+
+def test_a_block_is_run_or_says_why_not():
+    """There is no language that no test runs, and nothing that looks like a command hides among what is only shown."""
+    unknown = [f"{block.where}: {block.language}" for block in every_block() if block.language not in RUN + SHOWN]
+    hidden = [
+        f"{block.where}: {line}"
+        for block in every_block()
+        if block.language == "text" and "not run" not in block.marks
+        for line in block.text.splitlines()
+        if re.match(r"(\$ |psd-run |psd-server |psdctl |python |pip |make |kubectl |import )", line)
+    ]
+
+    assert unknown == []
+    assert hidden == []
+
+
+def test_most_blocks_are_run():
+    """What is not run is the exception: what needs a cluster, a registry, or hours."""
+    runnable = [block for block in every_block() if block.language in RUN]
+    not_run = [block for block in runnable if "not run" in block.marks]
+
+    assert len(runnable) >= 40
+    assert len(not_run) <= len(runnable) / 3, [f"{block.where}: {block.marks['not run']}" for block in not_run]
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("```\nls\n```\n", "needs a language and an end"),
+        ("```bash\nls\n", "needs a language and an end"),
+        ("```python lines=3\n1\n```\n", "expected title="),
+        ("<!-- background -->\nwords\n```bash\nls\n```\n", "a mark that no block follows: background"),
+        ("<!-- not run -->\n```bash\nls\n```\n", "not run: expected something after the colon"),
+    ],
+)
+def test_a_page_with_a_mistake_in_its_marks_is_refused(page, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("markdown_blocks.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(page)
+
+    with pytest.raises(ValueError, match=says):
+        blocks(tmp_path / "page.md")
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("```bash\ntrue\nfalse\n```\n", "page.md:1: ended with status 1"),
+        ("<!-- fails: no -->\n```bash\necho no\n```\n", "ended with status 0"),
+        ("<!-- prints: yes -->\n```bash\necho no\n```\n", "expected 'yes'"),
+        ("<!-- background -->\n```bash\npsd-server --shard 1/1\n```\n", "ended before a shard was ready"),
+        ("<!-- background -->\n```bash\nexit 3\n```\n", "ended with status 3"),
+        ("```python\nimport psd_client\npsd_client.connect(rank=-1)\n```\n", "page.md:1: ConfigError: rank"),
+        ("```ruby\n1\n```\n", "no test knows what to do with 'ruby'"),
+    ],
+)
+def test_a_block_that_does_not_work_is_named(page, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("markdown_blocks.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(page)
+
+    with PageRunner(tmp_path) as runner, pytest.raises(AssertionError, match=re.escape(says)):
+        runner.run_page(tmp_path / "page.md")

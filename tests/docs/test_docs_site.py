@@ -1,0 +1,107 @@
+"""The site of docs/ builds without a warning, has every public name and option, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from markdown_blocks import pages
+from source_tree import ROOT
+
+import psd_client
+from psd.contract.environment import VARIABLES
+from psd.contract.errors import PsdError
+
+COMMANDS = {"psd-server": "server", "psd-run": "run", "psdctl": "ctl"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
+    pytest.importorskip("sphinx")
+    pytest.importorskip("furo")
+    out = tmp_path_factory.mktemp("site")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "html", "-d", str(out / "doctrees")]
+    command = [sys.executable, "-m", "sphinx", *options, "docs", str(out / "html")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stdout + built.stderr) == (0, "")
+    return out / "html"
+
+
+def text(page: Path) -> str:
+    """What a page says, without its tags."""
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
+
+
+def test_every_page_is_there_and_none_loads_anything_from_elsewhere(site):
+    built = list(site.rglob("*.html"))
+    sources = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
+    from_elsewhere = r'<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
+
+    assert [str(page) for page in sources if not (site / page).is_file()] == []
+    assert len(sources) > 20
+    assert [f"{page.name}: {tag}" for page in built for tag in re.findall(from_elsewhere, page.read_text())] == []
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert re.findall(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//", styles) == []
+
+
+def test_no_mark_of_a_test_and_no_directive_is_left_in_a_page(site):
+    marks = ("not run:", "<!-- include", "<!-- help")
+    left = [page.name for page in site.rglob("*.html") if any(mark in page.read_text() for mark in marks)]
+
+    assert left == []
+
+
+def test_the_reference_has_every_public_name(site):
+    """Classes and functions of psd_client with an anchor of their own, errors in their table."""
+    anchors = set(re.findall(r'id="([\w.]+)"', (site / "reference/psd_client.html").read_text()))
+    errors = text(site / "reference/errors.html")
+    names = [name for name in psd_client.__all__ if name != "ConfigError"]
+    missing = [
+        name
+        for name in names
+        if (name not in errors if is_error(getattr(psd_client, name)) else f"psd_client.{name}" not in anchors)
+    ]
+
+    assert missing == []
+    assert "ConfigError" in errors
+
+
+def is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, PsdError)
+
+
+def test_the_reference_says_what_the_commands_and_the_environment_are(site):
+    """Each command's help to the last line; each subcommand's; each variable."""
+    for name, module in COMMANDS.items():
+        said = subprocess.run([sys.executable, "-m", f"psd.cli.{module}", "--help"], capture_output=True, text=True, check=True)
+        assert said.stdout.strip() in text(site / f"reference/{name}.html")
+    psdctl = text(site / "reference/psdctl.html")
+    for command in ("status", "checkpoint", "checkpoints", "verify", "export", "credentials"):
+        assert f"usage: psdctl {command}" in psdctl
+    assert [name for name in VARIABLES if name not in text(site / "reference/environment.html")] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_files_that_a_page_names_are_there(page):
+    """Paths in backticks, such as `psd/rim/calls.py`, and links within the repository."""
+    words = page.read_text()
+    paths = set(
+        re.findall(r"`((?:psd|psd_core|psd_client|clients|proto|tests|benchmarks|examples|deploy|docs)/[\w./-]+)[`:]", words)
+    )
+    links = {found.partition("#")[0] for found in re.findall(r"\]\((?!\w+:|#)([^)\s]+)\)", words)}
+
+    assert [path for path in sorted(paths) if not ((ROOT / path).exists() or (ROOT / "clients" / path).exists())] == []
+    assert [link for link in sorted(links) if not (page.parent / link).exists()] == []
+
+
+def test_the_navigation_has_every_page(site):
+    """Sphinx warns of a page that no table of contents has; the front page's has them all."""
+    front = (site / "index.html").read_text()
+    sources = [page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+
+    assert [page for page in sources if page != "index.html" and f'href="{page}"' not in front] == []

@@ -1,0 +1,30 @@
+"""What each child process of a trial does first; and, run as a program, a shard: python children.py, then psd-server's options.
+
+A child dies with the harness, and writes the stacks of its threads on SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def settle_in(parent: int) -> None:
+    """In the child. parent: the process id of the harness."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has gone already
+        os._exit(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs in the background has inherited that it is ignored
+
+
+if __name__ == "__main__":
+    settle_in(int(sys.argv.pop(1)))
+    from psd.cli.server import main
+
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""What must hold of the processes themselves: which errors they meet, how long they take, what they say, how they end.
+
+A call may take as long as something is wrong, and some seconds more; everything has more time on a busy machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from counting import Failure
+from history import Call, Histories, Life
+from plan import LINKS
+
+SAYS_S = 6.0
+"""After which a worker has said whom it waits for, and within which Ctrl-C ends it."""
+
+AFTERWARDS_S = 3.0
+NOTICED_S = 25.0
+"""A peer that has vanished is noticed within 20."""
+
+UNEXPLAINED_S = 8.0
+
+NAMES_SOMEBODY = re.compile(r"shard \d+|worker \d+")
+_DEFECT = re.compile(r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! (.*checkpoint|round \d+ cannot))")
+_PREFIX = re.compile(r"^psd: worker \d+: ")
+
+EXPIRED = "silent for longer than its lease"
+"""What shards' logs say of a worker that they have given up."""
+
+PASSING = ("WaitTimeout", "BarrierTimeout", "ShardUnavailable", "Draining", "Overloaded")
+"""What any call may raise while something is wrong."""
+
+
+def check_conduct(histories: Histories) -> list[Failure]:
+    """Everything but the numbers."""
+    failures = [Failure("stuck", f"{name} did not end in time") for name in histories.outcome.stuck]
+    faults = list(_fault_windows(histories))
+    for life in histories.lives:
+        windows = faults + [_missed(histories, other) for other in histories.lives if other is not life and _fails(other)]
+        failures += _errors(histories, life, windows)
+        failures += _end(histories, life)
+        failures += _times(histories, life, windows)
+        failures += _seen(histories, life)
+    if histories.outcome.final is None and not histories.outcome.stuck and not _may_be_lost(histories):
+        failures.append(Failure("no end", "a healthy worker that came last could not finish"))
+    failures += _shards(histories)
+    return failures
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _errors(histories: Histories, life: Life, windows: Sequence[tuple[float, float]]) -> Iterator[Failure]:
+    for call in life.calls:
+        if call.result in ("", "ok") or (call.result == "KeyboardInterrupt" and life.signalled == "SIGINT"):
+            continue
+        if not call.is_psd:
+            yield Failure(f"builtin {call.result}", f"{life.name}, {call.op}: {call.text}\n{call.trace}")
+        elif not _may_raise(histories, life, call, windows):
+            yield Failure(f"unexpected {call.result}", f"{life.name}, {call.op} at {call.begun:.2f}: {call.text}")
+
+
+def _may_raise(histories: Histories, life: Life, call: Call, windows: Sequence[tuple[float, float]]) -> bool:
+    plan = histories.plan
+    match call.result:
+        case "SessionFenced":
+            return life.superseded is not None
+        case "RolledBack":
+            return plan.checkpoint_steps > 0 and (bool(histories.faults("shard-lose")) or _is_double_fault(histories))
+        case "StateLost":
+            return _may_be_lost(histories)
+        case "OutOfSpace":
+            return plan.small_disk and bool(histories.faults("disk-full"))
+        case "ConfigError":
+            return plan.lane == "tcp" and _overlap(call.begun, call.ended, windows) > 0
+        case "WaitTimeout" | "BarrierTimeout":
+            return call.ended - call.begun >= 0.9 * plan.wait_s
+        case "ShardUnavailable" | "Draining" | "Overloaded":
+            return _overlap(call.begun - plan.retry_s, call.ended, windows) > 0
+    return False
+
+
+def _is_double_fault(histories: Histories) -> bool:
+    """Exact aggregation: a worker may have gone that had committed, and a shard died that had its gradient."""
+    killed = histories.faults("shard-kill", "shard-terminate", "shard-lose")
+    has_gone = any(map(_fails, histories.lives)) or any(EXPIRED in log for log in histories.shard_logs)
+    return histories.plan.is_exact and bool(killed) and has_gone
+
+
+def _may_be_lost(histories: Histories) -> bool:
+    return not histories.outcome.has_checkpoint and _is_double_fault(histories)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def _end(histories: Histories, life: Life) -> Iterator[Failure]:
+    slack_s = histories.outcome.slack_s
+    if life.signalled == "SIGINT":
+        took = life.ended - life.signalled_at
+        if took > SAYS_S + slack_s:
+            yield Failure("Ctrl-C", f"{life.name} ended {took:.1f} s after it")
+    elif life.how and not life.signalled and life.ended - life.how_at > _end_s(life) + slack_s:
+        yield Failure("slow end", f"{life.name} took {life.ended - life.how_at:.1f} s to end ({life.how})")
+    elif not life.how and not life.signalled:
+        yield Failure("ended by itself", f"{life.name} ended with status {life.status}, without a word")
+    if life.has_ended_in_order and not life.signalled and life.status != 0:
+        yield Failure("exit status", f"{life.name} ended in order ({life.how}), with status {life.status}")
+    for words in ("Exception ignored", "Exception in thread", "Fatal Python error", "Traceback"):
+        is_told = words == "Traceback" and not life.has_ended_in_order
+        if words in life.log and not is_told and life.signalled != "SIGINT":
+            yield Failure("traceback of a worker", f"{life.name}: {life.log[life.log.index(words) :][:3000]}")
+            break
+
+
+def _end_s(life: Life) -> float:
+    """How long a process may take to end after its program has."""
+    return UNEXPLAINED_S + SAYS_S if life.how == "fall" else SAYS_S  # it may wait for the round of its last push
+
+
+def _shards(histories: Histories) -> Iterator[Failure]:
+    for shard, log in enumerate(histories.shard_logs):
+        found = _DEFECT.search(log)
+        if found is not None:
+            yield Failure("traceback of a shard", f"shard {shard}: ...{log[max(0, found.start() - 300) :][:3000]}")
+    for record in histories.of("exit"):
+        if record["name"].startswith("shard") and record["status"] not in (0, -9):
+            yield Failure("exit status of a shard", f"{record['name']} ended with status {record['status']}")
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def _fault_windows(histories: Histories) -> Iterator[tuple[float, float]]:
+    """When something was wrong, or may still have had effects."""
+    plan, now = histories.plan, histories.now
+    ends = list(histories.of("end"))
+    for record in histories.of("begin"):
+        fault, begun = record["fault"], record["t"]
+        end = next((r["t"] for r in ends if r["fault"] == fault and r["t"] >= begun), now)
+        after = AFTERWARDS_S
+        if fault["kind"] in ("link-half-open", "worker-vanish"):
+            end = max(end, begun + NOTICED_S)
+        elif fault["kind"] in ("link-black-hole", "shard-vanish"):
+            after += fault["seconds"]  # TCP sends again after as long a time as it has waited already
+        if fault["kind"].startswith("worker"):
+            end = max(end, begun + plan.lease_s)
+        if fault["kind"] in ("shard-kill", "shard-lose", "shard-terminate"):
+            ready = [r["t"] for r in histories.of("ready") if r["name"] == f"shard {fault['shard']}" and r["t"] > begun]
+            end = max([end, *ready[:1]])
+        yield begun, end + after
+
+
+def _fails(life: Life) -> bool:
+    return life.status not in (None, 0)
+
+
+def _missed(histories: Histories, life: Life) -> tuple[float, float]:
+    """When others may wait for a worker that has failed: until it is back, or its lease is over."""
+    return life.ended - AFTERWARDS_S, life.ended + histories.plan.lease_s + AFTERWARDS_S
+
+
+def _overlap(begun: float, ended: float, windows: Sequence[tuple[float, float]]) -> float:
+    """Seconds from `begun` to `ended` that lie in a window."""
+    total, reached = 0.0, begun
+    for low, high in sorted(windows):
+        low, high = max(low, reached), min(high, ended)
+        if high > low:
+            total += high - low
+            reached = high
+    return total
+
+
+def _times(histories: Histories, life: Life, windows: Sequence[tuple[float, float]]) -> Iterator[Failure]:
+    slack_s, plan = histories.outcome.slack_s, histories.plan
+    stops = [r for r in histories.of("signal") if r["name"] == life.name and r["signal"] == "SIGSTOP"]
+    was_stopped = bool(stops)
+    for call in life.calls:
+        unexplained = call.ended - call.begun - _overlap(call.begun, call.ended, windows)
+        if unexplained > UNEXPLAINED_S + slack_s and call.result in ("", "ok", *PASSING):
+            text = f"{life.name}, {call.op} at {call.begun:.2f} took {call.ended - call.begun:.1f} s"
+            yield Failure("slow", f"{text}, {unexplained:.1f} without a reason: {call.result} {call.text}")
+        says_by = call.begun + SAYS_S + slack_s
+        if call.ended > says_by and not was_stopped and not life.signalled:
+            said = [text for t, _, text in life.logs if call.begun <= t <= says_by]
+            if not any(NAMES_SOMEBODY.search(_PREFIX.sub("", text)) for text in said):
+                text = f"{life.name}, {call.op} at {call.begun:.2f}, for {call.ended - call.begun:.1f} s, had said: {said}"
+                yield Failure("silent", text)
+    joined = next((call for call in life.calls if call.op == "declare" and call.is_ok), None)
+    if joined is not None and not life.name.endswith("life 0"):
+        begun = life.calls[0].begun
+        took = joined.ended - begun - _overlap(begun, joined.ended, _outages(histories))
+        if took > plan.lease_s + AFTERWARDS_S + slack_s:
+            text = f"{life.name} took {took:.1f} s to join, beside outages; the lease is {plan.lease_s:g} s"
+            yield Failure("slow successor", text)
+
+
+def _outages(histories: Histories) -> list[tuple[float, float]]:
+    """When a shard could not be reached, by somebody."""
+    found = []
+    ends = list(histories.of("end"))
+    for record in histories.of("begin"):
+        fault = record["fault"]
+        if fault["kind"].startswith("shard") or fault["kind"] in LINKS:
+            end = next((r["t"] for r in ends if r["fault"] == fault and r["t"] >= record["t"]), histories.now)
+            found.append((record["t"], end + AFTERWARDS_S))
+    return found
+
+
+# -- what a worker reads -----------------------------------------------------------------------------------------------
+
+
+def _seen(histories: Histories, life: Life) -> Iterator[Failure]:
+    """A worker that has pushed reads its own gradient, once."""
+    last: Call | None = None
+    is_clean = True
+    for call in life.calls:
+        if call.pushes:
+            last, is_clean = (call if call.is_ok else None), True
+        is_clean &= call.is_ok and not call.change.get("blocks_late") and not call.change.get("pushes_dropped")
+        if call.seen is None:
+            continue
+        if call.seen[1] > 1:
+            yield Failure(
+                "counted twice", f"{life.name}, {call.op} at {call.begun:.2f} sees its last gradient {call.seen} times"
+            )
+        elif last is not None and is_clean and call.seen != (1, 1):
+            text = f"{life.name}, {call.op} at {call.begun:.2f} sees its gradient {last.number} {call.seen} times"
+            yield Failure("own gradient not read", text)

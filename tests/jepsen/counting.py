@@ -1,0 +1,198 @@
+"""The model: what the parameters of the end must say of each gradient, by what its program was told.
+
+once        its program has heard that the shards have it: it counts once in every block
+told        it has heard, too, that some blocks were late: it counts in as many as it was told
+at most     its call has failed, its process was killed, it was told of a dropped push, or the job went back to a checkpoint:
+            it counts in no block twice; with exact aggregation in all or in none
+
+What is acknowledged is not yet safe from a shard that is killed until its round has closed, which a program knows by its next
+pull or push; a program that dies before that is told nothing more.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from cells import TENSORS, Counts
+from history import CONFIRMING, Call, Gradient, Histories, Life
+
+UNSAFE_END = "ends without knowing that its last push has been applied"
+_GOES_BACK = re.compile(r"the shards go back to checkpoint \S+-step-(\d+)-\S+, timeline (\d+)")
+KILLS = ("shard-kill", "shard-lose", "shard-terminate")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that must not be. kind: a few words, the same for all failures alike; text: the facts."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def check_counts(histories: Histories) -> list[Failure]:
+    """Compare the parameters of the end with what programs were told."""
+    final = histories.outcome.final
+    if final is None:
+        return []
+    with np.load(final) as arrays:
+        counts = Counts({name: arrays[name] for name in arrays.files}, histories.plan.shards)
+    if not counts.is_whole:
+        return [Failure("no counts", "the parameters are no negated whole numbers")]
+    return compare(histories, counts)
+
+
+def compare(histories: Histories, counts: Counts) -> list[Failure]:
+    """As `check_counts`, for counts that have been read."""
+    failures = []
+    unknown = [number for number in counts.numbers() if number not in histories.gradients]
+    if unknown:
+        failures.append(Failure("unknown gradient", f"numbers {unknown} count, and nobody has pushed them"))
+    for gradient in histories.gradients.values():
+        found = counts.of(gradient.number, gradient.tensors)
+        elsewhere = counts.elsewhere(gradient.number, gradient.tensors)
+        if elsewhere:
+            failures.append(Failure("in absent tensors", f"{gradient} counts in {elsewhere}"))
+        failures += _judge(histories, gradient, found, counts)
+    for life in histories.lives:
+        failures += _sums(histories, life, counts)
+    return failures
+
+
+def _judge(histories: Histories, gradient: Gradient, found: dict[int, tuple[int, int]], counts: Counts) -> list[Failure]:
+    say = _Saying(gradient, found, counts, claim(histories, gradient))
+    most = max(most for _, most in found.values())
+    has_counted = [block for block, (least, _) in found.items() if least]
+    if any(least != most for least, most in found.values()):
+        return [say("torn block")]
+    if most > 1:
+        return [say("counted twice")]
+    if histories.plan.is_exact and len(has_counted) not in (0, len(found)):
+        return [say("on some shards only, with exact aggregation")]
+    match say.claim:
+        case "once" if len(has_counted) < len(found):
+            return [say("acknowledged and lost")]
+        case int(told) if len(gradient.tensors) == len(TENSORS) and told != len(has_counted):
+            return [say(f"told of {told} blocks that count")]
+    return []
+
+
+@dataclass(frozen=True)
+class _Saying:
+    gradient: Gradient
+    found: dict[int, tuple[int, int]]
+    counts: Counts
+    claim: str | int
+
+    def __call__(self, kind: str) -> Failure:
+        by_shard: dict[int, list[str]] = {}
+        for block, (least, most) in sorted(self.found.items()):
+            by_shard.setdefault(self.counts.shard_of[block], []).append(str(most) if least == most else f"{least}..{most}")
+        where = "; ".join(f"shard {shard}: {' '.join(each)}" for shard, each in sorted(by_shard.items()))
+        return Failure(kind, f"{self.gradient}, claim {self.claim}; counts by block: {where}")
+
+
+def claim(histories: Histories, gradient: Gradient) -> str | int:
+    """What must be true of a gradient: "once", "at most", or the number of blocks that its program was told of."""
+    life, plan = gradient.life, histories.plan
+    if gradient.acknowledged is None or _may_be_rolled_back(histories, gradient):
+        return "at most"
+    window = _until_confirmed(life, gradient, has_rounds=plan.has_rounds)
+    if window is None:
+        killed = any(record["t"] >= gradient.begun for record in histories.faults(*KILLS))
+        if killed:
+            return "at most"
+        window = life.calls[life.calls.index(gradient.calls[0]) :]
+    if any(call.change.get("pushes_dropped") for call in window):
+        return "at most"
+    if any(call.change.get("blocks_late") for call in window):
+        is_alone = all(call.number in (-1, gradient.number) for call in window)
+        told = sum(call.change.get("blocks_counted", 0) + call.change.get("blocks_duplicate", 0) for call in window)
+        return told if is_alone else "at most"
+    return "once"
+
+
+def _until_confirmed(life: Life, gradient: Gradient, *, has_rounds: bool) -> list[Call] | None:
+    """The calls from a gradient's first one to the one that says that it is safe; None if none does."""
+    first, last = life.calls.index(gradient.calls[0]), life.calls.index(gradient.calls[-1])
+    if gradient.calls[-1].op == "push_pull" or not has_rounds:
+        return life.calls[first : last + 1]
+    for index in range(last + 1, len(life.calls)):
+        call = life.calls[index]
+        if call.result in ("RolledBack", "SessionFenced", "StateLost"):
+            return None
+        if call.is_ok and (call.op in CONFIRMING or (call.op == "close" and not life.says(UNSAFE_END, call.begun))):
+            return life.calls[first : index + 1]
+    if life.how == "fall" and life.status == 0 and not life.says(UNSAFE_END, life.how_at):
+        return life.calls[first:]
+    return None
+
+
+@dataclass
+class _Return:
+    """The job's return to a checkpoint: which step that was of, and when somebody first and last heard of it."""
+
+    step: int
+    first: float
+    last: float
+
+
+def _returns(histories: Histories) -> list[_Return]:
+    """One for each timeline that began so."""
+    heard: dict[int, _Return] = {}
+    for life in histories.lives:
+        told = [(c.ended, c.detail.get("timeline", 0), c.detail.get("step", 0)) for c in life.calls if c.result == "RolledBack"]
+        for t, _, text in life.logs:
+            found = _GOES_BACK.search(text)
+            if found is not None:
+                told.append((t, int(found[2]), int(found[1])))
+        for t, timeline, step in told:
+            known = heard.setdefault(timeline, _Return(step, t, t))
+            known.first, known.last = min(known.first, t), max(known.last, t)
+    return list(heard.values())
+
+
+def _may_be_rolled_back(histories: Histories, gradient: Gradient) -> bool:
+    """The job went back to a checkpoint at a time that may have been after this gradient's."""
+    returns = _returns(histories)
+    losses = [record["t"] for record in histories.faults("shard-lose")]
+    if not (returns or losses):
+        return False
+    last = max([each.last for each in returns] + losses)
+    if gradient.begun > last:
+        return bool(losses) and losses[-1] == last  # nobody has noticed
+    acknowledged, call = gradient.acknowledged, gradient.calls[-1]
+    assert acknowledged is not None
+    is_kept = (
+        histories.plan.mode in ("fast", "exact", "norm")
+        and call.clock is not None
+        and call.clock_after == call.clock + 1
+        and bool(returns)
+        and call.clock < min(each.step for each in returns)
+        and acknowledged < min([each.first for each in returns] + losses)
+    )
+    return not is_kept
+
+
+def _sums(histories: Histories, life: Life, counts: Counts) -> list[Failure]:
+    """stats() of a program that has ended in order says in how many blocks its gradients count."""
+    own = [gradient for gradient in histories.gradients.values() if gradient.life is life]
+    claims = [claim(histories, gradient) for gradient in own]
+    is_whole = all(len(gradient.tensors) == len(TENSORS) for gradient in own)
+    is_plain = all(call.is_ok for call in life.calls) and not life.stats.get("pushes_dropped")
+    if not (own and life.has_ended_in_order and is_plain and is_whole and histories.plan.has_rounds):
+        return []
+    if "at most" in claims and not life.stats.get("blocks_late"):
+        return []
+    if any(_may_be_rolled_back(histories, gradient) for gradient in own) or life.calls[-1].op != "close":
+        return []
+    told = life.stats["blocks_counted"] + life.stats["blocks_duplicate"]
+    really = sum(least for gradient in own for least, _ in counts.of(gradient.number, gradient.tensors).values())
+    if told == really:
+        return []
+    text = f"{life.name} was told of {told} blocks that count, of {len(own)} gradients; {really} do"
+    return [Failure("stats() is wrong", text)]

@@ -1,0 +1,187 @@
+"""What a trial's files say: lives of workers, their calls, and the gradients that they have pushed. Judges nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from trial import Outcome
+
+PUSHING = ("push", "push_pull")
+PULLING = ("pull", "push_pull")
+CONFIRMING = (*PUSHING, *PULLING)
+
+
+@dataclass
+class Call:
+    """One call of the public API. result: "ok", the class of its error, or "" if the process ended in the middle.
+
+    Attributes:
+        begun, ended: seconds; ended: of the process, if it ended in the middle.
+        number, tensors: of the gradient, if it pushes one. change: of stats(), over the call.
+        seen: see program.py. detail, text, trace, is_psd: of the error.
+    """
+
+    op: str
+    begun: float
+    clock: int | None
+    number: int = -1
+    tensors: tuple[str, ...] = ()
+    ended: float = 0.0
+    result: str = ""
+    clock_after: int | None = None
+    change: dict[str, int] = field(default_factory=dict)
+    seen: tuple[int, int] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    trace: str = ""
+    is_psd: bool = True
+
+    @property
+    def is_ok(self) -> bool:
+        return self.result == "ok"
+
+    @property
+    def pushes(self) -> bool:
+        return self.op in PUSHING
+
+
+@dataclass
+class Life:
+    """One process of a worker.
+
+    Attributes:
+        how: its own last word; "" if it had none. status: its exit status. signalled: the last signal that was to end it, and
+            when. superseded: when a twin was started, or None.
+    """
+
+    name: str
+    rank: int
+    begun: float
+    calls: list[Call] = field(default_factory=list)
+    logs: list[tuple[float, str, str]] = field(default_factory=list)
+    stats: dict[str, int] = field(default_factory=dict)
+    how: str = ""
+    how_at: float = 0.0
+    ended: float = 0.0
+    status: int | None = None
+    signalled: str = ""
+    signalled_at: float = 0.0
+    superseded: float | None = None
+    log: str = ""
+
+    def says(self, words: str, since: float = 0.0) -> bool:
+        """A record of its log has these words."""
+        return any(words in text for t, _, text in self.logs if t >= since)
+
+    @property
+    def has_ended_in_order(self) -> bool:
+        """Nobody has ended it, and it has not failed."""
+        return self.how in ("with", "close", "fall", "finish", "read")
+
+
+@dataclass
+class Gradient:
+    """What one life has pushed under one number, in one or more calls."""
+
+    number: int
+    tensors: tuple[str, ...]
+    life: Life
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def begun(self) -> float:
+        return self.calls[0].begun
+
+    @cached_property
+    def acknowledged(self) -> float | None:
+        """When a call that pushes it has succeeded."""
+        return next((call.ended for call in self.calls if call.is_ok), None)
+
+    def __str__(self) -> str:
+        results = ", ".join(call.result or "killed" for call in self.calls)
+        return f"gradient {self.number} of {self.life.name} ({self.calls[0].op} at clock {self.calls[0].clock}: {results})"
+
+
+class Histories:
+    """All lives of a trial, of those that come last, too."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.plan = outcome.plan
+        self.timeline = outcome.timeline
+        self.lives = [self._life(record) for record in self.of("start") if not record["name"].startswith("shard")]
+        self.gradients: dict[int, Gradient] = {}
+        for life in self.lives:
+            for call in life.calls:
+                if call.pushes:
+                    gradient = Gradient(call.number, call.tensors, life)
+                    self.gradients.setdefault(call.number, gradient).calls.append(call)
+
+    @cached_property
+    def shard_logs(self) -> list[str]:
+        """Of all lives of each shard."""
+        paths = [self.outcome.directory / f"shard-{shard}.log" for shard in range(self.plan.shards)]
+        return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+
+    def of(self, what: str) -> Iterator[dict[str, Any]]:
+        """The timeline's records of a kind."""
+        return (record for record in self.timeline if record["what"] == what)
+
+    def faults(self, *kinds: str) -> list[dict[str, Any]]:
+        """Records of faults that have begun, of these kinds."""
+        return [record for record in self.of("begin") if record["fault"]["kind"] in kinds]
+
+    @cached_property
+    def now(self) -> float:
+        """The trial's end."""
+        return float(self.timeline[-1]["t"])
+
+    def _life(self, start: dict[str, Any]) -> Life:
+        name = start["name"]
+        words = name.split()
+        life = Life(name, int(words[1]), start["t"], ended=self.now)
+        for record in self.timeline:
+            if record.get("name") != name:
+                continue
+            if record["what"] == "exit":
+                life.ended, life.status = record["t"], record["status"]
+            elif record["what"] == "signal" and record["signal"] in ("SIGKILL", "SIGINT"):
+                life.signalled, life.signalled_at = record["signal"], record["t"]
+            elif record["what"] == "superseded":
+                life.superseded = record["t"]
+        stem = name.replace(" ", "-")
+        path = self.outcome.directory / f"{stem}.jsonl"
+        log = self.outcome.directory / f"{stem}.log"
+        life.log = log.read_text(errors="replace") if log.exists() else ""
+        for line in path.read_text().splitlines() if path.exists() else ():
+            _take(life, json.loads(line))
+        for call in life.calls:
+            call.ended = call.ended or life.ended
+        return life
+
+
+def _take(life: Life, record: dict[str, Any]) -> None:
+    """Add a line of a history."""
+    match record["e"]:
+        case "invoke":
+            tensors = tuple(record.get("tensors", ()))
+            life.calls.append(Call(record["op"], record["t"], record["clock"], record.get("number", -1), tensors))
+        case "ok" | "error":
+            call = life.calls[-1]
+            call.ended = record["t"]
+            call.result = record.get("class", "ok")
+            call.clock_after = record.get("clock")
+            call.seen = tuple(record["seen"]) if "seen" in record else None
+            call.detail, call.text = record.get("detail", {}), record.get("text", "")
+            call.trace, call.is_psd = record.get("trace", ""), record.get("is_psd", True)
+            after = record.get("stats", {})
+            call.change = {name: value - life.stats.get(name, 0) for name, value in after.items()}
+            life.stats = after or life.stats
+        case "log":
+            life.logs.append((record["t"], record["level"], record["text"]))
+        case "end":
+            life.how, life.how_at = record["how"], record["t"]

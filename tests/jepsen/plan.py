@@ -1,0 +1,308 @@
+"""What a trial is: a job, programs, and a schedule of faults; drawn by a seed, kept as JSON, made smaller by shrinking.
+
+The same plan is the same faults at the same seconds and the same choices of the programs, though not the same interleaving.
+Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from cells import SIZES
+
+LANES = ("shm", "tcp", "grpc")
+
+MODES: dict[str, dict[str, Any]] = {
+    "fast": {"consistency": "sync"},
+    "exact": {"consistency": "sync", "aggregation": "exact"},
+    "quorum-fast": {"consistency": "sync", "quorum": -1},
+    "quorum-exact": {"consistency": "sync", "aggregation": "exact", "quorum": -1},
+    "norm": {"consistency": "sync", "clip_norm": 1e30},
+    "async": {"consistency": "async"},
+    "ssp": {"consistency": "ssp:2"},
+}
+"""By name, what is declared. A quorum of -1: one less than there are workers. So large a norm is measured, and never clips."""
+
+EXACT = ("exact", "quorum-exact", "norm")
+ROUNDS = ("fast", "exact", "quorum-fast", "quorum-exact", "norm")
+
+LINKS = ("link-refuse", "link-reset", "link-delay", "link-truncate", "link-half-open", "link-black-hole")
+SHARDS = ("shard-kill", "shard-stop", "shard-terminate", "shard-lose", "shard-vanish", "disk-full")
+WORKERS = ("worker-kill", "worker-stop", "worker-interrupt", "worker-twin", "worker-vanish")
+
+WAYS = ("control", "bulk", "both")
+
+LIVES = 24
+"""Of all workers together, at most; each has its share of the numbers of gradients."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong `at` seconds after training has begun, for `seconds`.
+
+    Attributes:
+        kind: link-*: of the connections between `rank` and `shard` (-1: all), `way` of WAYS; the others strike a process.
+            direction, side: see links.py. part: of a piece of data that still passes; also the seconds by which it is delayed.
+    """
+
+    kind: str
+    at: float
+    seconds: float
+    shard: int = -1
+    rank: int = -1
+    way: str = "both"
+    direction: str = "up"
+    side: str = "worker"
+    part: float = 0.5
+
+    def __str__(self) -> str:
+        whom = [f"shard {self.shard}"] * (self.shard >= 0) + [f"worker {self.rank}"] * (self.rank >= 0)
+        how = {"link-truncate": [self.way, self.direction], "link-delay": [self.way, self.direction]}
+        more = how.get(self.kind, [self.way, self.side] if self.kind == "link-half-open" else [self.way])
+        return " ".join(
+            [f"{self.at:.2f}", self.kind, *whom, *(more if self.kind in LINKS else []), f"for {self.seconds:.2f} s"]
+        )
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a program behaves.
+
+    Attributes:
+        push_share: of its steps that push, and pull later or not at all, instead of push_pull. pull_share: of pushes that are
+            followed by a pull.
+        pause_s: after a push, at most; pace_s: after each step.
+        absent_share: of gradients that leave out a tensor.
+        barrier_every: steps; 0: never.
+        reactions: weights of "again", "other", "pull", "end", "restart", "abort", for what it does after an error.
+        ending: how it ends at last: "with" (the context manager), "close", "fall" (off the end of the program).
+    """
+
+    push_share: float = 0.3
+    pull_share: float = 0.7
+    pause_s: float = 0.05
+    pace_s: float = 0.02
+    absent_share: float = 0.2
+    barrier_every: int = 0
+    reactions: dict[str, float] = field(default_factory=lambda: {"again": 1.0})
+    ending: str = "with"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One trial.
+
+    Attributes:
+        lease_s, wait_s, retry_s: the shards' and the workers' settings. checkpoint_steps: 0: no checkpoints.
+        seconds: of training before the faults are healed and the programs end.
+        early: the faults begin with the programs, not only when all of them train.
+        named: the job has a name. small_disk: state directories are tiny file systems (needs root).
+    """
+
+    seed: int
+    lane: str
+    mode: str
+    workers: int
+    shards: int
+    size: str = "small"
+    lease_s: float = 4.0
+    wait_s: float = 20.0
+    retry_s: float = 20.0
+    checkpoint_steps: int = 0
+    seconds: float = 6.0
+    early: bool = False
+    named: bool = False
+    small_disk: bool = False
+    styles: tuple[Style, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """A gradient counts on all shards or on none."""
+        return self.mode in EXACT
+
+    @property
+    def has_rounds(self) -> bool:
+        """The mode is synchronous."""
+        return self.mode in ROUNDS
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """For declare()."""
+        options = dict(MODES[self.mode])
+        if "quorum" in options:
+            options["quorum"] = max(1, self.workers - 1)
+        return options | {"reduce": "sum"}
+
+    def without(self, faults: Sequence[Fault]) -> Plan:
+        """The same with fewer faults."""
+        return replace(self, faults=tuple(fault for fault in self.faults if fault not in faults))
+
+    def to_json(self) -> str:
+        """As kept in a failure's directory."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """As `to_json` has written it."""
+        fields = json.loads(text)
+        fields["styles"] = tuple(Style(**style) for style in fields["styles"])
+        fields["faults"] = tuple(Fault(**fault) for fault in fields["faults"])
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        extras = (
+            [f"checkpoints every {self.checkpoint_steps}"] * bool(self.checkpoint_steps)
+            + ["small disk"] * self.small_disk
+            + ["early"] * self.early
+        )
+        job = f"{self.lane}, {self.mode}, {self.workers} workers x {self.shards} shards, {self.size}"
+        times = f"lease {self.lease_s:g}, wait {self.wait_s:g}, retry {self.retry_s:g}"
+        return "; ".join([f"seed {self.seed}: {job}, {times}", *extras, f"{len(self.faults)} faults"])
+
+
+def draw(seed: int, *, may_mount: bool = False) -> Plan:
+    """The plan of a seed."""
+    source = random.Random(seed)
+    lane, mode = source.choice(LANES), source.choice(tuple(MODES))
+    workers, shards = source.choice((1, 2, 2, 2, 3, 3)), source.choice((1, 2, 2, 2, 3))
+    if mode.startswith("quorum"):
+        workers = max(workers, 2)
+    barrier_every = source.choice((0, 0, 0, 0, 5))
+    plan = Plan(
+        seed=seed,
+        lane=lane,
+        mode=mode,
+        workers=workers,
+        shards=shards,
+        size=source.choices(SIZES, (6, 3, 1))[0],
+        lease_s=source.choice((2.0, 2.0, 4.0, 4.0, 10.0)),
+        wait_s=2.0 if barrier_every else source.choice((0.5, 2.0, 20.0, 20.0)),
+        retry_s=source.choice((1.0, 3.0, 20.0, 20.0)),
+        checkpoint_steps=source.choice((0, 0, 5, 20)),
+        early=source.random() < 0.2,
+        named=source.random() < 0.5,
+        small_disk=may_mount and source.random() < 0.1,
+    )
+    plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
+    faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
+    faults += source.choice(RECIPES)(source, plan) if not faults or source.random() < 0.5 else []
+    if plan.small_disk:
+        faults.append(_fault(source, plan, "disk-full"))
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _style(source: random.Random, barrier_every: int) -> Style:
+    is_slow = source.random() < 0.15
+    reactions = source.choice(
+        (
+            {"again": 1.0},
+            {"again": 4.0, "other": 1.0, "pull": 1.0},
+            {"other": 1.0},
+            {"again": 2.0, "other": 2.0, "pull": 2.0, "end": 0.3, "restart": 1.0, "abort": 1.0},
+            {"restart": 1.0, "abort": 1.0},
+        )
+    )
+    return Style(
+        push_share=source.choice((0.0, 0.3, 0.7, 1.0)),
+        pull_share=source.choice((0.0, 0.5, 1.0)),
+        pause_s=source.choice((0.0, 0.05, 0.5)),
+        pace_s=1.0 if is_slow else source.choice((0.01, 0.02, 0.05)),
+        absent_share=source.choice((0.0, 0.0, 0.3)),
+        barrier_every=barrier_every,
+        reactions=reactions,
+        ending=source.choice(("with", "close", "fall")),
+    )
+
+
+def _fault(source: random.Random, plan: Plan, kind: str = "", **fields: Any) -> Fault:
+    if not kind:
+        kind = source.choice(source.choice((SHARDS, WORKERS, LINKS)))
+    if (kind == "shard-lose" and not plan.checkpoint_steps) or (kind == "disk-full" and not plan.small_disk):
+        kind = "shard-kill"
+    seconds = source.choice((0.1, 0.5, 1.5, 3.0, 6.5)) * (0.7 + 0.6 * source.random())
+    if kind == "link-half-open":
+        seconds = 0.0  # new connections work; the dead ones are for their peers to notice
+    drawn = Fault(
+        kind,
+        at=source.random() * plan.seconds * 0.9,
+        seconds=seconds,
+        shard=source.randrange(plan.shards) if kind not in WORKERS else -1,
+        rank=source.randrange(plan.workers) if kind not in SHARDS else -1,
+        way=source.choice(WAYS),
+        direction=source.choice(("up", "down")),
+        side=source.choice(("worker", "shard")),
+        part=round(source.random(), 3),
+    )
+    drawn = replace(drawn, **fields)
+    return replace(drawn, at=round(drawn.at, 3), seconds=round(drawn.seconds, 3))
+
+
+# -- faults that belong together ---------------------------------------------------------------------------------------
+
+
+def _interrupted_beside_a_silent_shard(source: random.Random, plan: Plan) -> list[Fault]:
+    silent = _fault(source, plan, source.choice(("shard-stop", "shard-vanish")), at=1 + 3 * source.random(), seconds=9.0)
+    return [silent, _fault(source, plan, "worker-interrupt", at=silent.at + 0.2 + 2 * source.random(), seconds=0.5)]
+
+
+def _silent_where_connections_begin(source: random.Random, plan: Plan) -> list[Fault]:
+    reset = _fault(source, plan, "link-reset", way="both", at=1 + 3 * source.random())
+    return [reset, _fault(source, plan, "shard-stop", shard=reset.shard, at=reset.at + 0.3 * source.random(), seconds=7.5)]
+
+
+def _suspended_after_a_restart(source: random.Random, plan: Plan) -> list[Fault]:
+    killed = _fault(source, plan, "shard-kill", at=1 + 3 * source.random(), seconds=0.1)
+    at = killed.at + 0.7 + source.random()
+    return [killed, _fault(source, plan, "shard-stop", shard=killed.shard, at=at, seconds=plan.lease_s * 1.5)]
+
+
+def _stalled_while_a_shard_is_away(source: random.Random, plan: Plan) -> list[Fault]:
+    stalled = _fault(source, plan, "worker-stop", at=1 + 2 * source.random(), seconds=min(plan.lease_s * 1.3, 6.0))
+    kind = source.choice(("shard-stop", "shard-kill"))
+    at = stalled.at + stalled.seconds * source.random()
+    return [stalled, _fault(source, plan, kind, at=at, seconds=plan.lease_s * 1.5)]
+
+
+def _lost_machine(source: random.Random, plan: Plan) -> list[Fault]:
+    gone = _fault(source, plan, "worker-vanish", at=1 + 3 * source.random(), seconds=0.5)
+    return [replace(gone, at=round(gone.at - 0.5, 3), kind="worker-stop", seconds=3.0), gone]
+
+
+def _dead_connection(source: random.Random, plan: Plan) -> list[Fault]:
+    return [_fault(source, plan, "link-half-open", way="bulk"), _fault(source, plan, "link-half-open")]
+
+
+def _killed_at_the_end(source: random.Random, plan: Plan) -> list[Fault]:
+    at = plan.seconds + 0.5 * source.random()
+    return [_fault(source, plan, "shard-kill", at=at, seconds=1.0)]
+
+
+def _many_deaths(source: random.Random, plan: Plan) -> list[Fault]:
+    kinds = source.choice((("worker-kill",), ("shard-kill",), ("worker-kill", "shard-kill")))
+    return [_fault(source, plan, source.choice(kinds), seconds=0.3 * source.random()) for _ in range(5)]
+
+
+def _two_lives(source: random.Random, plan: Plan) -> list[Fault]:
+    twin = _fault(source, plan, "worker-twin", at=1 + 3 * source.random(), seconds=1.5)
+    return [
+        twin,
+        _fault(source, plan, source.choice(("shard-kill", "shard-stop", "worker-kill")), at=twin.at + source.random()),
+    ]
+
+
+RECIPES = (
+    _interrupted_beside_a_silent_shard,
+    _silent_where_connections_begin,
+    _suspended_after_a_restart,
+    _stalled_while_a_shard_is_away,
+    _lost_machine,
+    _dead_connection,
+    _killed_at_the_end,
+    _many_deaths,
+    _two_lives,
+)

@@ -1,0 +1,232 @@
+"""The processes of a trial: shards that are killed and started again at the same ports, and workers, one life after the other.
+
+Every change is written down in the timeline. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plan import Plan
+from program import Options
+
+HOST = "127.0.0.1"
+HERE = Path(__file__).parent
+
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to outgoing connections, which would take a shard's while it is down."""
+
+
+class Timeline:
+    """What the harness has done to whom, and when: one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+        self.records: list[dict[str, Any]] = []
+
+    def note(self, what: str, **fields: Any) -> None:
+        record = {"t": round(time.monotonic(), 4), "what": what, **fields}
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Process:
+    """One process of the trial, in one life."""
+
+    def __init__(self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline) -> None:
+        self.name = name
+        self._timeline = timeline
+        self.is_stopped = False
+        self.was_signalled = 0
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("PSD_")} | {"OPENBLAS_NUM_THREADS": "1"}
+        with out.open("ab") as out_file, log.open("ab") as log_file:
+            self._popen = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=out_file, stderr=log_file, env=environ
+            )
+        self.pid = self._popen.pid
+        timeline.note("start", name=name, pid=self.pid)
+
+    def signal(self, number: int) -> None:
+        """Nothing, if it has ended."""
+        if self.status is not None:
+            return
+        self._timeline.note("signal", name=self.name, signal=signal.Signals(number).name)
+        if number == signal.SIGSTOP:
+            self.is_stopped = True
+        elif number != signal.SIGUSR1:
+            self.was_signalled = number
+        self._popen.send_signal(number)
+
+    def resume(self) -> None:
+        """After SIGSTOP."""
+        if self.is_stopped and self.status is None:
+            self._timeline.note("signal", name=self.name, signal="SIGCONT")
+            self._popen.send_signal(signal.SIGCONT)
+        self.is_stopped = False
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, once it has ended; written down the first time."""
+        if self._popen.returncode is None and self._popen.poll() is not None:
+            self._timeline.note("exit", name=self.name, pid=self.pid, status=self._popen.returncode)
+        return self._popen.returncode
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit status, or None if it has not ended by then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+        if self._popen.returncode is not None:
+            self._timeline.note("exit", name=self.name, pid=self.pid, status=self._popen.returncode)
+        return self._popen.returncode
+
+    def kill(self) -> None:
+        """And wait for its end."""
+        self.signal(signal.SIGKILL)
+        assert self.wait(60) is not None
+
+
+class ShardActor:
+    """One shard, with its state directory and ports, over all of its lives."""
+
+    def __init__(self, plan: Plan, index: int, directory: Path, timeline: Timeline) -> None:
+        self.index = index
+        self.control, self.bulk = _free_port(), _free_port()
+        self._disk = directory / f"disk-{index}"
+        self._disk.mkdir()
+        self.is_small = plan.small_disk and _mount(self._disk, plan)
+        self._state = self._disk / "state"
+        self._out = directory / f"shard-{index}.out"
+        self.log = directory / f"shard-{index}.log"
+        self._timeline = timeline
+        self._command = [str(HERE / "children.py"), str(os.getpid()), "--shard", f"{index}/{plan.shards}"]
+        self._command += ["--listen", f"{HOST}:{self.control}", "--bulk-port", str(self.bulk), "--state-dir", str(self._state)]
+        self._command += ["--lease", str(plan.lease_s), "--grace", "4"]
+        if plan.named:
+            self._command += ["--run-id", f"trial-{plan.seed}"]
+        if plan.checkpoint_steps:
+            self._command += ["--checkpoint-dir", str(directory / "checkpoints")]
+            self._command += ["--checkpoint-steps", str(plan.checkpoint_steps)]
+        self.process: Process | None = None
+
+    @property
+    def address(self) -> str:
+        """Without a proxy."""
+        return f"{HOST}:{self.control}"
+
+    def start(self) -> None:
+        """Begin a life."""
+        self._out.unlink(missing_ok=True)
+        self.process = Process(f"shard {self.index}", self._command, self._out, self.log, self._timeline)
+        self._is_ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        """It serves; written down the first time."""
+        if self.process is None or self.process.status is not None:
+            return False
+        if not self._is_ready and "ready at" in self._out.read_text():
+            self._is_ready = True
+            self._timeline.note("ready", name=f"shard {self.index}")
+        return self._is_ready
+
+    def lose_state(self) -> None:
+        """As if its machine had gone."""
+        shutil.rmtree(self._state, ignore_errors=True)
+
+    def fill_disk(self) -> None:
+        """Leave no byte free."""
+        if not self.is_small:
+            return
+        with (self._disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 12))
+
+    def clear_disk(self) -> None:
+        """Undo `fill_disk`."""
+        (self._disk / "ballast").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Kill it, and leave nothing in memory."""
+        if self.process is not None and self.process.status is None:
+            self.process.kill()
+        if self.is_small:
+            subprocess.run(["umount", "-l", str(self._disk)], check=False)
+        shutil.rmtree(self._disk, ignore_errors=True)
+
+
+class WorkerActor:
+    """One rank, over all of its lives.
+
+    Attributes:
+        lives: their processes and options, in their order. is_wanted: it gets a successor when it ends.
+    """
+
+    def __init__(self, rank: int, timeline: Timeline) -> None:
+        self.rank = rank
+        self._timeline = timeline
+        self.lives: list[tuple[Process, Options]] = []
+        self.is_wanted = True
+
+    @property
+    def process(self) -> Process | None:
+        """Of the latest life."""
+        return self.lives[-1][0] if self.lives else None
+
+    @property
+    def wants_successor(self) -> bool:
+        """After its end: it has not ended in order, nor for good."""
+        process, options = self.lives[-1]
+        last = last_word(options)
+        return process.status != 0 and not (last.get("e") == "end" and last["how"] == "end")
+
+    def start(self, options: Options, name: str = "") -> None:
+        """Begin a life."""
+        name = name or f"worker {self.rank} life {len(self.lives)}"
+        command = [str(HERE / "program.py"), str(os.getpid()), options.to_json()]
+        stem = Path(options.history).with_suffix("")
+        process = Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline)
+        self.lives.append((process, options))
+
+
+def last_word(options: Options) -> dict[str, Any]:
+    """The last record of a life's history, if there is one."""
+    path = Path(options.history)
+    lines = path.read_text().splitlines() if path.exists() else []
+    record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return record
+
+
+def _free_port() -> int:
+    source = random.Random(os.urandom(8))
+    while True:
+        port = source.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
+
+
+def may_mount() -> bool:
+    """This process may make small file systems."""
+    return os.geteuid() == 0 and shutil.which("mount") is not None
+
+
+_DISK_BYTES = {"small": 1 << 20, "medium": 24 << 20, "large": 160 << 20}
+
+
+def _mount(path: Path, plan: Plan) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES[plan.size]}", "none", str(path)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0

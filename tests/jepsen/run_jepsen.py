@@ -1,0 +1,123 @@
+"""A black-box harness: it breaks real jobs in every way that it knows, and then asks the parameters what has counted.
+
+    make jepsen SECONDS=600 SEED=1          # trials for so long; each has the seed after that of the one before
+    make jepsen SECONDS=0 SEED=17           # the trial of seed 17 alone
+    python tests/jepsen/run_jepsen.py --replay FAILURE/plan.json
+
+A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and a schedule of faults. The parts, in order:
+
+plan.py        what a trial is: job, programs, faults; drawn by a seed
+cells.py       gradients that can be told apart in the parameters, so that these say how often each has counted, block by block
+program.py     the worker: calls the public API, goes on after errors in one of several ways, writes its history
+links.py       a proxy per worker and shard, for control and bulk apart: refuse, reset, delay, truncate, half-open, black hole
+processes.py   shards and workers, killed and started again; children.py is what each does first
+trial.py       runs a plan, and leaves histories, logs, a timeline and the parameters of the end
+history.py     reads them
+counting.py    the model: what each gradient's program was told, and how often it then must count
+conduct.py     which errors are allowed, how long things take, what is said, how processes end
+busyness.py    by how much bounds of time are stretched, because others use the machine
+verdict.py     one trial, judged; a failing one again with fewer faults
+
+A failing trial is kept with its plan, timeline, histories and logs, and made smaller. The exit status is 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from plan import Plan, draw
+from processes import may_mount
+from verdict import Verdict, shrink, try_plan
+
+from psd.contract.environment import memory_directory
+
+SHRINK_RUNS = 10
+SHRINK_S = 240.0
+
+
+def main() -> int:
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running, or in memory
+    logging.getLogger("psd").addHandler(logging.NullHandler())  # what is wrong with checkpoints is for the shards to say
+    begun = time.monotonic()
+    total: Counter[str] = Counter()
+    shrunk: set[frozenset[str]] = set()
+    work = Path(tempfile.mkdtemp(prefix="jepsen-", dir=memory_directory()))
+    try:
+        for number, plan in enumerate(_plans(args)):
+            if number and time.monotonic() - begun > args.seconds:
+                break
+            verdict = try_plan(plan, work / f"seed-{plan.seed}")
+            total += verdict.counts
+            total["failures"] += bool(verdict.failures)
+            words = ", ".join(sorted(verdict.kinds)) or "ok"
+            say(f"{time.monotonic() - begun:6.0f} s  {plan}; x{verdict.factor:.1f}: {words}")
+            if verdict.failures:
+                kinds = frozenset(verdict.kinds)
+                _on_failure(verdict, args, is_new=kinds not in shrunk)
+                shrunk.add(kinds)
+            shutil.rmtree(verdict.directory)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        say(f"{time.monotonic() - begun:6.0f} s  " + ", ".join(f"{count} {name}" for name, count in sorted(total.items())))
+    return 1 if total["failures"] else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Break psd's jobs, and look what counts.")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no trial after that (default: 600)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first trial (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/jepsen"), help="where failures are kept (default: build/jepsen)"
+    )
+    parser.add_argument("--replay", type=Path, help="run this plan, a plan.json, again and again, instead of drawing plans")
+    parser.add_argument("--modes", default="", help="draw only plans of these modes, separated by commas")
+    parser.add_argument("--lanes", default="", help="likewise lanes")
+    parser.add_argument("--no-shrink", action="store_true", help="keep failing plans as they are")
+    return parser.parse_args()
+
+
+def _plans(args: argparse.Namespace) -> Iterator[Plan]:
+    if args.replay is not None:
+        yield from itertools.repeat(Plan.from_json(args.replay.read_text()))
+    for seed in itertools.count(args.seed):
+        plan = draw(seed, may_mount=may_mount())
+        if plan.mode in (args.modes or plan.mode).split(",") and plan.lane in (args.lanes or plan.lane).split(","):
+            yield plan
+
+
+def _on_failure(verdict: Verdict, args: argparse.Namespace, *, is_new: bool) -> None:
+    """Keep it, and make it smaller, unless one like it has been."""
+    say(verdict.report())
+    kept = args.out / verdict.directory.name
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(verdict.directory, kept)
+    say(f"  kept in {kept}; again: python tests/jepsen/run_jepsen.py --replay {kept}/plan.json")
+    if args.no_shrink or not is_new or args.replay is not None:
+        return
+    smaller = shrink(verdict, verdict.directory.parent / "shrinking", runs=SHRINK_RUNS, seconds=SHRINK_S, say=say)
+    if smaller is not verdict:
+        shutil.rmtree(kept / "smaller", ignore_errors=True)
+        shutil.copytree(smaller.directory, kept / "smaller")
+        say(f"  smaller, in {kept}/smaller:\n{smaller.report()}")
+    shutil.rmtree(verdict.directory.parent / "shrinking", ignore_errors=True)
+
+
+def say(text: str) -> None:
+    """On standard output, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The harness in short: a few trials, each with faults of several kinds at once; `make jepsen` has them at length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from counting import Failure
+from plan import Fault, Plan, Style
+from verdict import Verdict, shrink, try_plan
+
+AGAIN, OTHER = {"again": 1.0}, {"other": 1.0}
+
+PLANS = {
+    "exact, waits that end too early, a shard killed, connections cut": Plan(
+        seed=1,
+        lane="grpc",
+        mode="exact",
+        workers=2,
+        shards=2,
+        wait_s=0.5,
+        seconds=4.0,
+        lease_s=4.0,
+        styles=(Style(reactions=AGAIN, push_share=0.5), Style(reactions=AGAIN, pace_s=0.8)),
+        faults=(
+            Fault("link-reset", 1.6, 0.0, shard=0, rank=0, way="control"),
+            Fault("shard-kill", 2.4, 0.3, shard=1),
+        ),
+    ),
+    "fast, workers killed after pushes, a torn message": Plan(
+        seed=2,
+        lane="tcp",
+        mode="fast",
+        workers=2,
+        shards=2,
+        size="medium",
+        seconds=4.0,
+        lease_s=2.0,
+        styles=(Style(reactions=OTHER, push_share=1.0, pause_s=0.3, ending="close"), Style(push_share=0.5, pause_s=0.3)),
+        faults=(
+            Fault("link-truncate", 1.2, 0.5, shard=1, rank=1, way="bulk", direction="up"),
+            Fault("worker-kill", 1.9, 0.1, rank=0),
+            Fault("worker-kill", 3.0, 0.1, rank=1),
+        ),
+    ),
+    "ssp, programs that go on with another gradient, a shard suspended": Plan(
+        seed=3,
+        lane="shm",
+        mode="ssp",
+        workers=2,
+        shards=2,
+        wait_s=0.5,
+        seconds=4.0,
+        lease_s=2.0,
+        styles=(Style(reactions=OTHER), Style(reactions=OTHER, pace_s=0.8)),
+        faults=(Fault("shard-stop", 1.5, 1.0, shard=1), Fault("worker-kill", 3.0, 0.2, rank=1)),
+    ),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", PLANS)
+def test_a_trial_when_much_goes_wrong_then_what_was_acknowledged_counts_once(tmp_path: Path, name: str) -> None:
+    verdict = try_plan(PLANS[name], tmp_path / "trial")
+
+    assert verdict.failures == [], verdict.report()
+    assert verdict.counts["pushes"] > 0
+
+
+def test_shrink_when_one_fault_is_to_blame_then_it_alone_is_left(tmp_path: Path) -> None:
+    """In few trials, and though a trial does not fail each time."""
+    faults = tuple(Fault("shard-kill", float(at), 0.1, shard=0) for at in range(6))
+    plan = Plan(1, "grpc", "fast", 1, 1, faults=faults)
+    tried: list[int] = []
+
+    def attempt(smaller: Plan, directory: Path) -> Verdict:
+        directory.mkdir(parents=True)
+        tried.append(len(smaller.faults))
+        fails = faults[4] in smaller.faults and len(tried) % 2 == 0
+        return Verdict(smaller, directory, failed.failures if fails else [])
+
+    failed = Verdict(plan, tmp_path, [Failure("counted twice", "")])
+    smallest = shrink(failed, tmp_path / "shrinking", runs=20, seconds=60, say=lambda _: None, attempt=attempt)
+
+    assert smallest.plan.faults == (faults[4],)
+    assert len(tried) <= 20
+    assert [path for path in (tmp_path / "shrinking").iterdir() if path != smallest.directory] == []

@@ -1,0 +1,30 @@
+"""docs/guarantees.md: every error class has its line, and every test that the page names is there."""
+
+import ast
+import re
+
+from source_tree import ROOT, tree
+
+from psd.contract.errors import reasons
+
+PAGE = (ROOT / "docs" / "guarantees.md").read_text()
+
+
+def test_every_error_that_a_program_may_get_has_a_line():
+    table = PAGE[PAGE.index("## After an error") :]
+    firsts = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`([A-Z]\w+)`", firsts)) == set(reasons())
+
+
+def test_every_test_that_the_page_names_is_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
+    assert len(named) > 20
+    for path, name in named:
+        functions = {node.name for node in ast.walk(tree(ROOT / path)) if isinstance(node, ast.FunctionDef)}
+        assert functions, path
+        assert not name or name in functions, f"{path}::{name}"
+
+
+def test_every_line_says_by_what_it_is_shown():
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| promise", "| error"))]
+    assert [line for line in lines if "`tests/" not in line] == []
