@@ -8,16 +8,19 @@ modules for as long as the checker runs. Must not know psd's protocol.
 from __future__ import annotations
 
 import concurrent.futures
+import queue
 import sys
 import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
+
+from psd_client import crew
 
 
 class Fiber(greenlet):
@@ -38,11 +41,12 @@ class Fiber(greenlet):
 
 
 class Fibers:
-    """The fibers of one process."""
+    """The fibers of one process, which has a number."""
 
     active: ClassVar[Fibers | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self._ready: deque[tuple[Fiber, Any]] = deque()
         self.alive: list[Fiber] = []
         self.is_over = False
@@ -193,47 +197,36 @@ class Future:
             self.waiters.wait()
 
 
-class Executor:
-    """ThreadPoolExecutor with a fiber for each task."""
+class Crew:
+    """psd_client.crew.Crew with a fiber for each task."""
 
-    def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
-        del max_workers, thread_name_prefix
+    def __init__(self, name: str) -> None:
+        del name
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
-        future = Future()
-
-        def task() -> None:
-            try:
-                value = function(*arguments)
-            except GreenletExit:
-                raise
-            except BaseException as error:  # noqa: BLE001 - as an executor does
-                future.set_exception(error)
-            else:
-                future.set_result(value)
-
+    def begin(self, task: Any) -> None:
         fiber = current()
-        fiber.fibers.spawn(task, fiber.thread)
-        return future
+        fiber.fibers.spawn(task.run, fiber.thread)
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        del wait, cancel_futures
+    def close(self) -> None:
+        pass
 
 
-def wait(futures: Sequence[Future], timeout: float | None = None, return_when: str = "ALL_COMPLETED") -> tuple[set[Any], set[Any]]:
-    """concurrent.futures.wait."""
-    del timeout
-    while True:
-        done = {future for future in futures if future.is_done}
-        rest = set(futures) - done
-        is_enough = return_when == "FIRST_COMPLETED" and done
-        is_failed = return_when == "FIRST_EXCEPTION" and any(future.error is not None for future in done)
-        if not rest or is_enough or is_failed:
-            return done, rest
-        awaits = object()
-        for future in rest:
-            future.waiters.add(awaits)
-        park(awaits)
+class Queue:
+    """queue.SimpleQueue for fibers. Whoever waits for long gets what it waits for in the end."""
+
+    def __init__(self) -> None:
+        self.items: deque[Any] = deque()
+        self.waiters = Waiters()
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+        self.waiters.wake()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        del block, timeout
+        while not self.items:
+            self.waiters.wait()
+        return self.items.popleft()
 
 
 class Lock:
@@ -312,8 +305,8 @@ def _stand_ins() -> dict[Any, Any]:
     return {
         id(threading): fake_threading,
         id(time): fake_time,
-        id(concurrent.futures.ThreadPoolExecutor): Executor,
-        id(concurrent.futures.wait): wait,
+        id(queue.SimpleQueue): Queue,
+        id(crew.Crew): Crew,
     }
 
 

@@ -198,7 +198,7 @@ class ShardProcess:
     def _front(self) -> bytes:
         """What the disk holds beside the pages' contents, which the block table stands for."""
         arena = self._shard.core.storage.arena if self._shard is not None else None
-        return b"" if arena is None else os.pread(arena._fd, arena._front.size, 0)
+        return b"" if arena is None else arena._file.read(arena._front.size, 0)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class ShardProcess:
         assert self._shard is not None
         arena = self._shard.core.storage.arena
         if arena is not None:
-            arena.close(remove=False)
+            arena._directory.close()
         self._abandoned.append(self._fibers)  # nothing of it runs any more, not even to clear up
         self._fibers, self._handlers, self._shard, self._died = Fibers(), {}, None, False
 

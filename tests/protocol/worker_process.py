@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import green
@@ -28,6 +29,7 @@ from psd_client.transport import Cancelled, Scope
 
 Slot = tuple[int, str]
 AWAY_S = 1e6
+BEAT_S = 1.0
 
 
 class Told(NamedTuple):
@@ -92,6 +94,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         (worker, "RetryPolicy", lambda timeout_s: RetryPolicy(timeout_s, clock=green.now, uniform=lambda: 0.0)),
         (worker, "Heartbeats", QuietHeartbeats),
+        (importlib.import_module("psd_client.joining"), "secrets", SimpleNamespace(randbits=lambda _: green.current().fibers.number)),
         (ending, "remember", lambda worker: None),
         (ending, "forgotten", lambda *_: None),
     ]
@@ -104,13 +107,13 @@ class WorkerProcess:
         self._setting = setting
         self._requests = requests
         self._outcomes = outcomes
-        self._fibers = Fibers()
+        self._fibers = Fibers(process + 1)
         self._calls: dict[Slot, tuple[int, Fiber]] = {}
         self._cancelled: list[tuple[Slot, int]] = []
         self._options: tuple[str, ...] = ()
         self._chooser: Fiber | None = None
         self._heartbeats: Heartbeats | None = None
-        self._beats: list[int] | None = None
+        self._beats: dict[int, int] | None = None
         self._injected: tuple[int, Outcome] | None = None
         self._versions: dict[int, int] = {}
         self.program = Program(setting, process, self._choose)
@@ -203,7 +206,7 @@ class WorkerProcess:
     def beat(self, shard: int, request: Request) -> Callable[[], Outcome]:
         """See fake_lane.Asks."""
         if self._beats is not None:
-            self._beats.append(self._requests.of(request))
+            self._beats[shard] = self._requests.of(request)
         outcome = self._injected[1] if self._injected is not None and self._injected[0] == shard else Outcome()
 
         def reply() -> Outcome:
@@ -223,8 +226,9 @@ class WorkerProcess:
         heartbeats, ps = self._real_heartbeats, self.program.ps
         assert heartbeats is not None
         assert ps is not None
-        assert ps._session.membership is not None
-        heartbeats._beat(ps._session.membership)
+        membership = ps._session.memberships.latest
+        assert membership is not None
+        heartbeats._beat(membership, BEAT_S)
 
     @property
     def _real_heartbeats(self) -> Heartbeats | None:
@@ -236,11 +240,11 @@ class WorkerProcess:
         """The requests that the heartbeats' thread would send now."""
         ps, none = self.program.ps, (-1,) * self._setting.shards
         heartbeats = self._real_heartbeats
-        if heartbeats is None or heartbeats._stopped or ps is None or ps._session.membership is None:
+        if heartbeats is None or heartbeats._stopped or ps is None or ps._session.memberships.latest is None:
             return none
-        self._beats, self._injected = [], None
-        heartbeats._beat(ps._session.membership)
-        found, self._beats = tuple(self._beats), None
+        self._beats, self._injected = {}, None
+        heartbeats._beat(ps._session.memberships.latest, BEAT_S)
+        found, self._beats = tuple(self._beats.get(shard, -1) for shard in range(self._setting.shards)), None
         return found
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -248,7 +252,8 @@ class WorkerProcess:
     def view(self) -> WorkerView:
         beats = self._heartbeats_now()
         fibers = self._fibers.alive
-        session = _session_of(self._requests[beats[0]].body) if beats[0] >= 0 else 0
+        first = next((beat for beat in beats if beat >= 0), -1)
+        session = _session_of(self._requests[first].body) if first >= 0 else 0
         kinds = [self._requests[number].kind for (_, thread), (number, _) in self._calls.items() if thread == "op"]
         return WorkerView(
             calls=tuple(sorted((slot, number) for slot, (number, _) in self._calls.items())),
