@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
-CHECK = False
 LIVE_MAX = 400
 """Live processes that are kept."""
 
@@ -87,7 +86,6 @@ class Automaton:
         found = node.edges.get(event)
         if found is None:
             process = self._at(node)
-            if CHECK: assert process.view() == node.view, (process.view(), node.view, self.history(node), event)
             self.runs += 1
             told = process.apply(event)
             after = self._node(process, node, event)

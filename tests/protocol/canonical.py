@@ -29,24 +29,113 @@ from psd_client.transport import Lane
 from psd_core.arena import Arena, Page
 
 LEFT_OUT_TYPES = frozenset(
-    "Accumulators Admission Block ClientConfig Checkpointer Counters Cuts Executor Fanout GroupSpec Heartbeats Health Histogram "
-    "JobSpec Layout Limits Logger PosixPath Readers RetryPolicy RoundTimes RuleInfo ServerConfig Shards Storage SimpleNamespace "
-    "TensorSpec WaitReporter Waiting finalize Elementwise Static Scanner Call FlatCalls Program Setting WorkerProcess "
-    "DataPlane ControlService Context".split()
+    [
+        "Accumulators",
+        "Admission",
+        "Block",
+        "ClientConfig",
+        "Checkpointer",
+        "Counters",
+        "Cuts",
+        "Executor",
+        "Fanout",
+        "GroupSpec",
+        "Heartbeats",
+        "Health",
+        "Histogram",
+        "JobSpec",
+        "Layout",
+        "Limits",
+        "Logger",
+        "PosixPath",
+        "Readers",
+        "RetryPolicy",
+        "RoundTimes",
+        "RuleInfo",
+        "ServerConfig",
+        "Shards",
+        "Storage",
+        "SimpleNamespace",
+        "TensorSpec",
+        "WaitReporter",
+        "Waiting",
+        "finalize",
+        "Elementwise",
+        "Static",
+        "Scanner",
+        "Call",
+        "FlatCalls",
+        "Program",
+        "Setting",
+        "WorkerProcess",
+        "DataPlane",
+        "ControlService",
+        "Context",
+    ]
 )
 LEFT_OUT_ATTRIBUTES = frozenset(
     # Times, and what people are told.
-    "since last_seen left_at awaited_s _last_tick _started host pid _pid transport times _busy "
-    # Counters, and caches of what follows from the rest.
-    "counts rejoins sent_bytes received_bytes counters opened_count _fit_scalars _min_clock _is_min_clock_known _gates_min_clock "
-    "_readers readers is_skipped last_text last_missing "
-    # What a worker has received: no gradient of these tests is made from it.
-    "parameters _values "
-    # Connections to the rest of the process.
-    "_core _membership_of _lanes _heartbeats _shut_down _policy _config config storage rules directory _save".split()
+    [
+        "since",
+        "last_seen",
+        "left_at",
+        "awaited_s",
+        "_last_tick",
+        "_started",
+        "host",
+        "pid",
+        "_pid",
+        "transport",
+        "times",
+        "_busy",
+        "counts",
+        "rejoins",
+        "sent_bytes",
+        "received_bytes",
+        "counters",
+        "opened_count",
+        "_fit_scalars",
+        "_min_clock",
+        "_is_min_clock_known",
+        "_gates_min_clock",
+        "_readers",
+        "readers",
+        "is_skipped",
+        "last_text",
+        "last_missing",
+        "parameters",
+        "_values",
+        "_core",
+        "_membership_of",
+        "_lanes",
+        "_heartbeats",
+        "_shut_down",
+        "_policy",
+        "_config",
+        "config",
+        "storage",
+        "rules",
+        "directory",
+        "_save",
+    ]
 )
 LEFT_OUT_LOCALS = frozenset(
-    ".0 began now pause failures failing_since deadline timeout_s timeout left_at stats_before context waited clock_before".split()
+    [
+        ".0",
+        "began",
+        "now",
+        "pause",
+        "failures",
+        "failing_since",
+        "deadline",
+        "timeout_s",
+        "timeout",
+        "left_at",
+        "stats_before",
+        "context",
+        "waited",
+        "clock_before",
+    ]
 )
 """Of `clock`, see _walk_frame: retry.py has the function that tells the time by that name."""
 

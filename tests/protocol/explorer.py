@@ -1,6 +1,7 @@
 """The search: every state that can be reached with so many faults, each once.
 
-In layers: first what happens without a fault, then with one, and so on; within a layer depth first. A state that was reached with
+In layers: first what happens without a fault, then with one, and so on; within a layer depth first. A state that was reached
+with
 fewer faults has seen everything that can follow. So what is found first is found with as few faults as it takes.
 """
 
@@ -92,7 +93,9 @@ class Explorer:
         state, chain = world.initial(), None
         for process in range(len(world.setting.programs)):
             while not (state.workers[process].view.options or state.workers[process].view.is_begun):
-                free = [a for a, cost in world.options(state) if not cost and a[:2] in (("start", process), ("deliver", process))]
+                free = [
+                    a for a, cost in world.options(state) if not cost and a[:2] in (("start", process), ("deliver", process))
+                ]
                 if not free:
                     break  # the last one has set all going
                 result = world.take(state, free[0])
@@ -166,8 +169,9 @@ class Explorer:
         nodes = [len(a.nodes) for a in (*self._world.workers, *self._world.shards)]
         runs = sum(a.runs for a in (*self._world.workers, *self._world.shards))
         return (
-            f"{time.process_time() - self._began:6.0f} s: {layer} faults: {self.states} states, {self.steps} steps, depth {self.depth}, "
-            f"{[len(stack) for stack in layers]} to see; the processes have {nodes} states, after {runs} events of real code"
+            f"{time.process_time() - self._began:6.0f} s: {layer} faults: {self.states} states, {self.steps} steps, "
+            f"depth {self.depth}, {[len(stack) for stack in layers]} to see; the processes have {nodes} states, "
+            f"after {runs} events of real code"
         )
 
 

@@ -1,6 +1,7 @@
 """Greenlets in place of the client's threads: whatever blocks in psd_client hands over to the checker instead.
 
-A `Fibers` holds the fibers of one process. `run` lets each of them go on until all are parked: in a call, in a sleep, or for one
+A `Fibers` holds the fibers of one process. `run` lets each of them go on until all are parked: in a call, in a sleep, or for
+one
 another. Nothing else runs meanwhile, so a process is a function of what it is told. `green` puts stand-ins into psd_client's
 modules for as long as the checker runs. Must not know psd's protocol.
 """

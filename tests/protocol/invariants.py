@@ -101,9 +101,7 @@ class Invariants:
     def _books(self, state: State) -> list[str]:
         """At the end: each gradient that is acknowledged is in every block, or its worker was told how many lack it."""
         counted = [
-            {gradient for update in updates for gradient in update}
-            for node in state.shards
-            for _, updates in node.view.history
+            {gradient for update in updates for gradient in update} for node in state.shards for _, updates in node.view.history
         ]
         was_killed = any(node.view.lives > 1 for node in state.shards)
         wrong = []

@@ -12,7 +12,8 @@ from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 FAULTS = ("lose", "late", "cut", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
 """lose: a reply is lost, or the connection breaks while the call waits. late: the connection breaks while the request is still
 on its way, which comes later, or never. cut: it breaks in the middle of the request. timeout: a wait for others ends by its
-deadline. kill: a shard dies between two requests, and is soon back. crash: in the middle of one. outage: it stays away for longer
+deadline. kill: a shard dies between two requests, and is soon back. crash: in the middle of one. outage: it stays away for
+longer
 than leases, and perhaps than workers try again. blank: it has lost its arena, too. die: a worker dies, and has a successor.
 stall: a worker does nothing for longer than its lease. twice: its successor is started meanwhile. suspend: a shard does nothing
 for longer than leases."""

@@ -1,13 +1,13 @@
 """One shard's process, and the disk that it leaves behind: the real psd.state, behind the rim's own desks, event by event.
 
 Events: ("call", key, request, how), ("go", key, how), ("time out", key), ("hang up", key), ("expire", rank), ("suspend",),
-("kill",), ("restart",), ("blank",). A key names a call: the process and thread that made it, or a late one's number. `how`: None; ("crash", n): the
+("kill",), ("restart",), ("blank",). A key names a call: the process and thread that made it, or a late one's number. `how`:
+None; ("crash", n): the
 process dies at its nth crash point; ("cut", n): the connection breaks after n blocks. Must not know workers beyond their calls.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import green
 from canonical import Walker
 from green import Fiber, Fibers
-from history import History
+from published import History
 from setting import Setting
 from wire import Numbers, Outcome, Request
 
@@ -175,7 +175,7 @@ class ShardProcess:
         arena = self._shard.core.storage.arena
         if arena is not None and "publish" not in vars(arena):
             publish = arena.publish
-            blocks = [index for index in range(self._index, self._setting.blocks, self._setting.shards)]
+            blocks = list(range(self._index, self._setting.blocks, self._setting.shards))
 
             def watched(slot: int, page: Any, version: int) -> None:
                 before, entry = arena.current(slot), arena._blocks.table.load(slot)

@@ -28,7 +28,8 @@ class Outcome(NamedTuple):
     """How a call has ended at the shard.
 
     Attributes:
-        body: the reply, if it has one. versions: of the blocks in the answer. reason, text, detail: of the error, as on the wire.
+        body: the reply, if it has one. versions: of the blocks in the answer. reason, text, detail: of the error, as on the
+        wire.
     """
 
     body: bytes = b""

@@ -1,6 +1,7 @@
 """One worker's process: the real client, on fake lanes, driven event by event.
 
-Events: ("start",), ("reply", slot, outcome), ("wake", slot), ("give up", slot), ("choose", k), ("beat", shard, outcome). A slot is
+Events: ("start",), ("reply", slot, outcome), ("wake", slot), ("give up", slot), ("choose", k), ("beat", shard, outcome). A
+slot is
 a shard and the thread that calls it, "op" or "beat"; outcomes are numbers. Must not know what is in a request.
 """
 
@@ -48,8 +49,10 @@ class WorkerView(NamedTuple):
     """What the rest of the world needs to know of a worker's process.
 
     Attributes:
-        calls: by slot, the request. sleeps: slots of fibers that sleep; shard -1: not because of a shard. options: of the choice
-            that the program has. beats: per shard, the heartbeat that would be sent now; -1: none. session: that heartbeats name.
+        calls: by slot, the request. sleeps: slots of fibers that sleep; shard -1: not because of a shard. options: of the
+        choice
+            that the program has. beats: per shard, the heartbeat that would be sent now; -1: none. session: that heartbeats
+            name.
         ended, books, late: see Program. is_joining: a call that joins is under way. is_begun: it makes
             steps. is_beating: the thread of the heartbeats is not done with the last one.
     """
@@ -94,7 +97,11 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         (worker, "RetryPolicy", lambda timeout_s: RetryPolicy(timeout_s, clock=green.now, uniform=lambda: 0.0)),
         (worker, "Heartbeats", QuietHeartbeats),
-        (importlib.import_module("psd_client.joining"), "secrets", SimpleNamespace(randbits=lambda _: green.current().fibers.number)),
+        (
+            importlib.import_module("psd_client.joining"),
+            "secrets",
+            SimpleNamespace(randbits=lambda _: green.current().fibers.number),
+        ),
         (ending, "remember", lambda worker: None),
         (ending, "forgotten", lambda *_: None),
     ]

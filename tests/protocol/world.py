@@ -1,7 +1,8 @@
 """The whole: workers, shards, and the messages between them; what can happen next, and what comes of it.
 
 A state is a tuple of the processes' nodes and of what is under way. Whatever the real system leaves open is an option: which
-message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free. Must
+message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free.
+Must
 not know how processes work: automaton.py has them, by their views.
 """
 
@@ -73,9 +74,7 @@ class World:
         self.shards = [Automaton(partial(self._make_shard, index)) for index in range(setting.shards)]
 
     def _make_shard(self, index: int) -> ShardProcess:
-        return ShardProcess(
-            self.setting, index, self.requests, self.outcomes, self._directory / f"{index}-{next(self._lives)}"
-        )
+        return ShardProcess(self.setting, index, self.requests, self.outcomes, self._directory / f"{index}-{next(self._lives)}")
 
     def close(self) -> None:
         """End everything."""

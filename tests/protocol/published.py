@@ -62,7 +62,9 @@ class History:
         """By block, what has been counted; with rounds, in which."""
         if self._setting.has_rounds:
             return tuple((block, tuple(updates)) for block, updates in sorted(self.updates.items()))
-        return tuple((block, (tuple(sorted(g for u in updates for g in u)),)) for block, updates in sorted(self.updates.items()))
+        return tuple(
+            (block, (tuple(sorted(g for u in updates for g in u)),)) for block, updates in sorted(self.updates.items())
+        )
 
     def take_wrong(self) -> tuple[str, ...]:
         """What has been seen since it was asked last."""

@@ -79,7 +79,8 @@ def tell(world: World, state: State, action: Action, result: Any) -> str:
         case ("deliver", process, slot, *variant):
             number = dict(state.workers[process].view.calls)[slot]
             how = _HOW[variant[0]].format(*variant[1:]) if variant else ""
-            return f"{_name(world, process)} -> shard {slot[0]}: {_request(world.requests[number])}{how}{_answer(world, state, action)}"
+            asked = f"{_name(world, process)} -> shard {slot[0]}: {_request(world.requests[number])}{how}"
+            return f"{asked}{_answer(world, state, action)}"
         case ("go", shard, (process, _), *variant):
             lost = "; the connection breaks before that" if variant else ""
             return f"shard {shard} answers {_name(world, process)}{lost}{_answer(world, state, action)}"
@@ -147,12 +148,10 @@ def _request(request: Request) -> str:
     if request.kind in ("push", "push_pull"):
         found = {g for _, _, payload in request.blocks for g in counts_in(struct.unpack("<d", payload[:8])[0])}
         words.append(f"gradient {', '.join(map(str, sorted(found)))}")
-    for name in ("clock", "round"):
-        if name in message.DESCRIPTOR.fields_by_name and request.kind not in ("leave",):
-            words.append(f"{name} {getattr(message, name)}")
-    for name in ("resume", "only_wait", "without_waiting", "versions_only", "leaving", "failed"):
-        if name in message.DESCRIPTOR.fields_by_name and getattr(message, name):
-            words.append(name)
+    fields = message.DESCRIPTOR.fields_by_name
+    words += [f"{name} {getattr(message, name)}" for name in ("clock", "round") if name in fields and request.kind != "leave"]
+    flags = ("resume", "only_wait", "without_waiting", "versions_only", "leaving", "failed")
+    words += [name for name in flags if name in fields and getattr(message, name)]
     caller = message.caller if "caller" in message.DESCRIPTOR.fields_by_name else message
     own = getattr(message, "session", 0) if "session" in message.DESCRIPTOR.fields_by_name else 0
     session = getattr(caller, "session", 0)
