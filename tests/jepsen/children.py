@@ -20,7 +20,6 @@ def settle_in(parent: int) -> None:
     if os.getppid() != parent:  # it has gone already
         os._exit(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs in the background has inherited that it is ignored
 
 
 if __name__ == "__main__":

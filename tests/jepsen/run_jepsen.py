@@ -54,6 +54,7 @@ def main() -> int:
         verdict = judge(Outcome.load(args.judge))
         say(verdict.report())
         return 1 if verdict.failures else 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and so by children, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running, or in memory
     logging.getLogger("psd").addHandler(logging.NullHandler())  # what is wrong with checkpoints is for the shards to say
     begun = time.monotonic()
