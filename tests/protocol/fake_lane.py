@@ -39,6 +39,9 @@ class FakeLane(Lane):
         super().__init__(shard, f"10.0.0.{shard + 1}:7000")
         self._process = process
 
+    def __repr__(self) -> str:
+        return f"lane {self.shard}"
+
     def _ask(self, kind: str, message: Any, reply: type[Any], call: Call) -> Any:
         return reply.FromString(self._process.ask(self.shard, _request(kind, message), call.scope).body)
 

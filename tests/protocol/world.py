@@ -110,7 +110,8 @@ class World:
                 for slot, number in self.undelivered(state, process):
                     if state.shards[slot[0]].view.is_up:
                         yield ("deliver", process, slot), 0
-                        for variant in self._variants(number):
+                        # What heartbeats ask for they ask again.
+                        for variant in self._variants(number) if slot[1] == "op" else ():
                             if variant[0] in faults:
                                 yield ("deliver", process, slot, *variant), 1
         for shard, node in enumerate(state.shards):
