@@ -142,9 +142,10 @@ class Worker:
 
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
-        wait timeout. What prevents that is logged. Nothing is waited for after a failure. A program that ends without close()
-        waits likewise. Only over gRPC, and if this Python starts no threads then, as some 3.12 do not, a killed shard gets no
-        more than 31 MiB again, and nothing with exact aggregation; the log says then that the gradient is lost.
+        wait timeout. What prevents that is logged; so is a call that has failed since, after which nothing is waited for. A
+        program that ends without close() waits likewise. Only over gRPC, and if this Python starts no threads then, as some
+        3.12 do not, a killed shard gets no more than 31 MiB again, and nothing with exact aggregation; the log says then that
+        the gradient is lost.
         """
         self._close(None)
 
@@ -191,19 +192,25 @@ class Worker:
     def _confirm_last(self, exchange: Exchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
         is_usable = self._shut_down.alive and not self._busy.locked()
-        if not is_usable or self._last_failed or not exchange.is_unconfirmed:
+        if not is_usable or not exchange.is_unconfirmed:
+            return
+        if self._last_failed:
+            self._warn_unconfirmed("the program's last call has failed")
             return
         self._session.is_leaving = True
         try:
             with self._operation("close"):
                 exchange.confirm()
         except (PsdError, RuntimeError) as error:
-            logger.warning(
-                "psd: worker %d: ends without knowing that its last push has been applied; if a shard is killed now, that "
-                "gradient is lost: %s",
-                self.rank,
-                error,
-            )
+            self._warn_unconfirmed(str(error))
+
+    def _warn_unconfirmed(self, why: str) -> None:
+        logger.warning(
+            "psd: worker %d: ends without knowing that its last push has been applied; if a shard is killed now, that "
+            "gradient is lost: %s",
+            self.rank,
+            why,
+        )
 
     def __enter__(self: WorkerT) -> WorkerT:
         return self

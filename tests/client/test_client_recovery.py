@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from client_faults import Restartable, Thread, connect_faulty, expire, until
 
-from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost
+from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
 from psd_client import SGD, ParameterServer, connect
 from psd_client.session import REJOINS_MAX
 
@@ -155,6 +155,24 @@ def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(cluster: St
         declare(ps)
         declare(peer)
         ps.push(gradient(1.0))
+
+        ps.close()
+
+    assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
+
+
+def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lost(
+    cluster: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is waited for then; but the push was acknowledged, and a shard that is killed now loses it."""
+    servers = cluster(2).servers
+    with connect(servers, 1, 2) as peer:
+        ps = connect(servers, 0, 2, wait_timeout=0.3)
+        declare(ps)
+        declare(peer)
+        ps.push(gradient(1.0))
+        with pytest.raises(WaitTimeout):
+            ps.pull()
 
         ps.close()
 
