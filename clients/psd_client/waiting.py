@@ -50,8 +50,8 @@ class Health:
     def silent(self, *, is_joining: bool = False) -> list[str]:
         """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s".
 
-        is_joining: the calls that are under way are such as no shard lets wait, and heartbeats do not ask all shards yet: whoever
-        has a call and has not answered it is silent.
+        is_joining: the calls that are under way are such as no shard lets wait, and heartbeats do not ask all shards yet:
+        whoever has a call and has not answered it is silent.
         """
         now = self._clock()
         with self._lock:
