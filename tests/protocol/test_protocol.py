@@ -10,7 +10,7 @@ from psd.state.job import Job
 from psd.state.rounds import FastRound, Outcome
 from psd_client.exchange import Exchange
 
-SECONDS = 3.0
+SECONDS = 2.0
 """Of CPU for each setting."""
 
 
