@@ -10,6 +10,7 @@ JEPSEN_FLAGS ?=
 FUZZ_EXAMPLES ?= 2000
 SECONDS ?= 600
 SEED ?= 1
+PROTOCOL_SECONDS ?= 120
 BIN := .venv/bin
 BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
@@ -17,7 +18,7 @@ INSTALLED_KERAS := .venv-keras/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
 
-.PHONY: help setup demo docs test test-keras chaos jepsen fuzz bench lint clean
+.PHONY: help setup demo docs test test-keras chaos jepsen check-protocol fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
@@ -26,6 +27,7 @@ help:
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
+	@echo "make check-protocol   the real client and shards in every order of a small world's events, PROTOCOL_SECONDS for each of 8 settings"
 	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
@@ -85,6 +87,10 @@ chaos: $(INSTALLED)
 # What `make test` has with a few fixed plans, drawn one after the other; tests/jepsen/run_jepsen.py says what it does.
 jepsen: $(INSTALLED)
 	@$(BIN)/python tests/jepsen/run_jepsen.py --seconds $(SECONDS) --seed $(SEED) $(JEPSEN_FLAGS)
+
+# What `make test` has for seconds and one fault, for minutes and two.
+check-protocol: $(INSTALLED)
+	@$(BIN)/python tests/protocol/check_protocol.py --seconds $(PROTOCOL_SECONDS)
 
 # What `make test` has with a few fixed inputs, with many random ones; how to repeat one that fails is printed.
 fuzz: $(INSTALLED)

@@ -368,8 +368,10 @@ class Exchange:
         decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
         if decision is not None:
             members = members_mask(decision.members)
-            self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=not members)
-            self.is_skipped = not members
+            # Without that policy a round is made of nobody if all workers had gone beyond it: this gradient came too late.
+            is_skipped = not members and self._layout.spec.nan_policy == "skip"
+            self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=is_skipped)
+            self.is_skipped = is_skipped
             self.counts["rounds_skipped"] += self.is_skipped
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)

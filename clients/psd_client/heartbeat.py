@@ -74,7 +74,8 @@ class Heartbeats:
             timeout_s = min(interval_s, max(interval_s / 2, 1.0), ANSWER_S)
             waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
-            self._reporter.report(waits, self._health.silent())
+            is_joining = membership is None or membership.is_joining
+            self._reporter.report(waits, self._health.silent(is_joining=is_joining))
         # An operation that begins during the sleep is due in report_after_s at the earliest.
         pauses = [self._reporter.report_after_s]
         if membership is not None:

@@ -79,6 +79,7 @@ class Shards:
                             raise
                         self.on_restart(lane, call, error)
 
+            self._health.asked(lane.shard)
             result = self._policy.run(
                 attempt,
                 shard=lane.shard,

@@ -28,24 +28,34 @@ class Health:
         self._addresses = addresses
         self._clock = clock
         self._failing_since: dict[int, float] = {}
+        self._asked_since: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def answered(self, shard: int) -> None:
         """The shard has answered, whatever it said."""
-        if self._failing_since:
-            with self._lock:
-                self._failing_since.pop(shard, None)
+        with self._lock:
+            self._failing_since.pop(shard, None)
+            self._asked_since.pop(shard, None)
+
+    def asked(self, shard: int) -> None:
+        """A call to the shard begins."""
+        with self._lock:
+            self._asked_since.setdefault(shard, self._clock())
 
     def failed(self, shard: int, since: float | None = None) -> None:
         """The shard could not be reached; `since`: when that began."""
         with self._lock:
             self._failing_since.setdefault(shard, self._clock() if since is None else since)
 
-    def silent(self) -> list[str]:
-        """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s"."""
+    def silent(self, *, is_joining: bool = False) -> list[str]:
+        """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s".
+
+        is_joining: the calls that are under way are such as no shard lets wait, and heartbeats do not ask all shards yet:
+        whoever has a call and has not answered it is silent.
+        """
         now = self._clock()
         with self._lock:
-            failing = sorted(self._failing_since.items())
+            failing = sorted({**(self._asked_since if is_joining else {}), **self._failing_since}.items())
         return [
             f"shard {shard} at {self._addresses[shard]} does not answer since {now - since:.0f} s" for shard, since in failing
         ]

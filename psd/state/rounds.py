@@ -328,7 +328,7 @@ class ExactRound(_Sum):
         if self.members is not None and not self.members >> part.rank & 1:
             return Outcome.LATE
         if staged is not None and staged.session == part.session:
-            return Outcome.DUPLICATE
+            return Outcome.STAGED if self.members is None else Outcome.DUPLICATE
         is_final = staged is not None and (staged.session > part.session or self.members is not None)
         return Outcome.LATE if is_final else None
 

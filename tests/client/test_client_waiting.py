@@ -125,6 +125,21 @@ def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
     assert health.silent() == []
 
 
+def test_health_when_a_worker_joins_then_a_shard_that_has_a_call_and_says_nothing_is_silent() -> None:
+    """Before it has joined a worker sends no heartbeats; a suspended shard would be named by its first failure alone."""
+    clock = FakeClock()
+    health = Health(["a:1", "b:2"], clock)
+    health.asked(0)
+    health.asked(1)
+    health.answered(0)
+    clock.now += 5
+
+    assert health.silent() == []
+    assert health.silent(is_joining=True) == ["shard 1 at b:2 does not answer since 5 s"]
+    health.answered(1)
+    assert health.silent(is_joining=True) == []
+
+
 @dataclass
 class FakeSession:
     """What the heartbeat reads of a session."""

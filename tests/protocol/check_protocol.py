@@ -1,0 +1,103 @@
+"""Explores the protocol: the real client and the real shards, in every order of events that a small world allows.
+
+    make check-protocol                                       # the large scope, PROTOCOL_SECONDS of CPU for each setting
+    python tests/protocol/check_protocol.py --only sync-fast --faults 2 --seconds 600
+
+Two workers and two shards; messages are lost, repeated and late, processes die, stall and return, programs call again after
+errors, or call with another gradient. setting.py says what is explored, world.py what may happen, explorer.py in which order,
+programs.py and invariants.py what must hold. green.py lets the client's threads run one at a time. A finding is told as the
+numbered events that lead to it. The exit status is 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import green
+import shard_process
+import worker_process
+from explorer import Explorer
+from setting import Setting
+from stories import story
+from world import World
+
+SETTINGS = (
+    Setting("sync-fast"),
+    Setting("sync-exact", aggregation="exact"),
+    Setting("quorum", quorum=1),
+    Setting("async", consistency="async"),
+    Setting("ssp", consistency="ssp:1"),
+    Setting("push-then-pull", programs=("push", "push_pull")),
+    Setting("push-then-pull-exact", aggregation="exact", programs=("push", "push_pull")),
+    Setting("schedule", has_schedule=True),
+)
+"""Each with two steps of each worker."""
+
+SETUP_ACTIONS = 13
+"""At the beginning of each story: both workers join and declare."""
+
+
+@contextmanager
+def exploring(setting: Setting) -> Iterator[World]:
+    """A world to explore."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with green.green(*worker_process.stand_ins(), *shard_process.stand_ins()):
+            world = World(setting)
+            try:
+                yield world
+            finally:
+                world.close()
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def explore(setting: Setting, seconds: float, *, report: Callable[[str], None] = lambda _: None) -> tuple[Explorer, list[str]]:
+    """Search for so many seconds of CPU, or until all is seen; what was found, as stories."""
+    with exploring(setting) as world:
+        explorer = Explorer(world, report=report, seconds=seconds)
+        explorer.run()
+        told = [
+            "\n".join((*finding.wrong, *story(world, finding.actions, from_step=SETUP_ACTIONS)))
+            for finding in explorer.findings
+        ]
+        return explorer, told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Explore what can happen to psd's protocol.")
+    parser.add_argument("--only", metavar="NAME", help=f"one of: {', '.join(setting.name for setting in SETTINGS)}")
+    parser.add_argument("--faults", type=int, default=2, help="that may strike in one run (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="of CPU for each setting; 0: until all is seen (default: 120)"
+    )
+    args = parser.parse_args()
+    settings = [setting for setting in SETTINGS if args.only in (None, setting.name)]
+    if not settings:
+        parser.error(f"--only: there is no setting {args.only!r}")
+    is_sound = True
+    for setting in settings:
+        say(f"== {setting.name}, {args.faults} faults")
+        explorer, told = explore(setting.but(budget=args.faults), args.seconds, report=say)
+        extent = "everything" if explorer.is_complete and not told else "not everything"
+        say(
+            f"{explorer.states} states, {explorer.steps} steps, depth {explorer.depth}: {extent} was seen, {len(told)} findings"
+        )
+        for text in told:
+            say(text)
+            is_sound = False
+    return 0 if is_sound else 1
+
+
+def say(text: str) -> None:
+    """Tell at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

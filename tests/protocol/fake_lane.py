@@ -1,0 +1,116 @@
+"""A lane that hands each call to the checker and waits for what that makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from wire import Outcome, Request
+
+from psd.contract import frames
+from psd.contract.layout import Block
+from psd.v1 import control_pb2, data_pb2
+from psd_client.flat import FlatBuffers
+from psd_client.transport import Call, GradientPart, Lane, Scope
+
+
+class Asks(Protocol):
+    """The process whose lane it is."""
+
+    def ask(self, shard: int, request: Request, scope: Scope) -> Outcome:
+        """The outcome of a call; Cancelled if the scope was cancelled. Raises the error that it is."""
+        ...
+
+    def beat(self, shard: int, request: Request) -> Callable[[], Outcome]:
+        """Send a heartbeat; the function returned waits for its outcome."""
+        ...
+
+    def received(self, versions: Sequence[tuple[int, int]]) -> None:
+        """Blocks have come."""
+        ...
+
+
+class FakeLane(Lane):
+    """One worker's way to one shard."""
+
+    transport = "fake"
+
+    def __init__(self, shard: int, process: Asks) -> None:
+        super().__init__(shard, f"10.0.0.{shard + 1}:7000")
+        self._process = process
+
+    def __repr__(self) -> str:
+        return f"lane {self.shard}"
+
+    def _ask(self, kind: str, message: Any, reply: type[Any], call: Call) -> Any:
+        return reply.FromString(self._process.ask(self.shard, _request(kind, message), call.scope).body)
+
+    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
+        return self._ask("join", request, control_pb2.JoinReply, call)
+
+    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
+        return self._ask("declare", request, control_pb2.DeclareReply, call)
+
+    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
+        return self._ask("rollback", request, control_pb2.RollbackReply, call)
+
+    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
+        return self._ask("commit", request, control_pb2.CommitReply, call)
+
+    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
+        return self._ask("measure", request, control_pb2.MeasureReply, call)
+
+    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
+        return self._ask("barrier", request, control_pb2.BarrierReply, call)
+
+    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
+        return self._ask("describe", request, control_pb2.DescribeReply, call)
+
+    def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
+        del timeout_s
+        self._process.ask(self.shard, _request("leave", request), Scope())
+
+    def begin_heartbeat(
+        self, request: control_pb2.HeartbeatRequest, timeout_s: float
+    ) -> Callable[[], control_pb2.HeartbeatReply]:
+        del timeout_s
+        reply = self._process.beat(self.shard, _request("heartbeat", request))
+        return lambda: control_pb2.HeartbeatReply.FromString(reply().body)
+
+    def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
+        sent = tuple((block.index, b"", values.block(block.index).tobytes()) for block in blocks)
+        outcome = self._process.ask(self.shard, _request("initialize", first, sent), call.scope)
+        return data_pb2.InitializeReply.FromString(outcome.body).accepted
+
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        outcome = self._process.ask(self.shard, _request("push", part.header, _gradients(part)), call.scope)
+        return data_pb2.PushReply.FromString(outcome.body)
+
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        outcome = self._process.ask(self.shard, _request("pull", request), call.scope)
+        assert len(outcome.versions) == len(blocks)
+        self._process.received(outcome.versions)
+
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        outcome = self._process.ask(self.shard, _request("push_pull", part.header, _gradients(part)), call.scope)
+        self._process.received(outcome.versions)
+        return data_pb2.PushReply.FromString(outcome.body)
+
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        raise NotImplementedError("workers do not read")
+
+    def close(self) -> None:
+        pass
+
+
+def _request(kind: str, message: Any, blocks: tuple[tuple[int, bytes, bytes], ...] = ()) -> Request:
+    return Request(kind, message.SerializeToString(deterministic=True), blocks)
+
+
+def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
+    found = []
+    for block, present in part.outgoing():
+        bits = b"" if present is None else frames.present_bits(present)
+        is_there = present is None or bool(present.any())
+        found.append((block.index, bits, part.buffers.block(block.index).tobytes() if is_there else b""))
+    return tuple(found)

@@ -1,0 +1,129 @@
+"""What must hold in a state, beyond what the processes have checked themselves.
+
+Of each gradient the program's books say what it was told, and the shards' histories what has happened. Must not know how states
+come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from setting import GRADIENTS_MAX
+from world import DEAD, OFF, ON, STALLED, Action, State, World
+
+from psd.contract.errors import RolledBack, StateLost
+
+
+class Invariants:
+    """Of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._setting = world.setting
+        self._is_exact = world.setting.aggregation == "exact"
+
+    def check(self, state: State, free: Iterable[Action]) -> list[str]:
+        """What is wrong with a state in which these actions cost nothing."""
+        wrong = self._ends(state)
+        if self._setting.has_rounds:
+            wrong += self._agreement(state)
+        moves = [action for action in free if self._must_happen(state, action)]
+        if not moves:
+            waiting = [p for p, mode in enumerate(state.modes) if mode == ON and self._takes_part(state, p)]
+            if waiting:
+                wrong.append(f"processes {waiting} wait for what cannot come: {self._waits(state)}")
+            elif all(mode != STALLED for mode in state.modes):
+                wrong += self._books(state)
+        return wrong
+
+    def _must_happen(self, state: State, action: Action) -> bool:
+        """False for what nobody may rely on: a late message, the end of a worker's stall, a successor."""
+        if action[0] == "deliver":
+            return self._takes_part(state, action[1])
+        return action[0] not in ("late", "start", "wake")
+
+    def _takes_part(self, state: State, process: int) -> bool:
+        """True for a program that goes on, but for a successor of which no shard has heard."""
+        view = state.workers[process].view
+        is_coming = process >= len(self._setting.programs) and not view.session and view.is_joining
+        return not view.ended and not (is_coming and view.calls[0][0][0] == 0 and not self._is_known(state, process))
+
+    def _is_known(self, state: State, process: int) -> bool:
+        rank = self._world.ranks[process]
+        known = {node.view.session for p, node in enumerate(state.workers) if p != process and self._world.ranks[p] == rank}
+        return any(node.view.live[rank] and node.view.live[rank] not in known for node in state.shards)
+
+    def _waits(self, state: State) -> str:
+        views = [node.view for node, mode in zip(state.workers, state.modes, strict=True) if mode == ON]
+        return "; ".join(
+            f"{self._world.requests[number].kind} at shard {slot[0]}" for view in views for slot, number in view.calls
+        )
+
+    def _ends(self, state: State) -> list[str]:
+        """No healthy worker ends."""
+        wrong = []
+        ranks = self._world.ranks
+        started = [p for p, mode in enumerate(state.modes) if mode != OFF]
+        for process in started:
+            ended = state.workers[process].view.ended
+            if state.modes[process] == DEAD or ended in ("", "finished", "ended by choice"):
+                continue
+            has_other = any(other != process and ranks[other] == ranks[process] for other in started)
+            if ended == "SessionFenced (superseded)" and has_other:
+                continue
+            if ended in (StateLost.__name__, RolledBack.__name__) and self._may_be_lost(state):
+                continue
+            wrong.append(f"process {process} was ended by {ended}")
+        return wrong
+
+    def _may_be_lost(self, state: State) -> bool:
+        """True if a shard has come back without what it held; or, exact, somebody has ended who had not waited for a round."""
+        views = [node.view for node in state.shards]
+        is_lost = any(
+            mode in (DEAD, STALLED) or (node.view.ended and any(book in ("held", "open") for _, book in node.view.books))
+            for node, mode in zip(state.workers, state.modes, strict=True)
+        )
+        return any(view.is_blank for view in views) or (self._is_exact and is_lost and any(view.lives > 1 for view in views))
+
+    def _agreement(self, state: State) -> list[str]:
+        """Blocks of one step agree: exact, in all; else in those rounds in which no worker was ever missed."""
+        if not self._is_exact:
+            return []
+        histories = [dict(node.view.history) for node in state.shards]
+        blocks = {block: updates for history in histories for block, updates in history.items()}
+        wrong = []
+        for version in range(max((len(updates) for updates in blocks.values()), default=0)):
+            found = {block: updates[version] for block, updates in blocks.items() if len(updates) > version}
+            if len(set(found.values())) > 1:
+                wrong.append(f"round {version} is made of different gradients: {found}")
+        return wrong
+
+    def _books(self, state: State) -> list[str]:
+        """At the end: each gradient that is acknowledged is in every block, or its worker was told how many lack it."""
+        counted = [
+            {gradient for update in updates for gradient in update} for node in state.shards for _, updates in node.view.history
+        ]
+        was_killed = any(node.view.lives > 1 for node in state.shards)
+        wrong = []
+        for process, mode in enumerate(state.modes):
+            if mode == OFF:
+                continue
+            view = state.workers[process].view
+            lacking = 0
+            for gradient, book in view.books:
+                missing = sum(gradient not in block for block in counted)
+                if book == "held" and (was_killed or (self._is_exact and self._setting.quorum)):
+                    continue  # whoever does not wait for the round to close keeps the gradient in vain
+                if book in ("held", "kept"):
+                    lacking += missing
+            if lacking > view.late if mode == DEAD else lacking != view.late:
+                wrong.append(
+                    f"process {process}: {lacking} block(s) lack acknowledged gradients, and it was told of {view.late}; "
+                    f"its books: {dict(view.books)}; {len(counted)} blocks have {[sorted(block) for block in counted]}"
+                )
+        return wrong
+
+
+def rank_of(gradient: int, world: World) -> int:
+    """The worker whose gradient it is."""
+    return world.ranks[gradient // GRADIENTS_MAX]

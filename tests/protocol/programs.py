@@ -1,0 +1,233 @@
+"""What the workers' programs do: scripts of calls, and what becomes of each gradient as far as the program is told.
+
+A program that gets an error after which it may go on has the choice: the same call again, another gradient, or its end. The
+checker takes every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from setting import Setting, gradient_of, value_of
+
+from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTimeout
+from psd_client.flat_calls import FlatCalls
+
+MAY_GO_ON = (WaitTimeout, ShardUnavailable)
+ERRORS_MAX = 2
+"""After which a program ends: the checker's runs must, too."""
+
+
+class Program:
+    """One program, and its books.
+
+    Attributes:
+        books: by gradient, what the program knows: "open": begun, no answer. "held": a push has returned. "kept": a pull after
+            it, too. "dropped": it was told that the gradient may not count.
+        late: blocks of gradients of which it was told that they came too late. told: what it says for the trace.
+        ended: how it has ended; "" before. wrong: what must not have happened.
+    """
+
+    def __init__(self, setting: Setting, process: int, choose: Callable[[str, tuple[str, ...]], str]) -> None:
+        self.setting = setting
+        self.process = process
+        self.rank, self.script = setting.processes[process]
+        self.choose = choose
+        self.books: dict[int, str] = {}
+        self.late = 0
+        self.steps_made = 0
+        self.errors = 0
+        self.clock = 0
+        self.ended = ""
+        self.is_begun = False
+        self.wrong: list[str] = []
+        self.told: list[str] = []
+        self.ps: FlatCalls | None = None
+
+    def run(self, connect: Callable[[], FlatCalls]) -> None:
+        """The whole life of the process."""
+        try:
+            self.ps = connect()
+            self.declare()
+            self.choose("ready", ("go",))
+            self.is_begun = True
+            SCRIPTS[self.script](self)
+            self.close(None)
+            self.ended = "finished"
+        except PsdError as error:
+            self.say(f"ends by {error.reason}{self.detail(error)}")
+            if self.ps is not None:
+                self.close(error)
+            self.ended = "ended by choice" if isinstance(error, MAY_GO_ON) else f"{error.reason}{self.detail(error)}"
+        except Exception as error:  # noqa: BLE001 - the finding itself
+            self.say(f"ends by {type(error).__name__}: {error}")
+            self.ended = f"{type(error).__name__}: {error}"
+
+    @staticmethod
+    def detail(error: PsdError) -> str:
+        cause = error.detail.get("cause")
+        return f" ({cause})" if cause else ""
+
+    def say(self, text: str) -> None:
+        self.told.append(text)
+
+    def declare(self) -> None:
+        assert self.ps is not None
+        spec = self.setting.spec
+        self.ps.declare_tensors(
+            spec.tensors,
+            spec.groups,
+            initial=lambda buffers: None,
+            consistency=self.setting.consistency,
+            reduce=spec.reduction,
+            quorum=self.setting.quorum or None,
+            aggregation=self.setting.aggregation,
+        )
+        self.clock = self.ps.clock
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave as a program does that ends, in order or by an error."""
+        assert self.ps is not None
+        exchange = self.ps._exchange
+        is_confirmed = error is None and exchange is not None and not exchange.is_unconfirmed
+        if exchange is not None:
+            confirm = exchange.confirm
+
+            def watched() -> None:
+                nonlocal is_confirmed
+                confirm()
+                is_confirmed = True
+
+            exchange.confirm = watched  # type: ignore[method-assign]
+        self.ps._close(error)
+        if is_confirmed:
+            self.confirmed()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def new_gradient(self) -> int:
+        gradient = gradient_of(self.process, len(self.books))
+        self.books[gradient] = "open"
+        return gradient
+
+    def push(self, gradient: int) -> None:
+        self._call(f"push({gradient})", gradient, lambda ps, scalars: ps.push_flat(scalars))
+        self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
+        self.steps_made += 1
+
+    def push_pull(self, gradient: int) -> None:
+        self._call(f"push_pull({gradient})", gradient, lambda ps, scalars: ps.push_pull_flat(scalars))
+        self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
+        self.confirmed()
+        self.steps_made += 1
+
+    def pull(self) -> None:
+        self._call("pull", None, lambda ps, scalars: ps.pull_flat())
+        self.confirmed()
+
+    def confirmed(self) -> None:
+        self.books = {g: "kept" if state == "held" else state for g, state in self.books.items()}
+
+    def _call(self, what: str, gradient: int | None, call: Callable[[FlatCalls, Any], None]) -> None:
+        """One call; its word on what became of the gradients goes into the books."""
+        assert self.ps is not None
+        if gradient is not None:
+            for space in self.ps.gradients.spaces:
+                space[...] = value_of(gradient)
+        stats_before = self.ps.stats()
+        self.say(f"{what} at clock {self.ps.clock}")
+        try:
+            call(self.ps, self.setting.scalars(self.steps_made))
+        except PsdError as error:
+            self.say(f"{what} raises {error.reason}{self.detail(error)}")
+            raise
+        finally:
+            self._note_stats(stats_before, gradient)
+        self.say(f"{what} returns, clock {self.ps.clock}")
+        if self.ps.clock < self.clock:
+            self.wrong.append(f"process {self.process}: the clock went back from {self.clock} to {self.ps.clock}")
+        self.clock = self.ps.clock
+
+    def _note_stats(self, stats_before: dict[str, int], gradient: int | None) -> None:
+        assert self.ps is not None
+        after = self.ps.stats()
+        self.late += after["blocks_late"] - stats_before["blocks_late"]
+        dropped = after["pushes_dropped"] - stats_before["pushes_dropped"]
+        if dropped:
+            # An earlier gradient whose call has failed, or this call's own.
+            earlier = [g for g, state in self.books.items() if state == "open" and g != gradient]
+            held = [g for g, state in self.books.items() if state == "held" and g != gradient]
+            named = (earlier + held)[-dropped:] or ([gradient] if gradient is not None else [])
+            for each in named:
+                self.books[each] = "dropped"
+            self.say(f"is told that {dropped} push(es) may not count: {named}")
+        late = after["blocks_late"] - stats_before["blocks_late"]
+        if late:
+            self.say(f"is told that {late} block(s) came too late")
+
+    def after(self, error: PsdError, options: tuple[str, ...]) -> str:
+        """What the program does about an error; raises it if that is its end."""
+        self.errors += 1
+        what = "end" if self.errors >= ERRORS_MAX else self.choose(error.reason, options)
+        if what == "end":
+            raise error
+        return what
+
+    @property
+    def goes_on(self) -> bool:
+        assert self.ps is not None
+        return self.ps.clock < self.setting.steps
+
+
+def push_pull(program: Program) -> None:
+    """One call per step."""
+    while program.goes_on:
+        gradient = program.new_gradient()
+        while True:
+            try:
+                program.push_pull(gradient)
+                break
+            except MAY_GO_ON as error:
+                if program.after(error, ("again", "other", "end")) == "other":
+                    gradient = program.new_gradient()
+            except RolledBack:
+                break
+
+
+def push_then_pull(program: Program) -> None:
+    """Two calls per step."""
+    while program.goes_on:
+        gradient = program.new_gradient()
+        calls = [lambda: program.push(gradient), program.pull]  # noqa: B023 - used before the next one
+        while calls:
+            try:
+                calls[0]()
+                calls.pop(0)
+            except MAY_GO_ON as error:
+                if program.after(error, ("again", "other", "end")) == "other":
+                    break
+            except RolledBack:
+                break
+
+
+def push_only(program: Program) -> None:
+    """No pull at all."""
+    while program.goes_on:
+        gradient = program.new_gradient()
+        while True:
+            try:
+                program.push(gradient)
+                break
+            except MAY_GO_ON as error:
+                if program.after(error, ("again", "other", "end")) == "other":
+                    gradient = program.new_gradient()
+            except RolledBack:
+                break
+
+
+SCRIPTS: dict[str, Callable[[Program], None]] = {
+    "push_pull": push_pull,
+    "push_then_pull": push_then_pull,
+    "push_only": push_only,
+}

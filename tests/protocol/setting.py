@@ -1,0 +1,107 @@
+"""What is explored: the job, its workers' programs, and which faults may strike how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from psd.contract.consistency import Consistency
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+
+FAULTS = ("lose", "late", "cut", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
+"""lose: a reply is lost, or the connection breaks while the call waits. late: the connection breaks while the request is still
+on its way, which comes later, or never. cut: it breaks in the middle of the request. timeout: a wait for others ends by its
+deadline. kill: a shard dies between two requests, and is soon back. crash: in the middle of one. outage: it stays away for
+longer
+than leases, and perhaps than workers try again. blank: it has lost its arena, too. die: a worker dies, and has a successor.
+stall: a worker does nothing for longer than its lease. twice: its successor is started meanwhile. suspend: a shard does nothing
+for longer than leases."""
+
+GRADIENTS_MAX = 6
+"""Of one process."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing to explore.
+
+    Attributes:
+        programs: of the workers, by rank; see programs.py. successor: what is started when the worker `mortal` is gone.
+        mortal: the rank that may die or stall. faults: kinds, see FAULTS. budget: how many of them at most.
+        has_schedule: scalars depend on how many steps the process has made. leaves: how a worker leaves is interleaved with the
+            rest; else it does so at once.
+    """
+
+    name: str
+    consistency: str = "sync"
+    aggregation: str = "fast"
+    quorum: int = 0
+    blocks: int = 2
+    shards: int = 2
+    steps: int = 2
+    programs: tuple[str, ...] = ("push_pull", "push_pull")
+    successor: str = "push_pull"
+    mortal: int = 0
+    faults: frozenset[str] = frozenset(FAULTS) - {"blank", "suspend", "twice"}
+    budget: int = 1
+    has_schedule: bool = False
+    leaves: bool = False
+    lease_s: float = 10.0
+    job: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def spec(self) -> JobSpec:
+        """What the workers declare."""
+        return JobSpec(
+            len(self.programs),
+            tuple(TensorSpec(f"t{i}", (1,), "float64", i) for i in range(self.blocks)),
+            tuple(GroupSpec("sgd", ()) for _ in range(self.blocks)),
+            Consistency.parse(self.consistency),
+            "sum",
+            self.quorum,
+            self.aggregation,
+            **self.job,
+        )
+
+    @property
+    def has_rounds(self) -> bool:
+        return self.consistency == "sync"
+
+    @property
+    def processes(self) -> tuple[tuple[int, str], ...]:
+        """Rank and program of each process; the successor is the last one."""
+        return (*enumerate(self.programs), (self.mortal, self.successor))
+
+    def scalars(self, step: int) -> list[list[float]]:
+        """Of the step that a process makes as its `step`th. What differs has no part in the arithmetic."""
+        dampening = 0.5 / (1 + step) if self.has_schedule else 0.0
+        return [[1.0, 0.0, dampening, 0.0]] * self.blocks
+
+    def but(self, **changes: Any) -> Setting:
+        """The same with changes."""
+        return replace(self, **changes)
+
+
+def gradient_of(process: int, number: int) -> int:
+    """The name of a process's gradient: its place in a sum, whose digits to the base of 4 say how often it has each."""
+    assert number < GRADIENTS_MAX, "the process makes more gradients than a sum has places for"
+    return process * GRADIENTS_MAX + number
+
+
+def value_of(gradient: int) -> float:
+    """The gradient's number."""
+    return float(4**gradient)
+
+
+def counts_in(total: float) -> dict[int, int]:
+    """How often a sum has each gradient; raises AssertionError if it is no such sum."""
+    assert total == int(total), f"{total} is no sum of gradients"
+    assert 0 <= total < 2**53, f"{total} is no sum of gradients"
+    left, gradient, found = int(total), 0, {}
+    while left:
+        left, count = divmod(left, 4)
+        if count:
+            found[gradient] = count
+        gradient += 1
+    return found
