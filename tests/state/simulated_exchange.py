@@ -128,6 +128,10 @@ class ExchangingWorker(SettlingWorker):
                 yield ticket
                 ticket.future.result(0)
             world.duplicates += push.outcomes[Outcome.DUPLICATE] - before[1]
+            if push.outcomes[Outcome.STAGED]:  # exact: what comes again before its round is decided is staged again
+                name = (index, block.index, self.rank, push.begun_as, push.clock)
+                world.duplicates += name in world.staged
+                world.staged.add(name)
             if lent is None or world.rng.random() < 0.5:
                 yield None
         world.check_alive(index, caller)

@@ -77,6 +77,7 @@ class Simulation:
         self.shards: list[Shard | None] = [None] * shards
         self.fuses: dict[int, Fuse] = {}
         self.kills_left = kills
+        self.staged: set[tuple[int, ...]] = set()
         self.push_pulls = self.pushes_again = self.duplicates = self.waits_for_decisions = 0
         self.kills = self.resumes = self.rejoins = 0
         self.was_initialized = self.is_lost = False
