@@ -75,7 +75,7 @@ class Heartbeats:
             waits = self._beat(membership, min(timeout_s, REPORT_S) if is_due else timeout_s)
         if is_due:
             is_joining = membership is None or membership.is_joining
-            self._reporter.report(waits, self._health.silent(is_joining=is_joining))
+            self._reporter.report(waits, self._health.silent(is_joining=is_joining), self._health.asked())
         # An operation that begins during the sleep is due in report_after_s at the earliest.
         pauses = [self._reporter.report_after_s]
         if membership is not None:

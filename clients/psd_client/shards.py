@@ -51,7 +51,8 @@ class Shards:
         if len(lanes) == 1 and lanes[0].is_interruptible:
             (lane,) = lanes
             try:
-                result = operation(lane, Call(timeout_s, Scope()))
+                with self._health.asking(lane.shard):
+                    result = operation(lane, Call(timeout_s, Scope()))
             except _LEFT_TO_RUN:
                 pass
             else:
@@ -79,14 +80,14 @@ class Shards:
                             raise
                         self.on_restart(lane, call, error)
 
-            self._health.asked(lane.shard)
-            result = self._policy.run(
-                attempt,
-                shard=lane.shard,
-                address=lane.address,
-                sleep=scope.sleep,
-                on_failure=lambda _: self._health.failed(lane.shard),
-            )
+            with self._health.asking(lane.shard):
+                result = self._policy.run(
+                    attempt,
+                    shard=lane.shard,
+                    address=lane.address,
+                    sleep=scope.sleep,
+                    on_failure=lambda _: self._health.failed(lane.shard),
+                )
             self._health.answered(lane.shard)
             return result
 

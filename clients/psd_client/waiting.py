@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,12 +35,17 @@ class Health:
         """The shard has answered, whatever it said."""
         with self._lock:
             self._failing_since.pop(shard, None)
-            self._asked_since.pop(shard, None)
 
-    def asked(self, shard: int) -> None:
-        """A call to the shard begins."""
+    @contextmanager
+    def asking(self, shard: int) -> Iterator[None]:
+        """The shard has a call of the worker's operation."""
         with self._lock:
             self._asked_since.setdefault(shard, self._clock())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked_since.pop(shard, None)
 
     def failed(self, shard: int, since: float | None = None) -> None:
         """The shard could not be reached; `since`: when that began."""
@@ -53,11 +58,18 @@ class Health:
         is_joining: the calls that are under way are such as no shard lets wait, and heartbeats do not ask all shards yet:
         whoever has a call and has not answered it is silent.
         """
-        now = self._clock()
         with self._lock:
-            failing = sorted({**(self._asked_since if is_joining else {}), **self._failing_since}.items())
+            return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "does not answer since")
+
+    def asked(self) -> list[str]:
+        """A clause for each shard that has a call, such as "shard 1 at 10.0.0.7:7000 has a call since 7 s"."""
+        with self._lock:
+            return self._clauses(self._asked_since, "has a call since")
+
+    def _clauses(self, since: Mapping[int, float], what: str) -> list[str]:
+        now = self._clock()
         return [
-            f"shard {shard} at {self._addresses[shard]} does not answer since {now - since:.0f} s" for shard, since in failing
+            f"shard {shard} at {self._addresses[shard]} {what} {now - began:.0f} s" for shard, began in sorted(since.items())
         ]
 
 
@@ -106,8 +118,11 @@ class WaitReporter:
         current = self._current
         return current is not None and self._clock() >= current.began + self.report_after_s
 
-    def report(self, waits: Iterable[control_pb2.Wait], silent: Sequence[str]) -> None:
-        """Log why the current operation takes long: what the shards say that it waits for, and which shards say nothing."""
+    def report(self, waits: Iterable[control_pb2.Wait], silent: Sequence[str], asked: Sequence[str] = ()) -> None:
+        """Log why the current operation takes long: what the shards say that it waits for, and which shards say nothing.
+
+        asked: which have a call. If there is no other reason it is on its way, or the connection for bulk data is dead.
+        """
         current = self._current
         if current is None:
             return
@@ -121,9 +136,8 @@ class WaitReporter:
         for clause in clauses:
             self._warn(clause)
         if not clauses:
-            self._warn(
-                f"step {current.step}: {current.what} has taken {waited_s:.0f} s; no shard says that it waits for anybody"
-            )
+            what = f"step {current.step}: {current.what} has taken {waited_s:.0f} s"
+            self._warn("; ".join([what, "no shard says that it waits for anybody", *asked]))
 
     def _warn(self, text: str) -> None:
         logger.warning("%s%s", self._prefix, text)
