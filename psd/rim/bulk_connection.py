@@ -21,7 +21,7 @@ from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
-from psd.rim.calls import Guard, Waiter
+from psd.rim.calls import Guard, Waiter, forget_frames
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
@@ -91,8 +91,8 @@ class BulkConnection:
                     self._attach(_parsed(bulk_pb2.BulkAttach, head))
                 else:
                     raise InvalidRequest(f"kind: {kind.name} is not expected here")
-        except (Disconnected, TimeoutError):
-            pass
+        except (Disconnected, TimeoutError) as error:
+            forget_frames(error)
         except PsdError as error:  # the two sides no longer agree where a message begins
             self._send_error(self._guard.as_error(error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -116,6 +117,19 @@ def settle(future: Future[Any], outcome: Any) -> None:
             future.set_result(outcome)
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of those before it, and what their frames hold.
+
+    A frame that holds its error is a cycle. It would keep the call until Python collects it, in an idle shard perhaps never: a
+    dead worker's memory would stay mapped, and gRPC would count the call against --max-streams.
+    """
+    before: BaseException | None = error
+    while before is not None:
+        traceback.clear_frames(before.__traceback__)
+        before.__traceback__ = None
+        before = before.__cause__ or before.__context__
+
+
 class Guard:
     """Wraps the methods of a service: refuses while draining, translates errors, counts refusals.
 
@@ -133,18 +147,18 @@ class Guard:
         return checked(request)
 
     def as_error(self, error: Exception) -> PsdError:
-        """What the caller is told of an exception, which is counted; a defect is logged."""
-        if not isinstance(error, PsdError):
+        """What the caller is told of an exception, which is counted; a defect is logged. Its traceback is gone then."""
+        told = error
+        if not isinstance(told, PsdError):
             logger.error("a request failed by a defect of the shard", exc_info=error)
-            error = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+            told = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+        forget_frames(error)
         with self._shard.core.lock:
-            self._shard.core.counters.count_error(error)
-        return error
+            self._shard.core.counters.count_error(told)
+        return told
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:
-        # Without the frames, of which one holds an error that a parser has returned: a cycle, which would keep the call until
-        # it is collected, and gRPC counts it against --max-streams as long.
-        found = self.as_error(error).with_traceback(None)
+        found = self.as_error(error)
         if not (isinstance(found, UNPACED) or self._shard.is_draining):
             self._pace.wait(context)
         abort(context, found)

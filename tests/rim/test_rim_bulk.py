@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -280,3 +282,30 @@ def test_when_the_worker_hangs_up_its_wait_ends(join: Callable[..., BulkWorker],
     eventually(lambda: not first.control.Status(status).waits, "the wait has ended")
     with pytest.raises(Disconnected):  # the shard's end: it has let go of the worker's memory
         stream.receive()
+
+
+@pytest.mark.parametrize("is_last", [True, False], ids=["waits for its round", "is in mid push"])
+def test_when_the_worker_vanishes_its_memory_is_let_go_of_at_once(
+    join: Callable[..., BulkWorker], memory: int, eventually: Callable[..., None], is_last: bool
+) -> None:
+    """Without the help of the collector, which may not run for long in a shard that has nothing to do."""
+
+    def is_mapped() -> bool:
+        return "/memfd:psd-test" in Path("/proc/self/maps").read_text()
+
+    first, _ = join(0, 2), join(1, 2)
+    stream = first.connect(local=True)
+    first.attach(stream, memory)
+    assert is_mapped()
+    gc.disable()
+    try:
+        stream.send(Kind.CALL, first.call(bulk_pb2.BULK_METHOD_PUSH_PULL, into_memory=True))
+        stream.send(Kind.BLOCKS, blocks([0, 1] if is_last else [0], in_memory=True, last=is_last))
+        if is_last:
+            eventually(lambda: len(first.control.Status(control_pb2.StatusRequest()).waits) == 1, "the worker waits")
+
+        stream.close()
+
+        eventually(lambda: not is_mapped(), "the memory is unmapped")
+    finally:
+        gc.enable()
