@@ -17,11 +17,10 @@ from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
-from psd_client.bulk_lane import BulkLane
 from psd_client.flat_calls import FlatCalls
-from psd_client.grpc_lane import GrpcLane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
+from psd_client.shard_lane import ShardLane
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
 from psd_core.optimizer import Optimizer
@@ -126,14 +125,8 @@ def connect(
     credentials = Credentials(config.tls_ca, config.tls_cert, config.tls_key, config.token_file)
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
         logger.warning("psd: without tls_ca the token goes over the network in clear, for whoever can listen there to take")
-    lanes = [_lane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
+    lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
-
-
-def _lane(shard: int, address: str, transport: str, credentials: Credentials) -> Lane:
-    if transport == "grpc":
-        return GrpcLane(shard, address, credentials)
-    return BulkLane(shard, address, transport, credentials)
 
 
 class ParameterServer(FlatCalls):

@@ -7,6 +7,7 @@ version throughout, no worker waits, and no round counts the reader. Must not kn
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -44,7 +45,7 @@ class Reader:
         version: of the parameters that `pull` has fetched last: rounds closed, or, without rounds, the slowest worker's clock.
     """
 
-    def __init__(self, config: ClientConfig, lanes: list[Lane]) -> None:
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
         self._config = config
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), Health([lane.address for lane in lanes]))
         self._layout: Layout | None = None

@@ -109,8 +109,8 @@ class Worker:
         lanes = self._shards.lanes
         return counts | {
             "rejoins": self._session.rejoins,
-            "sent_bytes": sum(lane.sent_bytes for lane in lanes),
-            "received_bytes": sum(lane.received_bytes for lane in lanes),
+            "sent_bytes": sum(lane.traffic.sent_bytes for lane in lanes),
+            "received_bytes": sum(lane.traffic.received_bytes for lane in lanes),
         }
 
     @property

@@ -81,7 +81,7 @@ def test_worker_when_the_shard_vanishes_while_it_sends_then_goes_on_over_another
         lane: Any = ps._shards.lanes[0]
         shard.signal(signal.SIGSTOP)
         pushing = pushed(ps)
-        until(lane._bulk._stream._sending.locked)
+        until(lane._bulk._open._stream._sending.locked)
         proxy.vanish(shard.bulk_port if only_bulk else None)
         shard.signal(signal.SIGCONT)
 
@@ -98,9 +98,9 @@ def test_worker_when_the_shard_vanishes_while_it_waits_then_goes_on_over_another
         lane: Any = ps._shards.lanes[0]
         pulling = pushed(ps)
         until(lambda: len(shard.status().waits) == 1)
-        before = lane._bulk
+        before = lane._bulk._open
         proxy.vanish(shard.bulk_port if only_bulk else None)
-        until(lambda: lane._bulk is not before)
+        until(lambda: lane._bulk._open is not before)
         pushing = pushed(other)
 
         assert (pulling.result(), pushing.result()) == ({2.0}, {2.0})
