@@ -20,8 +20,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
-from psd_client.retry import RetryPolicy
-from psd_client.shards import Shards, transfer_s
+from psd_client.shards import RetryPolicy, Shards, transfer_s
 from psd_client.transport import Call, Lane, Scope
 from psd_client.waiting import Health
 

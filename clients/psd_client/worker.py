@@ -24,9 +24,8 @@ from psd_client.exchange import Exchange
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.heartbeat import Heartbeats
-from psd_client.retry import RetryPolicy
 from psd_client.session import Session
-from psd_client.shards import Shards
+from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Cancelled, Lane
 from psd_client.waiting import Health, WaitReporter
 
