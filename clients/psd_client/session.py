@@ -143,8 +143,7 @@ class Session:
 
     def _enter(self) -> None:
         """Join and, if there is a declaration, declare; again, if the new session's lease runs out on the way."""
-        deadline = self.now() + self._config.wait_timeout_s
-        attempts = 0
+        limit = Limit(self.now, self._config.wait_timeout_s)
         while True:
             try:
                 self.join_anew()
@@ -156,8 +155,7 @@ class Session:
                 if self._declaration is not None:
                     self._declare(self._declaration, is_first=False)
             except SessionFenced as error:
-                attempts += 1
-                if not _may_return(error) or (attempts >= REJOINS_MAX and self.now() > deadline):
+                if limit.is_over() or not _may_return(error):
                     raise
                 logger.warning("psd: worker %d: %s, on its way into the job; joining again", self._config.rank, error)
                 Scope().sleep(REJOIN_PAUSE_S)
@@ -170,7 +168,7 @@ class Session:
 
         Until that has succeeded every operation raises RolledBack: a program must not go on with what it had before.
         """
-        deadline = self.now() + self._config.wait_timeout_s
+        limit = Limit(self.now, self._config.wait_timeout_s)
         self._followed = None
         while True:
             try:
@@ -179,7 +177,7 @@ class Session:
                 fetch()
             except BaseException as error:
                 self._followed = None
-                if not isinstance(error, RolledBack) or self.now() > deadline:
+                if limit.is_over() or not isinstance(error, RolledBack):
                     raise
             else:
                 return
@@ -299,6 +297,20 @@ class Session:
         self._shards.run_once(leave_at)
 
 
+class Limit:
+    """How often something is attempted: for some time, and REJOINS_MAX times in any case: the process may have been stopped."""
+
+    def __init__(self, now: Callable[[], float], timeout_s: float) -> None:
+        self._now = now
+        self._gives_up_at = now() + timeout_s
+        self._attempts = 0
+
+    def is_over(self) -> bool:
+        """True if the attempt that has just failed was the last one."""
+        self._attempts += 1
+        return self._attempts >= REJOINS_MAX and self._now() > self._gives_up_at
+
+
 class Attempts:
     """Attempts at something that a session does: after one that has failed because the session is over, it goes on as another.
 
@@ -316,12 +328,12 @@ class Attempts:
         self._session = session
         self._timeout_s = timeout_s
         self._is_beginning = is_beginning
-        self._gives_up_at = session.now() + timeout_s
-        self._begins_until = self._gives_up_at
+        self._limit = Limit(session.now, timeout_s)
+        self._begin_limit = Limit(session.now, timeout_s)
         self._is_begun = False
         self._error: PsdError | None = None
         self._before: Membership | None = None
-        self._fenced = self._rejoins = 0
+        self._rejoins = 0
 
     def __iter__(self) -> Attempts:
         return self
@@ -352,15 +364,13 @@ class Attempts:
         return self._error is not None
 
     def _rejoin(self, error: SessionFenced) -> None:
-        self._fenced += 1
-        # A worker that was itself suspended beyond its time still has some attempts.
-        if self._fenced >= REJOINS_MAX and self._session.now() > self._gives_up_at:
+        if self._limit.is_over():
             raise error
         self._session.rejoin(error)
-        self._begins_until, self._rejoins = self._session.now() + self._timeout_s, 0
+        self._begin_limit, self._rejoins = Limit(self._session.now, self._timeout_s), 0
 
     def _begin_again(self, error: PsdError) -> None:
-        if self._rejoins == REJOINS_MAX or self._session.now() > self._begins_until:
+        if self._begin_limit.is_over() or self._rejoins == REJOINS_MAX:
             raise error
         # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning anew,
         # however often it is killed; but if it has not been, that must end.

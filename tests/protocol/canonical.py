@@ -88,7 +88,6 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "transport",
         "times",
         "_busy",
-        "_begins_until",
         "_gives_up_at",
         "counts",
         "rejoins",
