@@ -42,7 +42,7 @@ def test_push_when_the_shard_makes_it_wait_then_little_is_under_way(cluster: Cal
 
     workers = [Thread(lambda rank=rank: connected(rank)) for rank in range(2)]
     with workers[0].result() as ps, workers[1].result() as other:
-        lane: Any = ps._shards.lanes[0]
+        lane: Any = ps._worker._shards.lanes[0]
         ones = {"w": np.ones(ELEMENTS, np.float32)}
         for _ in range(3):
             ps.push(ones)
