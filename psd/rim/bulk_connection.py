@@ -77,7 +77,7 @@ class BulkConnection:
             self._stream.set_deadline(hello_s)
             self._welcome(admit)
             self._stream.set_deadline(None)
-            self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
+            self._stream.head_bytes_max = self._shard.config.limits.message_bytes_max
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
@@ -170,7 +170,7 @@ class BulkConnection:
         try:
             if len(descriptors) != 1:
                 raise InvalidRequest("descriptor: the byte after SEND came without one")
-            job = self._shard.core.declared()
+            job = self._shard.declared()
             if attach.layout_digest != job.layout.digest:
                 raise LayoutMismatch("layout_digest: is not this job's")
             self._memory = WorkerMemory(descriptors[0], attach, job.layout)
@@ -229,7 +229,7 @@ class BulkConnection:
         else:
             raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
-        is_large = len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
+        is_large = len(self._shard.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
         outbox = self._outbox() if is_large and self._has_core_to_spare() else None
         sent = 0
         put = self._deliver if outbox is None else outbox.put
@@ -280,7 +280,7 @@ class BulkConnection:
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
             raise InvalidRequest("in_memory: nothing is attached to this connection")
-        if self._memory.layout_digest != self._shard.core.declared().layout.digest:
+        if self._memory.layout_digest != self._shard.declared().layout.digest:
             raise LayoutMismatch("in_memory: the memory was attached for another job")
         return self._memory
 

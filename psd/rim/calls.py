@@ -151,10 +151,9 @@ class Guard:
         told = error
         if not isinstance(told, PsdError):
             logger.error("a request failed by a defect of the shard", exc_info=error)
-            told = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+            told = InternalError(f"shard {self._shard.config.shard_index} failed; its log has the traceback")
         forget_frames(error)
-        with self._shard.core.lock:
-            self._shard.core.counters.count_error(told)
+        self._shard.count_error(told)
         return told
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:

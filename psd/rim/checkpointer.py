@@ -131,8 +131,8 @@ class Checkpointer:
             self._announce_due(config)
 
     def _announce_due(self, config: ServerConfig) -> None:
-        if self._shard.core.timeline != self._timeline:
-            self._timeline, self._last_step = self._shard.core.timeline, 0
+        if self._shard.timeline != self._timeline:
+            self._timeline, self._last_step = self._shard.timeline, 0
         with self._lock:
             if self._unwritten:
                 return  # by steps or by time: not faster than they can be written
@@ -250,7 +250,7 @@ class Checkpointer:
             cut_id=snapshot.cut.id,
             step=snapshot.cut.step,
             timeline=snapshot.timeline,
-            run_id=self._shard.core.run_id,
+            run_id=self._shard.run_id,
             created_at=snapshot.cut.created_at,
             layout=job.layout,
         )

@@ -74,8 +74,8 @@ class DataPlane:
     """
 
     def __init__(self, shard: Shard, lane: str) -> None:
-        self.counts = shard.core.counters.lanes[lane]
-        self._now = shard.core.now
+        self.counts = shard.lane_counts(lane)
+        self._now = shard.now
         self._exchange = shard.exchange
 
     def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:

@@ -35,7 +35,7 @@ class DataService:
         self._shard = shard
         self._guard = guard
         self._plane = plane
-        self._reads = threading.BoundedSemaphore(shard.core.config.limits.reads_max)
+        self._reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -81,7 +81,7 @@ class DataService:
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Read."""
         if not self._reads.acquire(blocking=False):
-            limit = self._shard.core.config.limits.reads_max
+            limit = self._shard.config.limits.reads_max
             raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
         try:
             yield from self._read(request, context)
@@ -125,7 +125,7 @@ class DataService:
 
     def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
         """See DataService.PushPullSmall."""
-        count_max = max(1, len(self._shard.core.initialized().blocks))
+        count_max = max(1, len(self._shard.initialized().blocks))
         if len(request.frames) > count_max:
             raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
         if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:

@@ -35,7 +35,8 @@ from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
 from psd.state.membership import tick_s
-from psd.state.shard import Shard, ShardState
+from psd.state.shard import Shard
+from psd.state.status import ShardState
 
 logger = logging.getLogger(__name__)
 
@@ -154,11 +155,11 @@ class ShardServer:
             ) from error
         self.address = f"{host}:{bound}"
         if self.shard.is_recovered:
-            job = self.shard.core.declared()
+            job = self.shard.declared()
             logger.warning(
                 "the shard goes on where an earlier process of it ended",
                 extra={
-                    "run_id": self.shard.core.run_id,
+                    "run_id": self.shard.run_id,
                     "version_min": job.version_min,
                     "version_max": job.version_max,
                 },
@@ -166,7 +167,7 @@ class ShardServer:
         elif self.shard.restored_from is not None:
             logger.warning(
                 "the shard begins with a checkpoint",
-                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
+                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.run_id},
             )
         if self._config.metrics_port is not None:
             self._metrics = self._metrics_server(host.strip("[]"), self._config.metrics_port)
@@ -216,7 +217,7 @@ class ShardServer:
                     "rank": worker.rank,
                     "step": worker.clock,
                     "lease_s": self._config.lease_s,
-                    "run_id": self.shard.core.run_id,
+                    "run_id": self.shard.run_id,
                 },
             )
         self._check_done()

@@ -117,7 +117,7 @@ class Driver:
 
     def _start(self, **arguments: Any) -> None:
         self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=self.incarnation, **arguments)
-        self.core = self.shard.core
+        self.core = self.shard._core
         _open_shards.append(self.shard)
 
     def kill(self) -> None:
