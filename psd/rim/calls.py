@@ -6,12 +6,10 @@ INVALID_ARGUMENT with the field's name instead of gRPC's anonymous INTERNAL.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -106,15 +104,6 @@ def wait_s(context: Caller) -> float:
     remaining = context.time_remaining()
     # A call without a deadline has, to gRPC, ages.
     return WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
-
-
-def settle(future: Future[Any], outcome: Any) -> None:
-    """Give a future its result or, if `outcome` is an error, its exception; the first one holds."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(outcome, PsdError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
 
 
 def forget_frames(error: BaseException) -> None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
-from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
+from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
-from psd.state.cuts import Snapshot
+from psd.state.cuts import Done
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
@@ -89,22 +88,19 @@ class DataService:
             self._reads.release()
 
     def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        ready: Future[Snapshot] = Future()
-
-        def miss(cut: data_pb2.Cut, why: str) -> None:
-            settle(ready, CutMissed(f"cut.step: {cut.step} is too early: {why}"))
-
-        def hang_up() -> None:
-            settle(ready, InvalidRequest("the reader hung up"))
-
-        snapshot = self._shard.begin_read(request, lambda complete: settle(ready, complete), miss)
+        done: Done = SimpleQueue()
+        snapshot = self._shard.begin_read(request, done)
         try:
-            if not context.add_callback(hang_up):
+            if not context.add_callback(lambda: done.put(None)):
                 return
             try:
-                ready.result(wait_s(context))
-            except FutureTimeoutError:
+                is_done = done.get(timeout=wait_s(context)) is not None
+            except Empty:
                 raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+            if not is_done:
+                raise InvalidRequest("the reader hung up")
+            if snapshot.why_missed:
+                raise CutMissed(f"cut.step: {request.cut.step} is too early: {snapshot.why_missed}")
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
                 yield self._frame(Answer(snapshot.job.blocks[index], (page.version, page)))

@@ -75,8 +75,6 @@ class ShardServer:
         )
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
         self._checkpointer = Checkpointer(self.shard, config, directory) if directory is not None else None
-        if self._checkpointer is not None:
-            self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed, self._checkpointer.announce_due)
         self.done = threading.Event()
         self.address = config.listen
         self.metrics_port = 0
@@ -222,8 +220,6 @@ class ShardServer:
             )
         self._check_done()
         self._update_readiness()
-        if self._checkpointer is not None:
-            self._checkpointer.announce_due()
 
     def _check_done(self) -> None:
         if self.shard.is_done:
@@ -258,7 +254,7 @@ class ShardServer:
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():
-                self._checkpointer.take_final()
+                self.shard.schedule.announce_final()
             self._checkpointer.stop()
         # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
         self.shard.close(keep=not self.done.is_set())

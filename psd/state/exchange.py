@@ -23,6 +23,7 @@ from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job
 from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
+from psd.state.schedule import CutSchedule
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
 from psd.state.voices import Voice
@@ -33,9 +34,10 @@ from psd_core.arena import ArenaClosed
 class Exchange:
     """The desk for gradients and parameters."""
 
-    def __init__(self, core: ShardCore, cuts: Cuts) -> None:
+    def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule) -> None:
         self._core = core
         self._cuts = cuts
+        self._schedule = schedule
 
     # -- push ----------------------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
-        self._cuts.on_push()
+        self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,

@@ -11,7 +11,7 @@ gRPC, sockets, flags or the environment.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
@@ -20,12 +20,13 @@ from psd.contract.errors import Draining, PsdError, WrongShard
 from psd.state.admission import Admission
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.cuts import Cuts, Snapshot, check_cuts
+from psd.state.cuts import Cuts, Done, Snapshot, check_cuts
 from psd.state.exchange import Exchange
 from psd.state.job import Job
 from psd.state.measures import Measures
 from psd.state.membership import Worker, WorkerState
 from psd.state.restoration import Restoration
+from psd.state.schedule import CutSchedule
 from psd.state.status import ShardState, ShardStatus
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
@@ -51,7 +52,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, measures, restoration, cuts: the desks, each for its part of the calls.
+        admission, exchange, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Shard:
         self.is_recovered = self._core.recover()
         self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self._core, wall, self.restoration.redeclare)
-        self.exchange = Exchange(self._core, self.cuts)
+        self.schedule = CutSchedule(self._core, self.cuts, wall)
+        self.exchange = Exchange(self._core, self.cuts, self.schedule)
         self.measures = Measures(self._core)
         self.is_draining = False
         self._started = now()
@@ -102,8 +104,8 @@ class Shard:
             self._core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, see to what that has made hopeless, and try again what had no room to be written; to be called every
-        `tick_s`.
+        """Expire leases, see to what that has made hopeless, try again what had no room to be written, and announce a cut if
+        one is due; to be called every `tick_s`.
 
         Returns:
             The workers that expired.
@@ -117,6 +119,7 @@ class Shard:
         if expired or (job is not None and job.lacks_space):
             self._core.settle()
         self.restoration.give_up_lost_round()
+        self.schedule.announce_due()
         return expired
 
     def drain(self) -> None:
@@ -125,39 +128,6 @@ class Shard:
         self._core.waiting.refuse(self._draining())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    @property
-    def is_training(self) -> bool:
-        """True if there is a job, and a part of it here that changes."""
-        job = self._core.job
-        if job is None or self._core.is_tentative or not self.is_initialized:
-            return False
-        return job.trained_count > 0 and not job.arena.is_closed
-
-    @property
-    def has_workers(self) -> bool:
-        """True if a worker is live."""
-        with self._core.lock:
-            return self._core.membership is not None and any(w.state is WorkerState.LIVE for w in self._core.membership.workers)
-
-    @property
-    def has_rounds(self) -> bool:
-        """True if the job is synchronous."""
-        return self._core.declared().policy.has_rounds
-
-    @property
-    def progress(self) -> int:
-        """Rounds closed; without rounds the clock of the slowest worker, or of the last that has left."""
-        job = self._core.declared()
-        if job.policy.has_rounds:
-            return job.version_max
-        with self._core.lock:
-            slowest = self._core.members.min_clock()
-            return slowest if slowest is not None else max(w.clock for w in self._core.members.workers)
-
-    def learn_cuts(self, cuts: Sequence[data_pb2.Cut]) -> None:
-        """Take part in cuts, and pass them on to the workers."""
-        self.cuts.learn(self._core.declared(), cuts)
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
         """The job and how far it is; see ControlService.Describe."""
@@ -168,37 +138,24 @@ class Shard:
             run_id=self._core.run_id,
             spec=job.spec.to_message(),
             layout_digest=job.layout.digest,
-            progress=self.progress,
+            progress=self.schedule.progress,
             has_blocks=job.trained_count > 0,
             timeline=self._core.timeline,
         )
 
-    def begin_read(
-        self,
-        request: data_pb2.ReadRequest,
-        on_ready: Callable[[Snapshot], None],
-        on_missed: Callable[[data_pb2.Cut, str], None],
-    ) -> Snapshot:
-        """Begin to collect the pages of a reader's cut; see DataService.Read. To be given back by `cuts.abandon`."""
+    def begin_read(self, request: data_pb2.ReadRequest, done: Done) -> Snapshot:
+        """Begin to collect the pages of a reader's cut; see DataService.Read. To be given back by `cuts.abandon`.
+
+        Args:
+            done: where the snapshot is put when it is complete, or missed.
+        """
         self._core.check_run(request.run_id)
         job = self._core.initialized()
         job.check_digest(request.layout_digest)
         check_cuts([request.cut])
-        snapshot = Snapshot(request.cut, job, on_ready, on_missed)
+        snapshot = Snapshot(request.cut, job, done)
         self.cuts.begin(snapshot)
         return snapshot
-
-    def take_final_cut(self, cut_id: str) -> None:
-        """Take this shard's part of a cut at the end of the job; the same on all shards if all workers have left in order."""
-        created_at = max(worker.left_at for worker in self._core.members.workers)
-        cut = data_pb2.Cut(id=cut_id, step=self.progress, created_at=created_at)
-        self.cuts.take_final(self._core.declared(), cut)
-
-    def release_snapshot(self, snapshot: Snapshot) -> None:
-        """Give back the pages that a snapshot still holds."""
-        pages, snapshot.pages = snapshot.pages, {}
-        snapshot.job.unpin_all(pages)
-        snapshot.job.arena.trim()
 
     def _describe(self, snapshot: Snapshot) -> None:
         """What belongs to a cut beside the blocks. Runs under a block's lock, and takes no other."""
@@ -239,11 +196,6 @@ class Shard:
     def run_id(self) -> str:
         """The name of the run; empty before anybody has named it."""
         return self._core.run_id
-
-    @property
-    def timeline(self) -> int:
-        """How often the job has gone back to a checkpoint."""
-        return self._core.timeline
 
     def declared(self) -> Job:
         """The job; NotDeclared if there is none."""

@@ -232,6 +232,10 @@ class Driver:
     def arrive(self, seat: Seat, name: str = "b", seq: int = 1) -> Ticket:
         return self.shard.arrive(control_pb2.BarrierRequest(caller=seat.caller, name=name, seq=seq))
 
+    def learn_cuts(self, cuts: Sequence[data_pb2.Cut]) -> None:
+        """Hear of cuts, as from a worker."""
+        self.shard.cuts.learn(self.core.declared(), cuts)
+
     # -- numbers --
 
     def header(
