@@ -70,7 +70,8 @@ class DataService:
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
         """See DataService.Push."""
         frame = _next(requests)
-        return self._plane.push(_header(frame), _blocks(frame, requests), Waiter(self._shard, context))
+        (reply,) = self._plane.push(_header(frame), _blocks(frame, requests), Waiter(self._shard, context))
+        return reply
 
     def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Pull."""

@@ -340,20 +340,18 @@ class Exchange:
         """
         self._check_session(pull)
         version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
-        found = self._found(block, version_min, pull.reader)
-        if found is not None:
-            return found
-        return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
+        try:
+            found = block.read(version_min, pull.reader)
+        except ArenaClosed:
+            raise self._gone_back() from None
+        return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
-        if pull.has_rounds:
-            return self._found(block, pull.clock, None)
-        return self._found(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
-
-    def _found(self, block: BlockState, version_min: int, reader: int | None) -> Found | None:
+        if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
+            return None
         try:
-            return block.read(version_min, reader)
+            return block.read(pull.clock, None) if pull.has_rounds else block.read(0, pull.reader)
         except ArenaClosed:
             raise self._gone_back() from None
 
