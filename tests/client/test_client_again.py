@@ -145,7 +145,7 @@ def failed_flat_push(c: Any, aggregation: str) -> tuple[ParameterServer, Paramet
     ps, faults, peer = pair(c.servers, aggregation=aggregation)
 
     def fail() -> None:
-        until(lambda: c.shards[0].shard.core.declared().open_rounds > 0)
+        until(lambda: c.shards[0].shard._core.declared().open_rounds > 0)
         raise ShardUnavailable("cut")
 
     faults.run_before("push_pull" if aggregation == "fast" else "push", shard=1, action=fail)
