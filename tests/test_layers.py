@@ -23,7 +23,7 @@ LAYERS = {
 
 # What is not the project's own: who may import it.
 OUTSIDE = {
-    "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.grpc_lane", "psd_client.grpc_errors"),
+    "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.grpc_channel", "psd_client.grpc_errors"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),

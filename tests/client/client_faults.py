@@ -19,7 +19,7 @@ from psd.contract.config import ClientConfig
 from psd.contract.errors import PsdError, ShardUnavailable
 from psd.rim.server import ShardServer
 from psd_client.client import ParameterServer
-from psd_client.grpc_lane import GrpcLane
+from psd_client.shard_lane import ShardLane
 
 
 class Faults:
@@ -63,11 +63,11 @@ def _raise(error: PsdError) -> None:
     raise error
 
 
-class FaultyLane(GrpcLane):
+class FaultyLane(ShardLane):
     """A gRPC lane whose calls meet the faults."""
 
     def __init__(self, shard: int, address: str, faults: Faults) -> None:
-        super().__init__(shard, address)
+        super().__init__(shard, address, "grpc")
         self._faults = faults
 
     def join(self, *args: Any) -> Any:

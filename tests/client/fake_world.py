@@ -23,9 +23,8 @@ from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.heartbeat import Heartbeats
-from psd_client.retry import RetryPolicy
 from psd_client.session import Session
-from psd_client.shards import Shards
+from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Call
 from psd_client.waiting import Health, WaitReporter
 

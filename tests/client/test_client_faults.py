@@ -57,7 +57,7 @@ def test_call_when_a_shard_fails_for_a_moment_then_is_sent_again(cluster: Start,
     with ps:
         faults.fail(method, shard=0, error=error)
         if method == "join":
-            ps._session.join()
+            ps._worker._session.join()
         declare(ps)
         ps.push(ones())
         ps.pull()
@@ -76,7 +76,7 @@ def test_call_when_the_reply_of_the_start_is_lost_then_is_repeated(cluster: Star
     with ps:
         faults.lose_reply(method, shard=shard)
         if method == "join":
-            ps._session.join()
+            ps._worker._session.join()
         params = ps.declare({"w": np.full(SIZE, 3, np.float32)}, SGD(lr=1.0))
         assert set(params["w"].tolist()) == {3.0}
         assert ps.push_pull(ones())["w"][-1] == 2

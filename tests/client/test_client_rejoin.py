@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,13 @@ def world() -> Iterator[World]:
     made.close()
 
 
+def operate(world: World, action: Callable[[], object] = lambda: None) -> None:
+    """Do something as the worker's session does, whichever that is by then."""
+    for attempt in world.session.attempts():
+        with attempt:
+            action()
+
+
 def fence(world: World) -> SessionFenced:
     """Let the worker's lease run out; what its next call is told."""
     world.expire()
@@ -33,7 +40,7 @@ def fence(world: World) -> SessionFenced:
 def assert_is_in(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """All shards know the session, and nobody else was blamed."""
     assert world.seen_as() == [("LIVE", world.session.number)] * len(world.shards)
-    world.session.while_fenced(lambda: None)
+    operate(world)
     assert "same rank" not in caplog.text
 
 
@@ -97,12 +104,12 @@ def test_rejoin_when_the_lease_always_runs_out_then_says_so_at_the_deadline(
         world.faults.run_before("declare", shard=1, action=world.expire)  # 4 s each
 
     with pytest.raises(SessionFenced, match="its lease of 2 s ran out"):
-        world.session.while_fenced(lambda: raise_once(error))
+        operate(world, lambda: raise_once(error))
 
     assert 20 < world.now - before < 30
     assert "same rank" not in caplog.text
     world.faults._before.clear()
-    world.session.while_fenced(lambda: None)
+    operate(world)
     assert_is_in(world, caplog)
 
 
@@ -148,11 +155,11 @@ def test_rejoin_when_it_fails_then_the_next_operation_does_it(
     for lane in world.lanes:
         lane.joins.clear()
 
-    world.session.while_fenced(lambda: None)
+    operate(world)
 
     assert [len(lane.joins) for lane in world.lanes] == [1, 1]
     assert_is_in(world, caplog)
-    world.session.while_fenced(lambda: None)
+    operate(world)
     assert len(world.lanes[0].joins) == 1
 
 
@@ -237,7 +244,7 @@ def test_go_back_when_it_fails_then_every_operation_says_so_until_it_has_succeed
     fetched: list[int] = []
 
     def fetch() -> None:
-        world.session.while_fenced(lambda: None)
+        operate(world)
         with world.faults.around("fetch", 0):
             fetched.append(world.session.clock)
 
@@ -247,7 +254,7 @@ def test_go_back_when_it_fails_then_every_operation_says_so_until_it_has_succeed
 
     for _ in range(2):
         with pytest.raises(RolledBack, match="has not followed it there yet"):
-            world.session.while_fenced(lambda: None)
+            operate(world)
     world.session.go_back(fetch)
 
     assert len(fetched) == 1

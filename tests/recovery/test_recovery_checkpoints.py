@@ -200,7 +200,7 @@ def test_all_roll_back_when_a_shard_and_a_worker_are_lost_in_one_round(cluster: 
         survivor, dying = pool.map(until_round_12, range(2))
         shards[1].stop()
         start(1, shards[1].address)  # decided at shard 0, and not heard of here
-        dying._close(RuntimeError("it crashes"))
+        dying._worker.close(RuntimeError("it crashes"))
         with survivor:
             with pytest.raises(psd_client.RolledBack, match="went back to a checkpoint at step") as caught:
                 survivor.pull()
