@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -38,7 +37,7 @@ AGE_BUCKETS = 18
 Sample = tuple[tuple[str, ...], float]
 
 
-class Metrics(Collector):
+class Metrics:
     """Renders the metrics of a shard.
 
     Args:
@@ -51,22 +50,29 @@ class Metrics(Collector):
         progress: Callable[[], Progress | None],
         connections: Callable[[], Mapping[str, LaneConnections]],
     ) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_ShardCollector(shard, progress, connections))
+        ProcessCollector(registry=self._registry)
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _ShardCollector(Collector):
+    def __init__(
+        self,
+        shard: Shard,
+        progress: Callable[[], Progress | None],
+        connections: Callable[[], Mapping[str, LaneConnections]],
+    ) -> None:
         self._shard = shard
         self._progress = progress
         self._connections = connections
         self._index = str(shard.config.shard_index)
-        self._gauge = partial(self._family, GaugeMetricFamily)
-        self._counter = partial(self._family, CounterMetricFamily)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def render(self) -> bytes:
-        """Render the metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the metrics depend on the job."""
+        """Nothing: what there is depends on the job."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -82,15 +88,14 @@ class Metrics(Collector):
 
     # -- what they are made of -------------------------------------------------------------------------------------------
 
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        help_: str,
-        *samples: Sample,
-        labels: tuple[str, ...] = (),
-    ) -> Metric:
-        family = kind(name, help_, labels=("shard", *labels))
+    def _gauge(self, name: str, help_: str, *samples: Sample, labels: tuple[str, ...] = ()) -> Metric:
+        family = GaugeMetricFamily(name, help_, labels=("shard", *labels))
+        for values, number in samples:
+            family.add_metric((self._index, *values), number)
+        return family
+
+    def _counter(self, name: str, help_: str, *samples: Sample, labels: tuple[str, ...] = ()) -> Metric:
+        family = CounterMetricFamily(name, help_, labels=("shard", *labels))
         for values, number in samples:
             family.add_metric((self._index, *values), number)
         return family
