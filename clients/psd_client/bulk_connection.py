@@ -31,14 +31,14 @@ logger = logging.getLogger("psd_client")
 
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
-"""For the answer to a ticket, or to memory that is attached: a shard that takes longer is one that does not answer."""
+"""Seconds that a shard may take to answer a ticket, or memory that is attached."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
 
 class NotGreeted(Exception):
-    """Somebody has taken the connection and does not answer."""
+    """The connection was accepted, but nobody answers."""
 
 
 class BulkConnection:
@@ -80,11 +80,11 @@ class BulkConnection:
 
     @property
     def is_local(self) -> bool:
-        """True if memory can be attached."""
+        """True if memory can be shared with the shard."""
         return self._stream.local is not None
 
     def attach(self, gradients: FlatBuffers, parameters: FlatBuffers, call: Call) -> None:
-        """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
+        """Let the shard see both buffers, which lie in one segment; does nothing if it already sees them."""
         if self._attached is not None and self._attached[0] is gradients:
             return
         segment = gradients.segment
@@ -194,7 +194,7 @@ class BulkConnection:
         self.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
 
     def _send_blocks(self, part: GradientPart) -> None:
-        """One message per block; of those that are attached, their names."""
+        """Send one message per block; for attached blocks, only their names."""
         in_memory, left = self._has(part.buffers), len(part.blocks)
         for block, present in self._outgoing(part):
             left -= 1
@@ -281,7 +281,7 @@ class BulkConnection:
                 self._give_back()
 
     def _guarded(self, exchange: Callable[[], ResultT]) -> ResultT:
-        """The result of an exchange of messages; the connection is over if it ends in any other way than by an answer."""
+        """The result of an exchange of messages; the connection ends unless the shard has answered."""
         try:
             return exchange()
         except _Refused:
@@ -322,7 +322,7 @@ class BulkConnection:
         self.close()
 
     def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        """The shard has not let go of the memory: what it may still do there is not to be seen any more, nor is what comes."""
+        """Detach the memory that the shard still holds: its further writes are not seen, nor do new gradients reach it."""
         segment = gradients.segment
         if segment is None or segment.is_given_up:
             return
@@ -349,7 +349,7 @@ class BulkConnection:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Nobody uses the connection any more."""
+        """Release the connection when nobody uses it any more."""
         self._sender.close()
         self._stream.close()
 

@@ -1,4 +1,4 @@
-"""The lane that takes the best way: shared memory with a shard on this machine, else TCP, else gRPC.
+"""A lane that takes the best transport: shared memory with a shard on this machine, else TCP, else gRPC.
 
 What it opens it opens at the first need, and anew after a failure, since a shard may come back elsewhere. Control calls stay
 with gRPC, and so does all data where neither works, unless one way is forced. Must not know sessions, clocks or retries.
@@ -29,17 +29,17 @@ from psd_client.transport import Call, Cancelled, GradientPart, Share
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
 STALE_NAME_S = 20.0
-"""For about so long name servers may give out the address that a shard had before. A connection that worked before is tried
-again for this long, and only then given up in favour of gRPC."""
+"""Seconds for which name servers may still give out a shard's earlier address. A connection that worked before is tried again
+for this long, and only then given up in favour of gRPC."""
 
 SILENCES_MAX = 2
-"""A port that has not answered so often, while the shard has answered over gRPC, is not the shard's for this worker."""
+"""Attempts on a port that did not answer, while the shard answered over gRPC, until this worker stops trying it."""
 
 ResultT = TypeVar("ResultT")
 
 
 class BulkLane(GrpcLane):
-    """One shard, by the best way that works.
+    """The lane to one shard over the best transport that works.
 
     Args:
         transport: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
@@ -112,7 +112,7 @@ class BulkLane(GrpcLane):
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
-        """The connection, ready for bulk calls; None: gRPC it is."""
+        """The connection, ready for bulk calls; None to use gRPC."""
         bulk = self._opened(caller, call)
         if bulk is not None and bulk.is_local and self._shared is not None:
             gradients, parameters = self._shared
@@ -158,7 +158,7 @@ class BulkLane(GrpcLane):
         return None
 
     def _missed(self, why: str) -> None:
-        """A connection has come to nothing: raises ShardUnavailable, to be tried again, while the name may be to blame."""
+        """Handle a failed connection: raise ShardUnavailable, to be tried again, while the name may be to blame."""
         now = time.monotonic()
         if self._missed_since is None:
             self._missed_since = now
@@ -166,8 +166,9 @@ class BulkLane(GrpcLane):
             raise self._unavailable(why)
 
     def _silent(self, name: str, port: int) -> str:
-        """A connection was taken, and nobody has answered: why not this way. Raises ShardUnavailable while it may be that the
-        shard was only suspended for a while; each attempt begins with a call that it must answer."""
+        """Handle a connection that was accepted but never answered: return the reason against this transport. Raises
+        ShardUnavailable while it may be that the shard was only suspended for a while; each attempt begins with a call that it
+        must answer."""
         if name == "shm":
             raise self._unavailable("takes connections on this machine and does not answer them")
         why = f"port {port}: takes connections and does not answer"
@@ -233,4 +234,4 @@ def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSock
 
 
 class _NotHere(Exception):
-    """A way that does not work with this shard, and why."""
+    """The reason why a transport does not work with this shard."""

@@ -231,7 +231,7 @@ class ParameterServer(FlatCalls):
             self._declared.push(groups.scalars(), weight, present)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters as new arrays; synchronous: after the round to which this worker has pushed last.
+        """Fetch the parameters as new arrays; in synchronous jobs after the round of this worker's last push.
 
         Raises:
             WaitTimeout: the workers that it names have not pushed until the wait timeout.

@@ -17,8 +17,8 @@ from psd_client.crew import Crew, Task
 from psd_client.transport import CANCEL_S, Cancelled, Lane, Scope
 
 ENDING_S = CANCEL_S + 1
-"""How long operations that were cancelled are waited for. What ends later, as a name server that does not answer lets it, finds
-its scope cancelled before it touches anything."""
+"""Seconds to wait for operations that were cancelled. What ends later, as a name server that does not answer lets it, finds its
+scope cancelled before it touches anything."""
 
 ResultT = TypeVar("ResultT")
 
@@ -66,7 +66,7 @@ class Fanout:
 
 
 def _cancel(scope: Scope, done: SimpleQueue[Task[Any]], count: int) -> list[Task[Any]]:
-    """Those of the `count` tasks that end in time."""
+    """Cancel the tasks; the results of those of the `count` that end in time."""
     scope.cancel()
     deadline = time.monotonic() + ENDING_S
     ended: list[Task[Any]] = []

@@ -36,7 +36,7 @@ from psd_client.grpc_frames import Answer, initial_frames, push_messages
 from psd_client.transport import Call, Cancelled, GradientPart, Lane
 
 MESSAGE_BYTES_MAX = 32 << 20
-"""As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
+"""The default of psd-server: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -59,13 +59,14 @@ CHANNEL_OPTIONS = (
 )
 
 UNREACHED_S = 2.0
-"""A channel that is this old when it cannot reach the shard is replaced."""
+"""Age in seconds at which a channel that cannot reach the shard is replaced."""
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
-"""Of gradients or parameters, in one message."""
+"""Limit of gradients or parameters in one message."""
 
 WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
-"""Besides, where no threads can be started any more: gRPC then makes blocking calls, and receives streams, without any."""
+"""Further options once no threads can be started any more: gRPC then makes blocking calls, and receives streams, without
+any."""
 
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
@@ -137,7 +138,7 @@ class GrpcLane(Lane):
             return self._channel
 
     def _failed(self, rpc: Any, *, is_wait: bool) -> PsdError:
-        """Why a call has failed, and, where it lets expect another outcome of the next attempt, what prepares that."""
+        """The error of a failed call, and, if another attempt may succeed, a function that prepares it."""
         error = psd_error(rpc, self.shard, self.address, is_wait=is_wait)
         where = {"shard": self.shard, "address": self.address}
         shown = self._shown.get(rpc)
@@ -159,7 +160,7 @@ class GrpcLane(Lane):
         return error
 
     def _renew(self, *, is_lost: bool = False) -> None:
-        """Have the next call open another channel, if certificates have changed, or this one has lost the shard."""
+        """Let the next call open another channel, if certificates have changed, or this one has lost the shard."""
         pem = self._credentials.pem()
         with self._lock:
             if self._channel is None or (pem == self._pem and not is_lost):
@@ -188,19 +189,19 @@ class GrpcLane(Lane):
         return self._unary("Declare", request, control_pb2.DeclareReply, call, is_wait=True)
 
     def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
-        """Let the shard go back to a checkpoint."""
+        """Make the shard go back to a checkpoint."""
         return self._unary("Rollback", request, control_pb2.RollbackReply, call, is_wait=True)
 
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
-        """The job, and how far it is."""
+        """Fetch the job and its progress."""
         return self._unary("Describe", request, control_pb2.DescribeReply, call, is_wait=False)
 
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
-        """Say that all shards have a push."""
+        """Report that all shards have a push."""
         return self._unary("Commit", request, control_pb2.CommitReply, call, is_wait=True)
 
     def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        """What the shard's part of a round amounts to."""
+        """Fetch the measure of the shard's part of a round."""
         return self._unary("Measure", request, control_pb2.MeasureReply, call, is_wait=False)
 
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
@@ -214,7 +215,7 @@ class GrpcLane(Lane):
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
-        """Send a heartbeat; the function returned waits for the reply."""
+        """Send a heartbeat; return a function that waits for the reply."""
         serialize, parse = control_pb2.HeartbeatRequest.SerializeToString, control_pb2.HeartbeatReply.FromString
         if not can_start_threads():
             return lambda: self._blocking("Heartbeat", request, control_pb2.HeartbeatReply, timeout_s, is_wait=False)
@@ -229,14 +230,14 @@ class GrpcLane(Lane):
         return reply
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
-        """Say that the worker has finished."""
+        """Report that the worker has finished."""
         self._is_leaving = True  # and does not care why it cannot connect
         self._blocking("Leave", request, control_pb2.LeaveReply, timeout_s, is_wait=False)
 
     def _blocking(
         self, name: str, request: Message, reply: type[MessageT], timeout_s: float, *, is_wait: bool, service: str = _CONTROL
     ) -> MessageT:
-        """A call for which gRPC starts no thread; nothing but its deadline and `close` end it."""
+        """Make a call for which gRPC starts no thread; only its deadline and `close` end it."""
         serialize, parse = type(request).SerializeToString, reply.FromString
         try:
             result: MessageT = self._begin(
@@ -263,7 +264,7 @@ class GrpcLane(Lane):
             return result
 
     def _result(self, rpc: Any, result: Callable[[], ResultT], call: Call | None = None, *, is_wait: bool) -> ResultT:
-        """What `result` returns, which is a step of the call `rpc`; its failure as a typed error."""
+        """The result of `result`, which is a step of the call `rpc`; its failure as a typed error."""
         try:
             found = result()
         except (grpc.RpcError, grpc.FutureCancelledError):
@@ -347,7 +348,7 @@ class GrpcLane(Lane):
     def _receive(
         self, rpc: Any, blocks: Sequence[Block], parameters: FlatBuffers | None, call: Call
     ) -> data_pb2.PushReply | None:
-        """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
+        """Write the blocks of an answer into the parameters, if any; return the push reply, if there is one."""
         answer = Answer(f"shard {self.shard} at {self.address}", blocks, parameters)
         try:
             with call.scope.entered(rpc.cancel):

@@ -61,7 +61,7 @@ class ParamGroups:
             raise ValueError(f"groups: {next(iter(unassigned))!r} stands in no group")
 
     def scalars(self) -> list[list[float]]:
-        """What travels with the next push; raises InvalidRequest, KeyError or TypeError for what the user has put there."""
+        """The scalars of the next push; raises InvalidRequest, KeyError or TypeError for the user's wrong values."""
         if self._checked is None or self._checked[0] != self.groups:
             values = [
                 scalar_values(spec, group, i) for i, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))

@@ -1,4 +1,4 @@
-"""When a call is sent again: exponential back-off with full jitter, until the retry timeout.
+"""Retries of a call: exponential back-off with full jitter, until the retry timeout.
 
 Only errors after which the same call may succeed are retried. That is safe for every call of psd: a push is named by
 (rank, session, clock) and counted once however often it is sent, a barrier by its number, and the others only read or state.
@@ -25,7 +25,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long and how often.
+    """The limits of retries.
 
     Attributes:
         timeout_s: how long a shard may fail; 0: no second attempt.

@@ -27,9 +27,9 @@ logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
 LEAVE_FAILED_TIMEOUT_S = 1.5
-"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
+"""Seconds to leave after a failure or an interruption: the program should not be kept from ending."""
 REJOINS_MAX = 5
-"""In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
+"""Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
 
@@ -76,12 +76,12 @@ class Session:
         self.rejoins = 0
 
     def caller(self, shard: int) -> job_pb2.Caller:
-        """Who asks, for a request to that shard."""
+        """The caller of a request to that shard."""
         return self.memberships.held.caller(shard)
 
     @property
     def told_clock(self) -> int:
-        """The clock that heartbeats tell."""
+        """The clock that heartbeats report."""
         pushing = self.pushing
         return self.clock if pushing is None else min(self.clock, pushing)
 
@@ -113,7 +113,8 @@ class Session:
         self._barrier_seq = 0
 
     def _join_anew(self) -> None:
-        """Join; before the job has values, also one that others have begun under another name that nobody has given."""
+        """Join; before the job has values, join also under another name if others have begun under it and nobody has given
+        one."""
         try:
             self._join()
         except ForeignRun:
@@ -138,7 +139,7 @@ class Session:
         logger.warning("psd: worker %d: %s; it has joined again and goes on at step %d", self._config.rank, error, self.clock)
 
     def begin_anew(self) -> None:
-        """Go on as a new session, declared at all shards: from now on nothing counts that this one still sends. Raises what
+        """Go on as a new session, declared at all shards: nothing counts any more of what the old one still sends. Raises what
         `rejoin` does."""
         self._enter()
         self.rejoins += 1
@@ -168,7 +169,8 @@ class Session:
                 return
 
     def _is_over(self, attempts: int, deadline: float) -> bool:
-        """True if an operation gives up: a worker that was itself suspended beyond the deadline still has some attempts."""
+        """True if an operation should give up: a worker that was itself suspended beyond the deadline still has some
+        attempts."""
         return attempts >= REJOINS_MAX and self._now() > deadline
 
     def go_back(self, fetch: Callable[[], None]) -> None:
@@ -205,7 +207,7 @@ class Session:
                 self.rejoin(error)
 
     def _catch_up(self) -> None:
-        """Do what an operation before has not brought to its end."""
+        """Complete what an earlier operation has left unfinished."""
         if self._declaration is None:
             return
         if self._followed is None:
@@ -216,7 +218,8 @@ class Session:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def prepare_lanes(self) -> list[Share]:
-        """Open the ways for bulk data; how to share memory with those shards that can see this process's."""
+        """Open the transports for bulk data; return a function that shares memory with the shards that can see this
+        process's."""
 
         def prepare() -> list[Share | None]:
             return self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
@@ -224,7 +227,7 @@ class Session:
         return [share for share in self.while_fenced(lambda: self._beginning(prepare)) if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
-        """Agree on the job, and provide `values` as its initial ones if it has none yet; else `fetch` those that it has."""
+        """Agree on the job; provide `values` as its initial ones if it has none, else `fetch` its own."""
         declaration = Declaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
         is_first = self._declaration is None
         is_provided = self.while_fenced(lambda: self._beginning(lambda: self._declare(declaration, is_first=is_first)))
@@ -248,8 +251,8 @@ class Session:
         return declared.is_provided
 
     def _beginning(self, operation: Callable[[], ResultT]) -> ResultT:
-        """The result of an operation of a worker that knows nothing of the job yet: if shards have forgotten it, or gone back,
-        it joins anew."""
+        """Run an operation of a worker that knows nothing of the job yet: if shards have forgotten it, or gone back, it joins
+        anew."""
         deadline = self._now() + self._config.wait_timeout_s
         rejoins = 0
         while True:
@@ -269,7 +272,7 @@ class Session:
     # -- in the job ------------------------------------------------------------------------------------------------------
 
     def await_decisions(self, timeout_s: float) -> None:
-        """Exact aggregation: know what was decided on the round before the clock, for pulls and pushes to carry to all shards.
+        """Exact aggregation: learn the decision on the round before the clock, for pulls and pushes to carry to all shards.
 
         A session that follows one that had committed a round begins after that round, which may still be open; and those who
         hear of the decision may leave before they have told all shards.

@@ -25,7 +25,7 @@ _LEFT_TO_RUN: tuple[type[PsdError], ...] = (*RETRIED, ShardRestarted)
 
 
 def transfer_s(layout: Layout, lanes: Sequence[Lane]) -> float:
-    """Seconds that moving all blocks of the slowest of these lanes may take."""
+    """Seconds that the slowest of these lanes may take to move all its blocks."""
     return max((sum(b.nbytes for b in layout.blocks_of(lane.shard)) for lane in lanes), default=0) / THROUGHPUT_MIN
 
 
@@ -63,7 +63,8 @@ class Shards:
     def run(
         self, operation: Callable[[Lane, Call], ResultT], timeout_s: float, lanes: Sequence[Lane] | None = None
     ) -> list[ResultT]:
-        """Run `operation` at `lanes` (default: all); its results in their order, or the first error after the retries."""
+        """Run `operation` at `lanes` (default: all); return its results in their order, or raise the first error after the
+        retries."""
         scope = Scope()
         clock = self._policy.clock
         deadline = clock() + timeout_s

@@ -1,4 +1,4 @@
-"""One worker's connection: the order of things (connected, declared, closed), one thread at a time, and the end.
+"""One worker's connection: the order of calls (connect, declare, close), one thread at a time, and the end.
 
 A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
 exits. flat_calls.py adds what the faces of frameworks build on: flat buffers in, flat buffers out; client.py adds names.
@@ -77,7 +77,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """How many workers the job has."""
+        """Number of workers of the job."""
         return self._config.world_size
 
     @property
@@ -95,7 +95,7 @@ class Worker:
             self._session.barrier(name)
 
     def stats(self) -> dict[str, int]:
-        """What this worker has done so far.
+        """Statistics of this worker so far.
 
         Returns:
             pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
@@ -115,11 +115,11 @@ class Worker:
 
     @property
     def transports(self) -> list[str]:
-        """Per shard, how bulk data travels ("shm", "tcp", "grpc"), and why not better; empty before `declare`."""
+        """Per shard, the transport of bulk data ("shm", "tcp", "grpc"), and why not a better one; empty before `declare`."""
         return [lane.transport for lane in self._shards.lanes]
 
     def save_client_state(self, state: bytes) -> None:
-        """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
+        """Store in checkpoints what this worker needs to go on: its place in the data, the state of random numbers.
 
         Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
         restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
@@ -131,14 +131,14 @@ class Worker:
 
     @property
     def client_state(self) -> bytes:
-        """What a worker of this rank had saved, as of the step at which this one goes on; empty if nothing.
+        """The state saved by a worker of this rank, as of the step at which this one goes on; empty if none.
 
         Set by `declare`, and anew when the job goes back to a checkpoint.
         """
         return self._session.stored_state
 
     def close(self) -> None:
-        """Say that this worker has finished, and disconnect; nobody waits for it any more. Idempotent.
+        """Finish and disconnect; nobody waits for this worker any more. Idempotent.
 
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
@@ -150,7 +150,7 @@ class Worker:
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        """Leave as one who has finished, or has failed by `error`."""
+        """Leave as finished, or as failed by `error`."""
         if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
             self._shut_down.detach()
             return
@@ -177,7 +177,8 @@ class Worker:
                 ending.shut_down(*arguments[2])
 
     def _abort_feed(self) -> None:
-        """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
+        """Give up a push that is still being computed, at the end of the program. Nobody completes a push that is still being
+        computed: let its threads go.
 
         One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
         """
@@ -220,12 +221,12 @@ class Worker:
 
     @property
     def gradients(self) -> FlatBuffers:
-        """Where the gradients of the next push are to be written."""
+        """The buffers for the gradients of the next push."""
         return self._declared.gradients
 
     @property
     def parameters(self) -> FlatBuffers:
-        """Where pulls leave the parameters."""
+        """The buffers that pulls write the parameters to."""
         return self._declared.parameters
 
     @property
@@ -235,7 +236,7 @@ class Worker:
         return self._exchange
 
     def _go_back(self, error: RolledBack) -> RolledBack:
-        """Join the timeline that begins at a checkpoint; the error that tells the program so."""
+        """Join the timeline that begins at a checkpoint; return the error that tells the program so."""
         if self._exchange is None:
             return error
         self._exchange.go_back()
@@ -247,7 +248,7 @@ class Worker:
 
     @contextmanager
     def _operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
-        """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
+        """Run one call of the program's."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "

@@ -28,13 +28,13 @@ from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
 
 BLOCKS_FOR_TWO_THREADS = 4
-"""From so many blocks of the shard on, answers leave from a thread of their own; below, handing them over costs more."""
+"""Blocks of the shard from which answers leave from a thread of their own; with fewer, handing them over costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["BulkConnection", bytes], int]
 
 HELLO_BYTES_MAX = 1024
-"""Of a head, until the ticket has been shown."""
+"""Longest head until the ticket has been shown."""
 
 
 class BulkConnection:
@@ -116,7 +116,7 @@ class BulkConnection:
     # -- the end, from other threads -----------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """The worker has gone, or is to go: end the waits of the call in progress, and the connection with it."""
+        """Disconnect the worker: end the waits of the call in progress, and the connection with it."""
         with self._lock:
             self._has_hung_up = True
             callbacks, self._callbacks = self._callbacks, []
@@ -127,11 +127,11 @@ class BulkConnection:
         self._stream.shut_down(socket.SHUT_RDWR if self._stream.is_tcp else socket.SHUT_RD)
 
     def cut(self) -> None:
-        """It has been hung up, and does not end: wake whoever is blocked in sending, in any case."""
+        """Force a connection that was hung up and does not end: wake whoever is blocked in sending."""
         self._stream.shut_down(socket.SHUT_RDWR)
 
     def say_alive(self) -> None:
-        """Let the worker of a call under way know that this process is there; on its machine it knows."""
+        """Tell the worker of a call under way that this process lives; on its own machine it knows."""
         if self._is_in_call and self._stream.is_tcp:
             self._stream.send_if_idle(Kind.ALIVE)
 
@@ -299,7 +299,7 @@ class _Outgoing(NamedTuple):
 
 
 class _Pushed:
-    """The blocks of one push, from the messages after its CALL.
+    """The blocks of one push, read from the messages after its CALL.
 
     Args:
         memory: gives what is attached. rank: of the worker.
@@ -314,7 +314,7 @@ class _Pushed:
         self._is_last = False
 
     def blocks(self) -> Iterator[PushedBlock]:
-        """One after the other, up to the last."""
+        """Yield the blocks up to the last."""
         while not self._is_last:
             message = self._next()
             count = len(message.blocks)
@@ -369,7 +369,7 @@ class _Pushed:
 
 
 class _Deadline:
-    """A call's deadline, as Waiter asks a gRPC context for it."""
+    """A call's deadline, with the interface that Waiter expects of a gRPC context."""
 
     def __init__(self, connection: BulkConnection, timeout_s: float) -> None:
         self.add_callback = connection.add_callback

@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 TICKET_S = 30.0
 HELLO_S = 5.0
-"""A connection that has not shown its ticket by then is closed."""
+"""Seconds until a connection that has not shown its ticket is closed."""
 PREDECESSOR_S = 4.0
-"""How long a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
+"""Seconds that a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
 BLOCK_S = 1.0
-"""How long that one may take to finish the block in hand before its connection is cut off under it."""
+"""Seconds that the earlier connection may take to finish the block in hand before it is cut off."""
 STRANGERS_MAX = 64
-"""Connections that have not shown a ticket yet."""
+"""Limit of connections that have not shown a ticket yet."""
 CROWDED_PAUSE_S = 0.1
-"""After a connection that has displaced another one, while nobody with a ticket is expected: a flood costs the shard next to
-nothing, and waits in the kernel."""
+"""Pause after a connection that displaced another one, while nobody with a ticket is expected: a flood waits in the kernel and
+costs the shard next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class LaneConnections:
-    """How many connections are open by one lane, and how many were closed before they had shown a ticket."""
+    """The number of open connections of one lane, and of those closed before they showed a ticket."""
 
     open: int
     refused: int
@@ -220,7 +220,7 @@ class BulkServer:
         return is_alone
 
     def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
-        """The socket, with TLS where there is to be some; a local one needs none."""
+        """The socket, with TLS if configured; a local one needs none."""
         if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return sock
         try:
@@ -253,7 +253,7 @@ class BulkServer:
         connection.close()
 
     def _admit(self, connection: BulkConnection, key: bytes) -> int:
-        """The rank that a ticket is for; InvalidRequest if it is for nobody."""
+        """The rank to which a ticket belongs; InvalidRequest if there is none."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
@@ -271,7 +271,7 @@ class BulkServer:
         return ticket.rank
 
     def _is_current(self, connection: BulkConnection) -> bool:
-        """False if its worker does not take part any more, or as another session that has not called on it."""
+        """False if its worker has left, or has begun a session that has not called on it."""
         membership = self._shard.core.membership
         if membership is None or connection.rank < 0:
             return True
@@ -281,14 +281,14 @@ class BulkServer:
         return worker.state is WorkerState.LIVE and worker.session == connection.session
 
     def connections(self) -> dict[str, LaneConnections]:
-        """By lane."""
+        """The connections by lane."""
         with self._lock:
             tcp = sum(connection.is_tcp for connection in self._connections.values())
             is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
             return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
     def stop(self, grace_s: float | None) -> None:
-        """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
+        """Take no more connections, and end the open ones, after `grace_s` for calls in progress or at once. Idempotent."""
         if self._is_stopping:
             return
         with self._lock:

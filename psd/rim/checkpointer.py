@@ -1,4 +1,4 @@
-"""Checkpoints as a shard takes them: when one is due, the thread that writes it, and what became of it.
+"""Checkpoints of one shard: when one is due, the thread that writes it, and its outcome.
 
 Shard 0 announces cuts (by time, by steps, or on demand); every shard writes its part when its blocks have reached the cut, and
 whoever is last makes the checkpoint valid. Training is not stopped: pages are pinned, and given back as they are written. A
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 TAKE_S_MAX = 3600.0
 
 SNAPSHOTS_MAX = 2
-"""One that is being written and one that waits: each may pin another version of every block."""
+"""Snapshots at a time, one being written and one waiting: each may pin another version of every block."""
 
 FINAL_ID = "final"
-"""Cut id of the checkpoint that is taken when all workers have left."""
+"""Cut id of the checkpoint taken when all workers have left."""
 
 
 @dataclass
 class Progress:
-    """What status and the metrics show.
+    """Progress of checkpoints, for status and the metrics.
 
     Attributes:
         written: parts that this process has stored. failed: checkpoints that it could not take its part in.
@@ -63,7 +63,7 @@ class _Announced:
 
 
 class Checkpointer:
-    """Takes a shard's part in checkpoints.
+    """Takes and writes this shard's part of checkpoints.
 
     Args:
         wall: seconds since 1970.
@@ -97,11 +97,11 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._run, name="psd-checkpoints", daemon=True)
 
     def start(self) -> None:
-        """Begin to write what is handed over."""
+        """Start the thread that writes snapshots."""
         self._thread.start()
 
     def on_ready(self, snapshot: Snapshot) -> None:
-        """Take a snapshot over; returns at once."""
+        """Take over a snapshot; returns at once."""
         with self._lock:
             is_taken = self._unwritten < SNAPSHOTS_MAX or snapshot.cut.id == FINAL_ID
             self._unwritten += is_taken
@@ -114,7 +114,7 @@ class Checkpointer:
             )
 
     def on_missed(self, cut: data_pb2.Cut, why: str) -> None:
-        """A cut cannot be completed on this shard. One that the shard's end has come before is no failure."""
+        """Note that a cut cannot be completed on this shard. One that the shard's end has come before is no failure."""
         if self._stopping.is_set():
             return
         self._fail(cut, CheckpointFailed(f"cut {cut.id} at step {cut.step}: {why}"))
@@ -149,7 +149,7 @@ class Checkpointer:
                 self._announce(step + AHEAD if self._shard.has_rounds else step)
 
     def _next_multiple(self, step: int) -> int | None:
-        """The step of the next cut by --checkpoint-steps, if it is to be announced now."""
+        """The step of the next cut by --checkpoint-steps, if it should be announced now."""
         steps = self._config.checkpoint_steps
         if self._shard.has_rounds:
             due = -(-(step + AHEAD) // steps) * steps
@@ -158,7 +158,7 @@ class Checkpointer:
         return step if due > 0 and due > self._last_step // steps * steps else None
 
     def take_now(self, timeout_s: float | None) -> str:
-        """Take a checkpoint; its name, when it is complete on all shards.
+        """Take a checkpoint; return its name when it is complete on all shards.
 
         Raises:
             CheckpointFailed: it could not be written, or not all shards came to it in time.
@@ -186,7 +186,7 @@ class Checkpointer:
         return self._announce(step + AHEAD if self._shard.has_rounds else step)
 
     def take_before_drain(self, timeout_s: float) -> None:
-        """Before the shard shuts down: wait for a checkpoint that begins now, but not for long.
+        """Wait for a checkpoint that begins now, but not for long; called before the shard shuts down.
 
         Any shard may be the one that is told to end; shard 0 announces at once, the others when nothing comes from there.
         Without workers no round would reach the cut.
@@ -215,14 +215,14 @@ class Checkpointer:
         return announced.done
 
     def take_final(self) -> None:
-        """Take this shard's part of a last checkpoint, now that no worker changes anything any more."""
+        """Take this shard's part of the last checkpoint, when no worker changes anything any more."""
         if self._shard.is_training:
             self._shard.take_final_cut(FINAL_ID)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Write what was handed over, and end."""
+        """Write the snapshots handed over, and end."""
         self._stopping.set()
         self._queue.put(None)
         if self._thread.is_alive():
@@ -293,7 +293,7 @@ class Checkpointer:
             announced.done.set_result(cut.name)
 
     def _discard(self, cut: Cut) -> None:
-        """Make room again; what cannot be removed now goes with the next checkpoint."""
+        """Make room again; the next checkpoint removes what cannot be removed now."""
         try:
             self._directory.discard(cut)
         except PsdError as error:

@@ -65,7 +65,7 @@ class DataService:
     def _bounded(
         self, method: Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]
     ) -> Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]:
-        """The method, with a bound on calls of which no frame has come."""
+        """Wrap the method with a limit on calls that have sent no frame."""
         return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:

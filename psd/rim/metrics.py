@@ -1,4 +1,4 @@
-"""The shard's counts as Prometheus metrics, read when somebody asks for them: what happens meanwhile costs nothing here.
+"""The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing here.
 
 Names follow Prometheus' conventions: base units at their end, `_total` for what only grows. Labels are bounded: lanes, calls,
 states, classes of errors, and at most WORKERS_MAX workers. Must not know HTTP or sockets; the only module that imports
@@ -30,7 +30,7 @@ WORKERS_MAX = 128
 OTHER = "other"
 
 AGE_BUCKETS = 18
-"""Of gradients' ages: 0, 1, 2, 4, and so on to 65536, and beyond."""
+"""Buckets of gradients' ages: 0, 1, 2, 4, and so on to 65536, and beyond."""
 
 Sample = tuple[tuple[str, ...], float]
 
@@ -53,7 +53,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Render the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -70,7 +70,7 @@ class _ShardCollector(Collector):
         self._index = str(shard.core.config.shard_index)
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the job."""
+        """Return nothing: the metrics depend on the job."""
         return []
 
     def collect(self) -> Iterator[Metric]:

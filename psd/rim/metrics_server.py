@@ -23,10 +23,10 @@ CONNECTIONS_MAX = 16
 BACKLOG = 128
 HEAD_BYTES_MAX = 8 << 10
 DEADLINE_S = 10.0
-"""From a connection's begin to its end, whatever it does."""
+"""Seconds from a connection's start to its end, whatever it does."""
 CACHE_S = 0.2
 PAUSE_S = 0.002
-"""After each connection that is accepted: at most 500 a second."""
+"""Pause after each accepted connection: at most 500 a second."""
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class MetricsServer:
             self._selector.close()
 
     def _turn(self) -> bool:
-        """See to what has happened; False when it is time to end."""
+        """Handle pending events; False when it is time to end."""
         deadlines = [connection.deadline for connection in self._connections.values()]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         for key, _ in self._selector.select(timeout):

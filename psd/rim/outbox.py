@@ -1,4 +1,4 @@
-"""Sends a call's answers from a second thread, so that they leave while the first one takes in what still comes.
+"""The second thread of a call: sends answers while the first one still receives.
 
 On a connection that moves many blocks, receiving and applying takes one core and answering the other. What is queued is
 bounded, since each answer pins a page. Must not know what sending an answer means.
@@ -17,7 +17,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Outbox(Generic[ItemT]):
-    """A thread that sends what `put` is given, in order. It ends with `close`; between calls it sleeps.
+    """A thread that sends the items given to `put`, in order. It ends with `close`; between calls it sleeps.
 
     Args:
         send: sends one item. discard: gives up one that will not be sent, because sending failed.
@@ -53,7 +53,7 @@ class Outbox(Generic[ItemT]):
         raise error
 
     def flush(self) -> None:
-        """Wait until everything is sent; raises the error with which sending has failed."""
+        """Wait until everything is sent; raise the error that sending ended with."""
         with self._changed:
             while self._pending:
                 self._changed.wait()

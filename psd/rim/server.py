@@ -44,11 +44,11 @@ READY = "psd.ready"
 answer for the process, which also serves while it waits for a job."""
 
 HANDSHAKE_S = 10
-"""A connection that has not agreed on TLS by then is closed."""
+"""Seconds until a connection that has not completed the TLS handshake is closed."""
 IDLE_S = 300
-"""A connection without a call for so long is closed; workers send heartbeats."""
+"""Seconds after which a connection without a call is closed; workers send heartbeats."""
 METADATA_BYTES_MAX = 16 << 10
-"""Of a call's metadata: method, deadline, token."""
+"""Limit of a call's metadata: method, deadline, token."""
 
 
 class ShardServer:
@@ -131,7 +131,7 @@ class ShardServer:
 
     @property
     def probe_port(self) -> int | None:
-        """Where --health-port is, once started; None without."""
+        """Port of --health-port, once started; None without."""
         return None if self._probes is None else self._probes.port
 
     def start(self) -> None:
@@ -229,7 +229,7 @@ class ShardServer:
             self.done.set()
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; returns when stopped."""
+        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; return when stopped."""
         self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._checkpointer is not None and not self.done.is_set():

@@ -1,4 +1,4 @@
-"""Cuts: when a job is stored, and what of this shard belongs to it. Pins pages; writes nothing.
+"""Cuts: when a job is stored, and this shard's part of each. Pins pages; writes nothing.
 
 A shard announces a cut, workers carry it to the others. With rounds it is a version a few rounds ahead, so that every shard
 hears of it before its blocks get there; each block's page is pinned when the block reaches that version. Without rounds each
@@ -32,7 +32,7 @@ CLIENT_STATE_BYTES_MAX = 1 << 20
 CLIENT_STATES_KEPT = 8
 
 GOES_BACK = "the job goes back to a checkpoint"
-"""Why a cut is missed then."""
+"""The reason when a cut is missed because the job goes back."""
 
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
@@ -77,14 +77,14 @@ class Snapshot:
 
 
 class ClientStates:
-    """What workers need to go on after a restore: a few per rank, each with the clock at which it applies."""
+    """State that workers need to go on after a restore: a few entries per rank, each with the clock at which it applies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._states: dict[int, dict[int, bytes]] = {}
 
     def on_push(self, rank: int, clock: int, state: bytes) -> None:
-        """Keep what came with the push of `clock`: it says how to go on at clock + 1."""
+        """Keep the state that came with the push of `clock`: it tells how to go on at clock + 1."""
         if not state:
             return
         with self._lock:
@@ -94,7 +94,7 @@ class ClientStates:
                 del kept[old]
 
     def at(self, step: int | None) -> dict[int, bytes]:
-        """By rank, the latest that applies at `step` or before; None: the latest."""
+        """The latest state by rank that applies at `step` or before; None: the latest."""
         found = {}
         with self._lock:
             for rank, kept in self._states.items():
@@ -104,7 +104,7 @@ class ClientStates:
         return found
 
     def restore(self, states: dict[int, bytes], step: int) -> None:
-        """Begin with those of a checkpoint."""
+        """Begin with the states of a checkpoint."""
         with self._lock:
             self._states = {rank: {step: state} for rank, state in states.items()}
 
@@ -136,15 +136,16 @@ class Cuts:
         on_missed: Callable[[data_pb2.Cut, str], None],
         on_progress: Callable[[], None],
     ) -> None:
-        """Tell who takes complete snapshots, hears of cuts that cannot be completed here, and of pushes; all return at once."""
+        """Set the callbacks for complete snapshots, for cuts that cannot be completed here, and for pushes; all must return at
+        once."""
         self._on_ready, self._on_missed, self._on_progress = on_ready, on_missed, on_progress
 
     def on_push(self) -> None:
-        """A push has ended: a cut may be due, which its reply should carry."""
+        """Note the end of a push: a cut may be due, which its reply should carry."""
         self._on_progress()
 
     def latest(self) -> list[data_pb2.Cut]:
-        """The cuts to be carried around."""
+        """The cuts for workers to carry to other shards."""
         with self._lock:
             return list(self._known.values())[-CUTS_MAX // 2 :]
 
@@ -184,7 +185,7 @@ class Cuts:
                 self._miss(snapshot, GOES_BACK)
 
     def abandon(self, snapshot: Snapshot) -> None:
-        """Give up a snapshot that nobody waits for any more, and its pages."""
+        """Drop a snapshot that nobody waits for any more, and its pages."""
         with self._lock:
             self._open.pop(snapshot.cut.id, None)
             pages, snapshot.pages = snapshot.pages, {}
@@ -258,12 +259,12 @@ class Cuts:
 
     @property
     def open(self) -> list[data_pb2.Cut]:
-        """Cuts that this shard's blocks have not reached yet."""
+        """Cuts whose version this shard's blocks have not reached yet."""
         with self._lock:
             return [snapshot.cut for snapshot in self._open.values()]
 
     def forget(self, job: Job, why: str = GOES_BACK) -> None:
-        """Give up all open cuts, and those that anybody still begins: the job ends here."""
+        """Drop all open cuts, also those begun later: the job ends here."""
         with self._lock:
             self._gone.add(job)
             snapshots = list(self._open.values())

@@ -105,8 +105,7 @@ class Shard:
             self.core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, see to what that has made hopeless, and try again what had no room to be written; to be called every
-        `tick_s`.
+        """Expire leases, handle the consequences, and retry updates that lacked room; to be called every `tick_s`.
 
         Returns:
             The workers that expired.
@@ -163,7 +162,7 @@ class Shard:
         self.cuts.learn(self.core.declared(), cuts)
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
-        """The job and how far it is; see ControlService.Describe."""
+        """The job and its progress; see ControlService.Describe."""
         self.core.check_address(request.shard_index, request.shard_count)
         self.core.check_run(request.run_id)
         job = self.core.initialized()
@@ -204,7 +203,7 @@ class Shard:
         snapshot.job.arena.trim()
 
     def _describe(self, snapshot: Snapshot) -> None:
-        """What belongs to a cut beside the blocks. Runs under a block's lock, and takes no other."""
+        """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""
         members = self.core.members
         snapshot.timeline = self.core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
@@ -220,7 +219,7 @@ class Shard:
             self.core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
-        """Raise Draining if no new work is taken any more."""
+        """Raise Draining if the shard takes no new work."""
         if self.is_draining:
             raise self._draining()
 
@@ -238,7 +237,7 @@ class Shard:
 
     @property
     def state(self) -> ShardState:
-        """What the shard is good for now."""
+        """The state that status and probes show."""
         if self.is_draining:
             return ShardState.DRAINING
         if self.core.is_tentative:

@@ -1,4 +1,4 @@
-"""Where a shard's arena lives, and whose it is: makes it when a job is declared, finds it again after the process has died.
+"""The place and owner of a shard's arena: makes it when a job is declared, finds it again after the process has died.
 
 With --state-dir the directory is the operator's, and a shard that is started there again goes on where it was killed. Without,
 it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
@@ -42,7 +42,7 @@ _CLOSED = b"closed"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 _MAKING_S_MAX = 60.0
-"""A private directory that has no arena after that will get none."""
+"""Seconds after which a private directory without an arena is abandoned."""
 
 
 class Storage:
@@ -161,7 +161,7 @@ class Storage:
         return arena
 
     def save_barriers(self, opened: bytes) -> None:
-        """Keep which barriers have opened, beside the arena; nothing to keep it for before there is one.
+        """Store the opened barriers beside the arena; does nothing before there is an arena.
 
         Raises:
             OutOfSpace, InternalError: it cannot be written; what was kept before still is.
@@ -169,7 +169,7 @@ class Storage:
         self._save(_BARRIERS_NAME, opened)
 
     def load_barriers(self) -> bytes:
-        """What was kept; empty if nothing was."""
+        """The stored barriers; empty if there are none."""
         return self._load(_BARRIERS_NAME)
 
     def save_verdict(self, verdict: bytes) -> None:
@@ -177,7 +177,7 @@ class Storage:
         self._save(_VERDICT_NAME, verdict)
 
     def load_verdict(self) -> bytes:
-        """What was kept; empty if nothing was."""
+        """The stored verdict; empty if there is none."""
         return self._load(_VERDICT_NAME)
 
     def _save(self, name: str, content: bytes) -> None:
@@ -185,7 +185,7 @@ class Storage:
             self._write(name, content, lambda step: self._crash_point(f"storage.{name}.{step}"))
 
     def _note_boot(self, content: bytes) -> None:
-        """On the disk, before what it speaks of."""
+        """Record the machine's boot on the disk, before the files that depend on it."""
         if self._load(_BOOT_NAME) != content:
             self._write(_BOOT_NAME, content, lambda _: None, is_durable=True)
 
@@ -270,7 +270,7 @@ class Storage:
 
 
 def _boot_id() -> bytes:
-    """Of this life of the machine; empty where the system does not say."""
+    """Identity of the machine's present boot; empty where the system has none."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:
