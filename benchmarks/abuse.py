@@ -1,4 +1,4 @@
-"""Measures what workers keep of their throughput, and a shard of its memory, while somebody abuses its ports.
+"""Measures how much throughput workers keep, and how much memory a shard, while somebody abuses its ports.
 
     python benchmarks/abuse.py [--transports grpc,tcp,shm] [--attacks "silence grpc,streams push"] [--seconds 4] [--rounds 2]
 
@@ -54,11 +54,11 @@ ATTACKS = (
 )
 SAMPLE_S = 0.1
 CHUNK_S = 0.2
-"""About so long are the workers asked to train at a time."""
+"""Approximate seconds of training per request to the workers."""
 
 
 class Growth:
-    """How far the memory and the descriptors of a process have grown, at most; sampled by a thread while in a `with`."""
+    """The growth of a process's memory and descriptors, at most; sampled by a thread while in a `with`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -82,7 +82,7 @@ class Growth:
 
 
 def local_name(pid: int) -> str:
-    """Of the shard's local socket, as anybody on the machine can find it."""
+    """Name of the shard's local socket, as anybody on the machine can find it."""
     inodes = {match[1] for fd in Path(f"/proc/{pid}/fd").iterdir() if (match := re.match(r"socket:\[(\d+)\]", _target(fd)))}
     for line in Path("/proc/net/unix").read_text().splitlines():
         words = line.split()
@@ -104,7 +104,7 @@ def _free_port() -> int:
 
 
 def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
-    """One table row for each attack."""
+    """Measure; one table row for each attack."""
     results = []
     with ExitStack() as stack:
         ports = {"bulk_port": _free_port(), "metrics_port": _free_port()}
@@ -148,7 +148,7 @@ def _one(contender: Contender, attacker: Peer, attack: str, steps: int, pid: int
 
 
 def _turn(contender: Contender, seconds: float, steps: int) -> tuple[float, float]:
-    """Time, and CPU time of the shard, per step."""
+    """Seconds, and seconds of the shard's processor, per step."""
     done, cpu_before, begun = contender.all_steps, contender.server_cpu_s, time.monotonic()
     while time.monotonic() < begun + seconds:
         contender.take_turn(0, steps)

@@ -41,7 +41,7 @@ HELD_S, FREE_S = 0.9, 0.1
 SAMPLE_S = 0.05
 PUSHES_MIN = 8
 PUSHES_FREE = 5
-"""Of each worker while nothing is held back, to see how long they take."""
+"""Pushes of each worker while nothing is held back, to see how long they take."""
 
 
 class Memory:
@@ -54,7 +54,7 @@ class Memory:
         self.most_private = {name: private_bytes(pid) for name, pid in pids.items()}
 
     def sample(self) -> None:
-        """Look once."""
+        """Sample once."""
         for name, pid in self._pids.items():
             self.most[name] = max(self.most[name], _own_bytes(name, pid))
             self.most_private[name] = max(self.most_private[name], private_bytes(pid))
@@ -85,7 +85,7 @@ def watch(turn: Future[None], memory: Memory, held: list[int]) -> None:
 
 
 def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
-    """One table row for each process."""
+    """Measure; one table row for each process."""
     with ExitStack() as stack:
         model = f"{args.megabytes}mb"
         contender: Contender = contenders.psd(transport, args.workers, 1, model, consistency="async", call="push")(stack)

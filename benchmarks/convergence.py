@@ -43,7 +43,7 @@ RULES = {
     "SGD, momentum 0.9": (0.001, 0.005, 0.02),
     "Adam": (0.001, 0.01, 0.05),
 }
-"""And their learning rates: a small one, one that suits sync, and one that is at its edge."""
+"""Rules and their learning rates: a small one, one that suits sync, and one that is at its edge."""
 
 STALENESS = {"SGD": ("lr", "dc", "dc-adaptive"), "SGD, momentum 0.9": ("lr", "dc"), "Adam": ("lr", "dc")}
 
@@ -73,7 +73,7 @@ def settings(seeds: int, only: str) -> list[Setting]:
 
 
 def optimizer_of(setting: Setting, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """As torch has it."""
+    """The optimizer in torch."""
     if setting.rule == "Adam":
         return torch.optim.Adam(model.parameters(), lr=setting.lr)
     return torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=0.9 if "momentum" in setting.rule else 0.0)
@@ -83,7 +83,7 @@ _data: dict[str, Any] = {}
 
 
 def train(setting: Setting, servers: str, rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """Be one worker, in a process of its own."""
+    """Run one worker, in its own process."""
     torch.set_num_threads(1)
     if args.data not in _data:
         _data[args.data] = datasets.load(args.data)
@@ -128,7 +128,7 @@ def train(setting: Setting, servers: str, rank: int, args: argparse.Namespace) -
 
 
 def measure(setting: Setting, args: argparse.Namespace, pool: ProcessPoolExecutor, memory: Path) -> dict[str, Any]:
-    """One run: a shard of its own, and all workers."""
+    """Measure one run, with a shard of its own and all workers."""
     shard = Shard("--state-dir", str(memory / "state"))
     shard.start()
     shard.wait_ready()
@@ -141,7 +141,7 @@ def measure(setting: Setting, args: argparse.Namespace, pool: ProcessPoolExecuto
 
 
 def text(runs: list[dict[str, Any]]) -> str:
-    """A row per setting: over its seeds the mean and the lowest accuracy."""
+    """A table with a row per setting: the mean and the lowest accuracy over its seeds."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["rule"], f"{run['lr']:g}", run["mode"], run["staleness"] or "-"), []).append(run)

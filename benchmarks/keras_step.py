@@ -57,14 +57,14 @@ class Holder(keras.Layer):
 
 
 def gradients_of(shapes: list[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-    """The same for every step."""
+    """Gradients, the same for every step."""
     sizes = [int(np.prod(shape)) for shape in shapes]
     parts = np.split(work.gradient(0, sum(sizes)), np.cumsum(sizes)[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def with_torch(ps: psd_client.ParameterServer, shapes: list[tuple[int, ...]]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step, and the parameters as arrays."""
+    """Make a step; return the parameters as arrays."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes])
     optimizer = psd_client.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=work.LR), ps=ps)
     gradients = [torch.from_numpy(gradient) for gradient in gradients_of(shapes)]
@@ -80,7 +80,7 @@ def with_torch(ps: psd_client.ParameterServer, shapes: list[tuple[int, ...]]) ->
 def with_keras(
     ps: psd_client.ParameterServer, shapes: list[tuple[int, ...]], *, is_graph: bool
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step, and the parameters as arrays."""
+    """Make a step; return the parameters as arrays."""
     model = keras.Sequential([Holder(shapes)])
     model.built = True
     optimizer = psd_client.keras.distribute(model, keras.optimizers.SGD(work.LR), ps=ps)

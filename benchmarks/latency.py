@@ -35,7 +35,7 @@ ROUNDS = 10
 
 
 def criteria(median_s: dict[str, float]) -> list[Criterion]:
-    """Of the project's, those on latency."""
+    """The project's criteria on latency."""
     pairs = (("psd grpc", "grpc unary", 1.2), ("psd tcp", "raw tcp", 2.5), ("psd shm", "psd tcp", 1.0))
     return [Criterion(4, f"{a} / {b}", ratio(median_s.get(a), median_s.get(b)), limit) for a, b, limit in pairs]
 

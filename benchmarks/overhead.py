@@ -1,4 +1,4 @@
-"""Measures what watching a shard costs: step time with metrics and a scrape every second, against without.
+"""Measures the cost of watching a shard: step time with metrics and a scrape every second, against without.
 
     python benchmarks/overhead.py [--transports grpc,tcp,shm] [--model convnet] [--rounds 20]
 
@@ -34,7 +34,7 @@ SCRAPE_S = 1.0
 
 
 class Scraper:
-    """Asks for a shard's metrics every second while in a `with`; nobody's if there is no port."""
+    """A thread that asks for a shard's metrics every second while in a `with`; does nothing without a port."""
 
     def __init__(self, port: int | None) -> None:
         self.seconds: list[float] = []
@@ -63,7 +63,7 @@ class Scraper:
 
 
 def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
-    """One table row for each thing that costs."""
+    """Measure; one table row for each cost."""
     port = _free_port()
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "metrics": {"flags": [f"--metrics-port={port}"]}}
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
 
 
 def _turn(job: Contender, steps: int) -> tuple[float, float]:
-    """Median step time, and CPU time of the shard per step."""
+    """Median step time, and processor time of the shard per step."""
     del job.seconds[:]
     cpu_before = job.server_cpu_s
     job.take_turn(1, steps)

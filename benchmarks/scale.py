@@ -38,7 +38,7 @@ CRITERIA = ((4, 4, 3.5), (8, 8, 6.5))
 
 
 def arguments() -> Namespace:
-    """From the command line."""
+    """Parse the command line."""
     parser = report.parser(__doc__)
     parser.add_argument("--transports", type=report.words, default="tcp,grpc", help="of psd (default: %(default)s)")
     parser.add_argument("--workers", type=report.whole_numbers, default="1,2,4,8", metavar="W,W", help="default: %(default)s")
@@ -61,7 +61,7 @@ def arguments() -> Namespace:
 
 
 def measure(network: Network, transport: str, workers: int, shards: int, args: Namespace) -> dict[str, Any]:
-    """One table row."""
+    """Measure one table row."""
     hosts = [f"s{index}" for index in range(shards)]
     with ExitStack() as stack:
         starter = contenders.psd(transport, workers, shards, f"{args.megabytes}mb", network=network)
@@ -92,7 +92,7 @@ def link_s(network: Network, args: Namespace) -> float:
 
 
 def rows(results: list[dict[str, Any]], one_link_s: float) -> list[list[str]]:
-    """For the table; adds the speed-ups to the results."""
+    """Table rows; adds the speed-ups to the results."""
     alone = {(r["transport"], r["workers"]): r["step_s_median"] for r in results if r["shards"] == 1}
     cells = []
     for r in results:
@@ -104,7 +104,7 @@ def rows(results: list[dict[str, Any]], one_link_s: float) -> list[list[str]]:
 
 
 def criteria(results: list[dict[str, Any]], transports: list[str]) -> list[Criterion]:
-    """Of the project's, those on scale."""
+    """The project's criteria on scale."""
     found = []
     for transport in transports:
         mine = {(r["workers"], r["shards"]): r for r in results if r["transport"] == transport}

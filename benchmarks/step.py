@@ -53,11 +53,11 @@ REFERENCES = {
     "ray": "ray",
     "tensorflow": "tf",
 }
-"""In the order of the table; with short names for the columns of ratios."""
+"""Contenders in the order of the table, with short names for the columns of ratios."""
 
 
 def arguments() -> Namespace:
-    """From the command line."""
+    """Parse the command line."""
     parser = report.parser(__doc__)
     parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
     parser.add_argument("--workers", type=report.whole_numbers, default="1,2", metavar="W,W", help="default: %(default)s")
@@ -88,7 +88,7 @@ def arguments() -> Namespace:
 
 
 def references(args: Namespace, workers: int) -> dict[str, Starter]:
-    """Those that can run here, by name."""
+    """References that can run here, by name."""
     model = args.model
     starters = {
         "memcpy": contenders.memory("memcpy", "memcpy", model),
@@ -112,7 +112,7 @@ def references(args: Namespace, workers: int) -> dict[str, Starter]:
 
 
 def measure(args: Namespace, workers: int, transports: list[str], match: Match) -> list[Contender]:
-    """One W, all systems."""
+    """Measure all systems for one W."""
     report.progress(f"W = {workers}: starting")
     for transport in transports:
         for shards in args.shards:
@@ -128,7 +128,7 @@ def measure(args: Namespace, workers: int, transports: list[str], match: Match) 
 
 
 def facts(contender: Contender) -> dict[str, Any]:
-    """The figures of one."""
+    """The figures of one contender."""
     median_s = report.median(contender.seconds)
     assert median_s is not None
     moved = contender.bytes_per_step if contender.moves else None
@@ -147,7 +147,7 @@ def facts(contender: Contender) -> dict[str, Any]:
 
 
 def print_tables(workers: int, results: list[dict[str, Any]]) -> None:
-    """One W."""
+    """Print the tables for one W."""
     rows = [
         [
             r["system"],
@@ -173,10 +173,10 @@ def print_tables(workers: int, results: list[dict[str, Any]]) -> None:
 
 
 def criteria(by_workers: dict[int, list[dict[str, Any]]]) -> list[Criterion]:
-    """Of the project's, those on steps; one shard."""
+    """The project's criteria on steps, with one shard."""
 
     def time_of(system: str, workers: int, of: int | None = None) -> float | None:
-        """In the run with so many workers; of a system with another number, if that is given."""
+        """The time of a contender in the run with that many workers; of a system with another number, if that is given."""
         for r in by_workers.get(workers, []):
             if r["system"] == system and r["shards"] <= 1 and r["workers"] == (of or workers):
                 return float(r["step_s_median"])

@@ -26,7 +26,7 @@ REQUEST = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -da
 
 
 def certificate(directory: Path) -> contenders.Tls:
-    """One for 127.0.0.1 that vouches for itself."""
+    """A self-signed certificate for 127.0.0.1."""
     cert, key = directory / "tls.crt", directory / "tls.key"
     command = ["openssl", *REQUEST.split(), "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)

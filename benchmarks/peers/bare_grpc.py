@@ -1,4 +1,4 @@
-"""Python gRPC with the bytes of a step, prepared beforehand, and no arithmetic: what gRPC itself costs. A server, or a client.
+"""Python gRPC with the bytes of a step, prepared beforehand, and no arithmetic: the cost of gRPC itself. A server, or a client.
 
 unary: one message each way. stream: 1 MiB messages, both ways at once. The processes have the malloc settings of psd's.
 """
@@ -19,7 +19,7 @@ _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_l
 
 
 def cut(data: bytes) -> list[bytes]:
-    """The messages of a stream."""
+    """Cut the messages of a stream."""
     messages, start = [], 0
     for size in work.block_sizes(len(data)):
         messages.append(data[start : start + size])
@@ -75,7 +75,7 @@ def run_client(turns: Turns, parameters: bytes) -> None:
 
 
 def main() -> None:
-    """One of the two."""
+    """Run a server or a client."""
     turns = Turns()
     parameters = work.gradient(7, work.size_of(turns.arguments["model"])).tobytes()
     (run_client if "address" in turns.arguments else run_server)(turns, parameters)

@@ -118,7 +118,7 @@ class BulkConnection:
             ) from None
         if nonce != segment.nonce:
             self.close()
-            raise InternalError(f"shard {self._shard} at {self._address}: has mapped another memory than was sent")
+            raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
         self._attached = gradients, parameters
 
     # -- calls ---------------------------------------------------------------------------------------------------------

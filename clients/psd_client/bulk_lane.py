@@ -170,8 +170,8 @@ class BulkLane(GrpcLane):
         ShardUnavailable while it may be that the shard was only suspended for a while; each attempt begins with a call that it
         must answer."""
         if name == "shm":
-            raise self._unavailable("takes connections on this machine and does not answer them")
-        why = f"port {port}: takes connections and does not answer"
+            raise self._unavailable("accepts connections on this machine but does not answer")
+        why = f"port {port}: accepts connections but does not answer"
         self._missed(why)
         self._silences += 1
         if self._silences < SILENCES_MAX:

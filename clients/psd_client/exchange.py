@@ -273,7 +273,7 @@ class Exchange:
             return
         self.counts["pushes_dropped"] += 1
         logger.warning(
-            "psd: worker %d: gave up the push of step %d, which has failed (%s); at least %d of %d blocks have counted it",
+            "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
             self._rank,
             failed.header.clock,
             failed.error,

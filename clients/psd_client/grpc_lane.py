@@ -287,7 +287,9 @@ class GrpcLane(Lane):
         """Send a gradient."""
         if not can_start_threads():
             if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
-                raise RuntimeError("when the program ends, gRPC cannot send so much with this Python: call close() before")
+                raise RuntimeError(
+                    "gRPC cannot send this much at the end of the program with this Python; call close() earlier"
+                )
             return self._push_pull_small(part, None, call)  # whoever ends waits for the round, too
         return self._send("Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
 

@@ -134,7 +134,7 @@ class Heartbeats:
         if self._logged.get(lane.shard) != kind:
             self._logged[lane.shard] = kind
             logger.warning(
-                "psd: worker %d: shard %d at %s does not take its heartbeat: %s", self._rank, lane.shard, lane.address, error
+                "psd: worker %d: shard %d at %s rejects its heartbeat: %s", self._rank, lane.shard, lane.address, error
             )
 
     def _is_latest(self, membership: Membership) -> bool:
@@ -181,7 +181,7 @@ class Heartbeats:
             try:
                 pause_s = self.step()
             except Exception:  # without this thread every lease would run out
-                logger.exception("psd: worker %d: a heartbeat failed by a defect", self._rank)
+                logger.exception("psd: worker %d: a heartbeat failed because of a defect", self._rank)
                 pause_s = AFTER_DEFECT_S
             self._wake.wait(pause_s)
             self._wake.clear()

@@ -122,7 +122,7 @@ def _link_type() -> type[Link]:
 
         return TorchLink
     raise InvalidRequest(
-        f"keras: psd has no face for the backend {name!r}; use tensorflow or torch (for JAX see psd_client.jax)"
+        f"keras: psd does not support the backend {name!r}; use tensorflow or torch (for JAX see psd_client.jax)"
     )
 
 
@@ -216,7 +216,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     def loss_scale_factor(self, value: float | None) -> None:
         if value is None and getattr(self, "_link", None) is not None and not self._link.is_scaled:
             raise InvalidRequest(
-                "LossScaleOptimizer: it would leave out steps for which the other workers wait; set the dtype policy, or pass "
+                "LossScaleOptimizer: it would skip steps that the other workers wait for; set the dtype policy, or pass "
                 'the LossScaleOptimizer to distribute(), with nan_policy="skip"'
             )
         self._loss_scale_factor = value

@@ -136,7 +136,7 @@ class Session:
         if not _may_return(error):
             raise error
         self.begin_anew()
-        logger.warning("psd: worker %d: %s; it has joined again and goes on at step %d", self._config.rank, error, self.clock)
+        logger.warning("psd: worker %d: %s; it has joined again and continues at step %d", self._config.rank, error, self.clock)
 
     def begin_anew(self) -> None:
         """Go on as a new session, declared at all shards: nothing counts any more of what the old one still sends. Raises what
@@ -162,7 +162,7 @@ class Session:
                 attempts += 1
                 if not _may_return(error) or self._is_over(attempts, deadline):
                     raise
-                logger.warning("psd: worker %d: %s, on its way into the job; joining again", self._config.rank, error)
+                logger.warning("psd: worker %d: %s, while joining; joining again", self._config.rank, error)
                 Scope().sleep(REJOIN_PAUSE_S)
             else:
                 self._is_entered = True
@@ -211,7 +211,7 @@ class Session:
         if self._declaration is None:
             return
         if self._followed is None:
-            raise RolledBack("the job has gone back to a checkpoint, and this worker has not followed it there yet")
+            raise RolledBack("the job has gone back to a checkpoint, and this worker has not followed yet")
         if not self._is_entered:
             self.begin_anew()
 

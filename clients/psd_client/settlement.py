@@ -73,7 +73,7 @@ class Settlement:
                 under = self.verdict if self.verdict is not None and self.verdict.round == round_ else None
                 measures = self._measure(round_, under)
                 self._asked = -1
-        raise InternalError(f"round {round_} was measured again and again, and shard 0 has no verdict on it")
+        raise InternalError(f"round {round_} was measured several times, but shard 0 has no verdict on it")
 
     def on_commit(self, round_: int, reply: control_pb2.CommitReply) -> None:
         """Note shard 0's decision and verdict on a round."""

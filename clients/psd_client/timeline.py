@@ -63,7 +63,7 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) ->
     # The oldest, if there are different ones: the newer may be damaged for some shards.
     checkpoint = min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
     if checkpoint is None:
-        raise StateLost("the shards are of different times, and no shard names a checkpoint to which all could go back")
+        raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
     # A later one than any shard's: those that are on the latest already may have been trained since.
     timeline = latest + 1
     logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)

@@ -241,7 +241,7 @@ class Gradients:
     def _pushing(self) -> _Push:
         assert self._overlap is not None
         if self._is_broken:
-            raise InvalidRequest("overlap: an earlier push was given up in its middle, or failed; start this worker again")
+            raise InvalidRequest("overlap: an earlier push failed or was given up halfway; restart this worker")
         if self._push is None:
             self.settle()
             feed, begin = Feed(self._buffers.layout, goes_on=self._goes_on), self._overlap.prepare()

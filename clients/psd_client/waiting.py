@@ -59,12 +59,12 @@ class Health:
         whoever has a call and has not answered it is silent.
         """
         with self._lock:
-            return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "does not answer since")
+            return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "has not answered for")
 
     def asked(self) -> list[str]:
         """A clause for each shard that has a call, such as "shard 1 at 10.0.0.7:7000 has had a call for 7 s"."""
         with self._lock:
-            return self._clauses(self._asked_since, "has a call since")
+            return self._clauses(self._asked_since, "has had a call for")
 
     def _clauses(self, since: Mapping[int, float], what: str) -> list[str]:
         now = self._clock()
@@ -137,7 +137,7 @@ class WaitReporter:
             self._warn(clause)
         if not clauses:
             what = f"step {current.step}: {current.what} has taken {waited_s:.0f} s"
-            self._warn("; ".join([what, "no shard says that it waits for anybody", *asked]))
+            self._warn("; ".join([what, "no shard reports a wait", *asked]))
 
     def _warn(self, text: str) -> None:
         logger.warning("%s%s", self._prefix, text)

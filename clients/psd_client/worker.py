@@ -164,7 +164,7 @@ class Worker:
             untold, self._untold = self._untold, None
             if untold is not None and is_success:
                 is_success = False
-                logger.error("psd: worker %d: its last push has failed, which the program was not told: %s", self.rank, untold)
+                logger.error("psd: worker %d: its last push failed, and the program has not been told: %s", self.rank, untold)
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
         except BaseException:  # Ctrl-C
@@ -207,7 +207,7 @@ class Worker:
 
     def _warn_unconfirmed(self, why: str) -> None:
         logger.warning(
-            "psd: worker %d: ends without knowing that its last push has been applied; if a shard is killed now, that "
+            "psd: worker %d: ends without knowing whether its last push was applied; if a shard is killed now, that "
             "gradient is lost: %s",
             self.rank,
             why,

@@ -189,7 +189,7 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
             psd_version=document["psd_version"],
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{file}: has unexpected content: {error!r}") from error
+        raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
 
 
 def identity_of(cut: Cut) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class ManifestDocument:
             if len(self.parts) != self._document["shard_count"]:
                 raise CheckpointCorrupt(f"{self.file}: has {len(self.parts)} parts of {self._document['shard_count']}")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
+            raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
 
     def with_parts(self, parts: Sequence[Part]) -> Manifest:
         """The manifest; CheckpointCorrupt unless the parts hold all of the job, each element once."""
@@ -241,7 +241,7 @@ class ManifestDocument:
         except CheckpointCorrupt:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, DecodeError, PsdError) as error:
-            raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
+            raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
         if not is_known:
             raise CheckpointCorrupt(f"{self.file}: psd {psd.__version__} lays such a job out differently")
         return Manifest(

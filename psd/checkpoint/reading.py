@@ -192,4 +192,4 @@ def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[
     entries, _ = safetensors.parse_header(header[safetensors.PREFIX_BYTES :])
     # Empty tensors have no place of their own, so the order of the bytes is not quite the order of the header.
     if sorted(entries) != sorted(expected):
-        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header is not the documents'"
+        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header differs from the documents"

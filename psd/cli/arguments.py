@@ -1,5 +1,5 @@
-"""What the three commands' argument parsers share: one-line errors, help that keeps its layout, converters, exit statuses, and
-the options that two of them have.
+"""Parts of the three commands' argument parsers: one-line errors, help that keeps its layout, converters, exit statuses, shared
+options.
 
 Converters only say "not a number"; what a number may be is the configuration's business (psd/contract/config.py), whose
 ConfigError the commands report through `Parser.error`, so that each limit is stated in one place.
@@ -23,12 +23,12 @@ EXIT_USAGE = 2
 
 
 def exit_status(signum: int) -> int:
-    """The status of a process that a signal ended, as shells count: 130 for SIGINT, 143 for SIGTERM."""
+    """The exit status that shells report for a signal: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + signum
 
 
 def signal_name(signum: int) -> str:
-    """SIGTERM for 15."""
+    """Name of a signal, such as SIGTERM for 15."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -87,19 +87,19 @@ def seconds(text: str) -> float:
 
 
 CHECKPOINT_OPTIONS = ("checkpoint_dir", "checkpoint_secs", "checkpoint_steps", "checkpoint_keep")
-"""What add_checkpoint_options adds, as ServerConfig names it."""
+"""The options of add_checkpoint_options, as fields of ServerConfig."""
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that psd-server has and psd-run hands on to it."""
+    """Add the options that psd-server has and psd-run passes on to it."""
     default = ServerConfig(0, 1)
-    group = parser.add_argument_group("checkpoints (the same for all shards; see also psdctl checkpoints)")
+    group = parser.add_argument_group("checkpoints (use the same for all shards; see also psdctl checkpoints)")
     group.add_argument(
         "--checkpoint-dir",
         default=default.checkpoint_dir,
         metavar="URL",
-        help="where checkpoints are stored, and looked for at the start: a path, or any URL that fsspec knows (default: none "
-        "are)",
+        help="where checkpoints are stored, and looked for at the start: a path, or any URL that fsspec knows (default: no "
+        "checkpoints)",
     )
     group.add_argument(
         "--checkpoint-secs",
@@ -125,7 +125,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rule_option(parser: argparse._ArgumentGroup) -> None:
-    """Add the option that psd-server has and psd-run hands on to it."""
+    """Add the option that psd-server has and psd-run passes on to it."""
     parser.add_argument(
         "--rule",
         dest="rules",
@@ -138,45 +138,43 @@ def add_rule_option(parser: argparse._ArgumentGroup) -> None:
 
 
 SECURITY_OPTIONS = ("tls_cert", "tls_key", "tls_client_ca", "token_file", "insecure")
-"""What add_security_options adds, as ServerConfig names it."""
+"""The options of add_security_options, as fields of ServerConfig."""
 
 
 def add_security_options(parser: argparse.ArgumentParser) -> None:
-    """Add psd-server's options that say who is let in."""
+    """Add psd-server's options for access control."""
     group = parser.add_argument_group("security (files are read again when they change)")
-    group.add_argument(
-        "--tls-cert", default="", metavar="FILE", help="PEM certificate, and what leads from it to its authority: TLS"
-    )
+    group.add_argument("--tls-cert", default="", metavar="FILE", help="PEM certificate with its chain; turns TLS on")
     group.add_argument("--tls-key", default="", metavar="FILE", help="its PEM key, without a password")
     group.add_argument(
         "--tls-client-ca",
         default="",
         metavar="FILE",
-        help="PEM certificates: let in only clients that have a certificate signed by one of these",
+        help="PEM certificates: admit only clients with a certificate signed by one of these",
     )
     group.add_argument(
         "--token-file",
         default="",
         metavar="FILE",
-        help="let in only clients that have a token; lines: ROLE TOKEN, roles: worker, reader, admin",
+        help="admit only clients with a token; lines: ROLE TOKEN, roles: worker, reader, admin",
     )
     group.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without TLS, where the network keeps strangers out"
+        "--insecure", action="store_true", help="listen beyond this machine without TLS, on a network that keeps strangers out"
     )
 
 
 CREDENTIAL_OPTIONS = {
-    "tls_ca": ("PSD_TLS_CA", "PEM certificates of the authorities that sign the shards': connect by TLS"),
-    "tls_cert": ("PSD_TLS_CERT", "PEM certificate of your own, where shards ask for one"),
+    "tls_ca": ("PSD_TLS_CA", "PEM certificates of the authorities that sign the shards' certificates; turns TLS on"),
+    "tls_cert": ("PSD_TLS_CERT", "your own PEM certificate, if the shards require one"),
     "tls_key": ("PSD_TLS_KEY", "its PEM key"),
-    "token_file": ("PSD_TOKEN_FILE", "holds your token, where shards ask for one"),
+    "token_file": ("PSD_TOKEN_FILE", "file with your token, if the shards require one"),
 }
-"""What add_credential_options adds, as Credentials names it: the variable that is its default, and the help."""
+"""The options of add_credential_options, as arguments of Credentials: the variable with the default, and the help."""
 
 
 def add_credential_options(parser: argparse.ArgumentParser) -> None:
-    """Add psdctl's options that say who asks."""
-    group = parser.add_argument_group("who asks")
+    """Add psdctl's options for its own credentials."""
+    group = parser.add_argument_group("credentials")
     for name, (variable, text) in CREDENTIAL_OPTIONS.items():
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, default=os.environ.get(variable, ""), metavar="FILE", help=f"{text} (default: {variable})")
@@ -189,11 +187,11 @@ LIMIT_OPTIONS = {
     "message_bytes_max": "one gRPC message; large declarations may need more",
     "name_bytes_max": "the name of a tensor or a barrier",
     "reads_max": "readers that are fetching parameters at a time; each may keep another version of them in memory",
-    "calls": "gRPC calls at a time; each has a thread (default: 4 for each of --max-workers, and 576)",
-    "connections": "gRPC connections at a time (default: 2 for each of --max-workers, and 64)",
+    "calls": "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)",
+    "connections": "gRPC connections at a time (default: 2 x --max-workers + 64)",
     "streams_max": "gRPC calls at a time on one connection; 8 for each worker if they share one (default: %(default)s)",
 }
-"""Each field of Limits, and what its flag's help says."""
+"""Fields of Limits, and the help of their flags."""
 
 
 def add_limit_options(parser: argparse.ArgumentParser) -> None:
@@ -211,20 +209,20 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Their values, as arguments of ServerConfig."""
+    """Values of the checkpoint options, as arguments of ServerConfig."""
     return {name: getattr(args, name) for name in CHECKPOINT_OPTIONS}
 
 
 def security_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Likewise, of add_security_options."""
+    """Values of the security options, as arguments of ServerConfig."""
     return {name: getattr(args, name) for name in SECURITY_OPTIONS}
 
 
 def credential_options(args: argparse.Namespace) -> dict[str, str]:
-    """Likewise, of add_credential_options, as arguments of Credentials."""
+    """Values of the credential options, as arguments of Credentials."""
     return {name: getattr(args, name) for name in CREDENTIAL_OPTIONS}
 
 
 def limit_options(args: argparse.Namespace) -> Limits:
-    """Likewise, of add_limit_options; ConfigError if one is out of range."""
+    """Values of the limit options; ConfigError if one is out of range."""
     return Limits(**{name: getattr(args, name) for name in LIMIT_OPTIONS})

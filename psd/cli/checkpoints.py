@@ -50,18 +50,18 @@ exit status:
   2     the options are wrong"""
 
 _VERIFY_DESCRIPTION = """\
-Read every byte of one checkpoint, or of all, and compare it with the checksums of when it was written."""
+Read every byte of one checkpoint, or of all, and compare it with the checksums written with it."""
 
 _VERIFY_EPILOG = """\
 examples:
   psdctl verify /data/checkpoints                  all of them
   psdctl verify /data/checkpoints timeline-00000-step-000000001200-7f3a
 
-Without NAME, an incomplete checkpoint is only mentioned: it may be in the middle of being written.
+Without NAME, an incomplete checkpoint is only mentioned: it may be still being written.
 
 exit status:
   0     every byte is as it was written
-  1     something is not, as the lines say; or there is no checkpoint; or the directory cannot be read
+  1     some bytes differ, as the lines say; or there is no checkpoint; or the directory cannot be read
   2     the options are wrong"""
 
 _EXPORT_DESCRIPTION = """\
@@ -95,7 +95,7 @@ def add_commands(commands: Commands[Parser]) -> None:
         epilog=_LIST_EPILOG,
     )
     _where(parser, None)
-    how = parser.add_argument_group("how to show it")
+    how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of a table")
     _finish(parser, _run_list)
 
@@ -157,7 +157,7 @@ def _run_list(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
 
 
 def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
-    """As psdctl checkpoints --help documents it; keys are added in later versions, never changed."""
+    """The object that psdctl checkpoints --help documents; later versions add keys and never change them."""
     return {
         "url": location,
         "newest": next((info.name for info in found if info.state is CheckpointState.VALID), None),
@@ -178,7 +178,7 @@ def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
 
 
 def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
-    """A table for people, without a line end at the end, and below it why those that are not valid are not."""
+    """A table for people, and below it the reasons why some checkpoints are not valid; without a final line end."""
     if not found:
         return f"no checkpoints in {location}"
     rows: list[tuple[str, ...]] = [("CHECKPOINT", "STATE", "STEP", "TIMELINE", "CREATED", "SHARDS", "SIZE")]
@@ -244,7 +244,7 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 
 
 def _progress(what: str) -> Callable[[int, int], None]:
-    """Shows a percentage to people; programs, whose standard error is no terminal, see nothing."""
+    """Show a percentage on a terminal; nothing if standard error is not one."""
     shown = -1
 
     def show(done: int, total: int) -> None:

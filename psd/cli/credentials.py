@@ -37,22 +37,22 @@ keep it. To renew them, apply new ones: shards and workers read the files again.
 
 exit status:
   0     printed
-  1     the openssl command is lacking, or has failed
+  1     the openssl command is missing, or failed
   2     the options are wrong"""
 
 
 def check_name(name: str) -> str:
-    """A name that Kubernetes takes for a StatefulSet and its pods; ConfigError if it does not."""
+    """Check that Kubernetes accepts the name for a StatefulSet and its pods; ConfigError if not."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name: expected at most 41 small letters, digits and hyphens, a letter first, got {name!r}")
     return name
 
 
 def secrets_of(name: str, namespace: str = "", *, shards: int = SHARDS_MAX) -> list[dict[str, Any]]:
-    """The Secrets NAME-tls and NAME-tokens, for up to so many shards.
+    """The Secrets NAME-tls and NAME-tokens, for that many shards.
 
     Raises:
-        ConfigError: openssl is lacking, or has failed.
+        ConfigError: openssl is missing, or failed.
     """
     certificate, key = _certificate([f"{name}-{index}.{name}" for index in range(shards)] + ["localhost"])
     tokens = {role: secrets.token_urlsafe(32) for role in ROLES}
@@ -102,14 +102,16 @@ def add_command(commands: argparse._SubParsersAction[Parser]) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    group = parser.add_argument_group("whose")
-    group.add_argument("--name", default="psd", metavar="NAME", help="of the job: of its StatefulSet (default: %(default)s)")
+    group = parser.add_argument_group("job")
+    group.add_argument(
+        "--name", default="psd", metavar="NAME", help="name of the job, that is of its StatefulSet (default: %(default)s)"
+    )
     group.add_argument(
         "--shards",
         type=whole_number,
         default=64,
         metavar="N",
-        help="how many shards the certificate is good for (default: %(default)s)",
+        help="how many shards the certificate is valid for (default: %(default)s)",
     )
     parser.add_information()
     parser.set_defaults(run=_run, parser=parser)

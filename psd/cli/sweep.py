@@ -65,7 +65,7 @@ def _members(groups: Collection[int], run_id: str) -> Iterator[int]:
 
 
 def _leaders(groups: Collection[int]) -> Iterator[int]:
-    """Without /proc: the groups that still have a member, as the negative pids that kill takes for a whole group."""
+    """Groups that still have a member, on systems without /proc, as the negative pids by which kill addresses a whole group."""
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, 0)

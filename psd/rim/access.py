@@ -92,7 +92,8 @@ class Access:
         digest = presented(metadata)
         if digest is None:
             raise Unauthenticated(
-                f"{_short(method)}: this shard wants a token: give token_file, set PSD_TOKEN_FILE, or say psdctl --token-file"
+                f"{_short(method)}: this shard requires a token: pass token_file, set PSD_TOKEN_FILE, or use psdctl "
+                "--token-file"
             )
         role = self._tokens.current().role_of(digest)
         if role is None:

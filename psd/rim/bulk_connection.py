@@ -227,7 +227,7 @@ class BulkConnection:
         elif call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
             answers = self._plane.push_pull(call.push, blocks, waiter)
         else:
-            raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
+            raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
         is_large = len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
         outbox = self._outbox() if is_large and self._has_core_to_spare() else None

@@ -161,7 +161,7 @@ class BulkServer:
         with self._lock:
             self._forget_old_tickets(now)
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
-                raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
+                raise Overloaded("OpenBulk: too many unused tickets")
             self._tickets[ticket] = _Ticket(worker.rank, worker.session, now + TICKET_S, is_welcome)
             self._ticket_given.notify_all()
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
@@ -237,7 +237,7 @@ class BulkServer:
                 sock.handshake(HELLO_S)
             connection.serve(self._admit, HELLO_S)
         except OSError as error:  # also a time-out
-            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
+            logger.debug("the bulk lane's port: the TLS handshake with a client failed: %s", error)
         finally:
             self._watch.forget(descriptor)
             self._forget(connection, descriptor, lane, threading.current_thread())
@@ -257,7 +257,7 @@ class BulkServer:
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
-                raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
+                raise InvalidRequest("ticket: unknown to this shard, already used, or too old")
             self._strangers.leave(connection)
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             before = self._by_rank.get(ticket.rank)

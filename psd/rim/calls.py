@@ -150,7 +150,7 @@ class Guard:
         """The error for the caller; the exception is counted, and logged if it is a defect. Its traceback is gone then."""
         told = error
         if not isinstance(told, PsdError):
-            logger.error("a request failed by a defect of the shard", exc_info=error)
+            logger.error("a request failed because of a defect in the shard", exc_info=error)
             told = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
         forget_frames(error)
         with self._shard.core.lock:

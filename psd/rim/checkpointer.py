@@ -110,7 +110,7 @@ class Checkpointer:
         else:
             self._shard.cuts.abandon(snapshot)
             self._fail(
-                snapshot.cut, CheckpointFailed("those before are not written yet: the storage is too slow for this pace")
+                snapshot.cut, CheckpointFailed("earlier ones are not written yet: the storage is too slow for this pace")
             )
 
     def on_missed(self, cut: data_pb2.Cut, why: str) -> None:
@@ -169,7 +169,7 @@ class Checkpointer:
             name = done.result(max(0.0, deadline - self._now()))
         except FutureTimeoutError:
             raise CheckpointFailed(
-                "this shard's blocks have not come to the cut in time: a synchronous job must go on training for that"
+                "this shard's blocks have not reached the cut in time: a synchronous job must keep training for that"
             ) from None
         while True:
             try:
@@ -235,7 +235,7 @@ class Checkpointer:
             except PsdError as error:
                 self._fail(snapshot.cut, error)
             except Exception as error:
-                logger.exception("a checkpoint failed by a defect")
+                logger.exception("a checkpoint failed because of a defect")
                 self._fail(snapshot.cut, CheckpointFailed(str(error)))
             finally:
                 self._shard.release_snapshot(snapshot)

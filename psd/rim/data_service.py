@@ -104,7 +104,7 @@ class DataService:
             try:
                 ready.result(wait_s(context))
             except FutureTimeoutError:
-                raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+                raise WaitTimeout(f"cut.step: the blocks have not reached {request.cut.step} in time", missing=[]) from None
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
                 yield self._frame(Answer(snapshot.job.blocks[index], (page.version, page)))

@@ -181,7 +181,7 @@ class MetricsServer:
             if now >= self._page_until:
                 self._page, self._page_until = self._render(), now + CACHE_S
         except Exception:
-            logger.exception("the metrics could not be collected, by a defect of the shard")
+            logger.exception("the metrics could not be collected because of a defect in the shard")
             return _response("500 Internal Server Error", "text/plain", b"the shard's log has the traceback\n")
         return _response("200 OK", self._content_type, self._page)
 

@@ -141,7 +141,7 @@ class ShardServer:
             OSError: the address cannot be bound.
         """
         if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
-            logger.warning("--insecure: tokens go over the network in clear, for whoever can listen there to take")
+            logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
         host, port = parse_address(self._config.listen, "--listen")
         try:
             if self._tls is None:
@@ -156,7 +156,7 @@ class ShardServer:
         if self.shard.is_recovered:
             job = self.shard.core.declared()
             logger.warning(
-                "the shard goes on where an earlier process of it ended",
+                "the shard continues where its earlier process ended",
                 extra={
                     "run_id": self.shard.core.run_id,
                     "version_min": job.version_min,
@@ -165,7 +165,7 @@ class ShardServer:
             )
         elif self.shard.restored_from is not None:
             logger.warning(
-                "the shard begins with a checkpoint",
+                "the shard starts from a checkpoint",
                 extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
             )
         if self._config.metrics_port is not None:
@@ -206,7 +206,7 @@ class ShardServer:
             try:
                 self._tick_once()
             except Exception:  # without this thread nobody's lease would ever run out, and all would wait for the dead
-                logger.exception("a tick failed by a defect")
+                logger.exception("a tick failed because of a defect")
 
     def _tick_once(self) -> None:
         for worker in self.shard.tick():

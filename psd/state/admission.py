@@ -130,7 +130,7 @@ class Admission:
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
-            raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
+            raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
         return members
 
     def _run_id(self, asked: str, session: int) -> str:

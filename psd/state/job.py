@@ -124,7 +124,7 @@ class Job:
         if digest != self.layout.digest:
             raise LayoutMismatch(
                 f"layout_digest: {digest.hex()[:32] or 'empty'} is not this job's {self.layout.digest.hex()}; "
-                "are all workers and shards of the same psd version?"
+                "do all workers and shards run the same version of psd?"
             )
 
     def block(self, index: int) -> BlockState:

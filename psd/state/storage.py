@@ -93,13 +93,13 @@ class Storage:
         if not (is_believed or self._config.checkpoint_dir) and arena.word("initialized"):
             arena.close(remove=False)
             raise ConfigError(
-                f"--state-dir: {self.directory}: the machine went down before the shard had ended, so that its parameters may "
-                "be of different moments. Remove the directory to start without it"
+                f"--state-dir: {self.directory}: the machine went down before the shard had ended, so its parameters may "
+                "come from different moments. Remove the directory to start without it"
             )
         if not is_believed and arena.word("initialized"):
             logger.warning(
-                "the machine went down before the shard had ended, so that what it has left may be of different moments; going "
-                "back to a checkpoint",
+                "the machine went down before the shard had ended, so its files may come from different moments; going back to "
+                "a checkpoint",
                 extra={"state_dir": str(self.directory)},
             )
         if not (is_believed and arena.word("initialized")):
@@ -240,8 +240,7 @@ class Storage:
             self._note_boot(_CLOSED)
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all
-                "the parameters stay in %s, but that all of them are there cannot be noted; they will not be believed if the "
-                "machine goes down: %s",
+                "the parameters stay in %s, but this cannot be recorded, so they will not be used if the machine goes down: %s",
                 self.directory,
                 error,
             )
@@ -266,7 +265,7 @@ class Storage:
             else:
                 _remove_notes(path)
                 arena.close(remove=True)
-                logger.info("cleared %s, which a killed shard had left", path)
+                logger.info("removed %s, left behind by a killed shard", path)
 
 
 def _boot_id() -> bytes:

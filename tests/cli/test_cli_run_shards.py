@@ -221,7 +221,7 @@ def test_job_when_it_fails_with_a_state_directory_then_the_next_one_goes_on_with
 
     failed = job(TRAINING, *options, args=("0", "3", "5"))
     assert failed.end() == 5
-    assert f"the parameters are kept in {tmp_path / 'state'}; psd-run with this --state-dir goes on" in failed.output
+    assert f"the parameters are kept in {tmp_path / 'state'}; psd-run with this --state-dir continues" in failed.output
     second = job(TRAINING, *options, args=("0", "3", "0"))
 
     assert second.end() == 0

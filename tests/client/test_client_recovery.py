@@ -158,7 +158,7 @@ def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(cluster: St
 
         ps.close()
 
-    assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
+    assert [m for m in caplog.messages if "worker 0: ends without knowing whether its last push was applied" in m]
 
 
 def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lost(
@@ -176,7 +176,7 @@ def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lo
 
         ps.close()
 
-    assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
+    assert [m for m in caplog.messages if "worker 0: ends without knowing whether its last push was applied" in m]
 
 
 def test_close_when_the_others_wait_at_a_barrier_then_they_do_not_wait_for_this_worker(cluster: Start) -> None:

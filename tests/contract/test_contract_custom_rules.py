@@ -133,7 +133,7 @@ def test_a_declared_rule_says_all_that_a_checkpoint_needs() -> None:
     ("wrong", "message"),
     [
         (group(slots=("a",)), r"groups.constants: rule 'm:R' takes 1 \(a\), got 2"),
-        (group(slots=("a", "a")), "groups.slots: of rule 'm:R': a name stands twice"),
+        (group(slots=("a", "a")), "groups.slots: of rule 'm:R': a name is given twice"),
         (group(scalars=("lr", "age")), "groups.scalars: of rule 'm:R': the name 'age' is psd's own"),
         (group(slots=("a/b", "c")), "groups.slots: .* must be identifiers"),
         (group(flags=("maximize",)), "has no flag 'maximize'"),

@@ -226,7 +226,7 @@ def test_tokens_have_the_roles_of_their_lines() -> None:
         assert tokens.role_of(digest_of(token * 16)) is role
     assert presented(metadata_of("a" * 16)) == digest_of("a" * 16)
     for text, words in (
-        ("worker aaaaaaaaaaaaaaaa\nreader aaaaaaaaaaaaaaaa", "f, line 2: this token stands there twice"),
+        ("worker aaaaaaaaaaaaaaaa\nreader aaaaaaaaaaaaaaaa", "f, line 2: this token is given twice"),
         ("boss aaaaaaaaaaaaaaaa", "f, line 1: expected ROLE TOKEN"),
         ("worker a b", "f, line 1: expected ROLE TOKEN"),
         ("\n".join(f"worker {i:016}" for i in range(101)), "f: has more than 100 tokens"),
