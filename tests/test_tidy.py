@@ -64,6 +64,14 @@ def test_no_docstring_is_empty_words():
     assert empty == []
 
 
+@pytest.mark.parametrize("under", ["psd", "clients", "benchmarks", "examples", "docs", "setup.py"])
+def test_docstrings_begin_with_a_verb_or_a_noun(under):
+    """A reader of one docstring knows what is meant without the name beside it: "Name of the file", not "Of the file"."""
+    begins = r'^\s*r?"""(What|Of|By|Whether|From|For|How|Why|When|Where|Who|Whose|As|To|If|Likewise)\b'
+
+    assert lines_with(begins, sources(".py", ".pyx", under=under)) == []
+
+
 @pytest.mark.parametrize(
     ("pattern", "suffixes", "under"),
     [

@@ -70,7 +70,7 @@ class Task(Generic[ResultT]):
 
 
 class Crew:
-    """As many daemon threads as tasks run at once. They start when they are needed, and stay until `close`."""
+    """Daemon threads, as many as tasks run at once. They start when they are needed, and stay until `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

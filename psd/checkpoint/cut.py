@@ -50,7 +50,7 @@ class Cut:
 
     @property
     def shard_count(self) -> int:
-        """How many parts there will be."""
+        """The number of parts."""
         return self.layout.shard_count
 
     @property

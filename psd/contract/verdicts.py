@@ -49,7 +49,7 @@ class Verdict:
 
     @classmethod
     def from_message(cls, message: job_pb2.Verdict, spec: JobSpec) -> Verdict:
-        """From the protobuf form; InvalidRequest if it cannot be one on a round of this job."""
+        """Read the protobuf form; InvalidRequest if it cannot be one on a round of this job."""
         if not spec.has_verdicts:
             raise InvalidRequest("verdict: only a job with rounds that has clip_norm or a layer-wise rule has verdicts")
         if not 0 <= message.scale <= 1:  # also refuses NaN

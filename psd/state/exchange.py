@@ -344,7 +344,8 @@ class Exchange:
         return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
-        """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
+        """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
+        arrives."""
         if pull.has_rounds:
             return self._found(block, pull.clock, None)
         return self._found(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None

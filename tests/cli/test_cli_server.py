@@ -49,7 +49,7 @@ def ready(start, *options):
             "--listen: 0.0.0.0:7000 is reachable from other machines, and without TLS",
         ),
         (["--shard", "0/1", "--listen", "[::]:7000"], "--listen: [::]:7000 is reachable from other machines"),
-        (["--shard", "0/1", "--listen", "host-a:7000", "--token-file", "t"], "or say --insecure"),
+        (["--shard", "0/1", "--listen", "host-a:7000", "--token-file", "t"], "or --insecure if the network"),
     ],
 )
 def test_main_when_an_option_is_wrong_then_one_line_says_what_was_expected(options, message, capsys):
