@@ -167,11 +167,14 @@ class RuleFacts:
     """Facts that follow from a rule's class.
 
     Attributes:
-        name: as it stands in GroupSpec.rule. row: the class. number: the kernels' id, in the table.
+        name: as it stands in GroupSpec.rule.
+        row: the class.
+        number: the kernels' id, in the table.
         scalars: names of the numbers that travel with each push, in order.
         flags: names of the switches that are fixed for the job.
         constants: names of the numbers that are fixed for the job, in order: initial values of slots.
-        all_slots: with every flag, in order. ranges: of scalars and constants, by name.
+        all_slots: with every flag, in order.
+        ranges: of scalars and constants, by name.
     """
 
     name: str

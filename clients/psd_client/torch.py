@@ -65,8 +65,8 @@ def distribute(
         model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
             workers once, and are never pushed.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
-            Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, Lion, or
-            CustomRule for one of your own; its options are then in the result's param_groups.
+            Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
+            or CustomRule for one of your own; its options are then in the result's param_groups.
         params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
             None: all of the model that need gradients.
         ps: a connection; None connects with `connect_args`, as psd_client.connect does.

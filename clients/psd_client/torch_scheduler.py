@@ -69,7 +69,9 @@ class DistributedScheduler(LRScheduler):
     """A scheduler whose position is the job's clock; made by `scheduler`. Its other attributes are the given one's.
 
     Args:
-        given: as it is at the job's step 0. clock: the worker's. every: steps of the optimizer for each of the scheduler's.
+        given: as it is at the job's step 0.
+        clock: the worker's.
+        every: steps of the optimizer for each of the scheduler's.
     """
 
     def __init__(self, given: LRScheduler, clock: Callable[[], int], every: int) -> None:

@@ -41,7 +41,8 @@ class Worker:
     """One worker of a job, over flat buffers.
 
     Args:
-        config: settings. lanes: the way to each shard, in their order; closed with the connection.
+        config: settings.
+        lanes: the way to each shard, in their order; closed with the connection.
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
@@ -98,12 +99,18 @@ class Worker:
         """Statistics of this worker so far.
 
         Returns:
-            pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
-            be pushed. pushes_overruled: whose learning rate or the like gave way to that of a worker that has been in the job
-            for longer. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
-            when it came again are the latter. blocks_late: that do not, because their round had closed without it.
-            blocks_staged: exact aggregation: of which that is not decided yet. rounds_skipped: see `is_skipped`. rejoins: new
-            sessions after the first. sent_bytes, received_bytes: numbers moved.
+            Counts by name.
+
+            * pushes: pushes that all shards have.
+            * pushes_dropped: pushes given up, because their calls failed and another gradient was to be pushed.
+            * pushes_overruled: pushes whose learning rate or the like gave way to that of a worker longer in the job.
+            * blocks_counted: blocks that count the gradient of a push.
+            * blocks_duplicate: blocks that had counted it already when it came again.
+            * blocks_late: blocks that do not count it, because their round had closed without it.
+            * blocks_staged: blocks that have it but do not know yet whether it counts (exact aggregation).
+            * rounds_skipped: see `is_skipped`.
+            * rejoins: new sessions after the first.
+            * sent_bytes, received_bytes: bytes of gradients and parameters moved.
         """
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes

@@ -46,8 +46,10 @@ class CustomRule:
     """A rule that has been imported and checked.
 
     Attributes:
-        path: by which. kind: the class.
-        slots: what each begins with, by name. hyper: the defaults, by name. Both in the class's order.
+        path: by which.
+        kind: the class.
+        slots: what each begins with, by name.
+        hyper: the defaults, by name. Both in the class's order.
     """
 
     path: str
