@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command
 from psd.cli.report import size, table
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.errors import PsdError
 from psd.contract.printable import printable
-
-Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for it
 
 _LIST_DESCRIPTION = """\
 List the checkpoints in a directory, newest first. Reads the small documents and the sizes of the files, not
@@ -85,37 +83,19 @@ exit status:
   2     the options are wrong"""
 
 
-def add_commands(commands: Commands[Parser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `checkpoints`, `verify` and `export` to psdctl."""
-    parser = commands.add_parser(
-        "checkpoints",
-        prog="psdctl checkpoints",
-        usage="psdctl checkpoints URL [--json]",
-        description=_LIST_DESCRIPTION,
-        epilog=_LIST_EPILOG,
-    )
+    parser = add_command(commands, "checkpoints", "URL [--json]", _LIST_DESCRIPTION, _LIST_EPILOG)
     _where(parser, None)
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of a table")
     _finish(parser, _run_list)
 
-    parser = commands.add_parser(
-        "verify",
-        prog="psdctl verify",
-        usage="psdctl verify URL [NAME]",
-        description=_VERIFY_DESCRIPTION,
-        epilog=_VERIFY_EPILOG,
-    )
+    parser = add_command(commands, "verify", "URL [NAME]", _VERIFY_DESCRIPTION, _VERIFY_EPILOG)
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: all)")
     _finish(parser, _run_verify)
 
-    parser = commands.add_parser(
-        "export",
-        prog="psdctl export",
-        usage="psdctl export URL [NAME] --to FILE",
-        description=_EXPORT_DESCRIPTION,
-        epilog=_EXPORT_EPILOG,
-    )
+    parser = add_command(commands, "export", "URL [NAME] --to FILE", _EXPORT_DESCRIPTION, _EXPORT_EPILOG)
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: the newest valid one)")
     what = parser.add_argument_group("what to write")
     what.add_argument("--to", required=True, metavar="FILE", help="path or URL of the file to write")

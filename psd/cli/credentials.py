@@ -13,7 +13,8 @@ import secrets
 import subprocess
 from typing import Any
 
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, whole_number
+from psd.cli import arguments
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Option, Options, add_options, whole_number
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 
@@ -93,26 +94,16 @@ def _certificate(names: list[str]) -> tuple[str, str]:
     return pem["CERTIFICATE"], pem["PRIVATE KEY"]
 
 
-def add_command(commands: argparse._SubParsersAction[Parser]) -> None:
+_OPTIONS: Options = {
+    "name": Option("NAME", "name of the job, that is of its StatefulSet"),
+    "shards": Option("N", "how many shards the certificate is valid for", whole_number),
+}
+
+
+def add_command(commands: Commands) -> None:
     """Add `credentials` to psdctl."""
-    parser = commands.add_parser(
-        "credentials",
-        prog="psdctl credentials",
-        usage="psdctl credentials [--name NAME] [--shards N]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
-    group = parser.add_argument_group("job")
-    group.add_argument(
-        "--name", default="psd", metavar="NAME", help="name of the job, that is of its StatefulSet (default: %(default)s)"
-    )
-    group.add_argument(
-        "--shards",
-        type=whole_number,
-        default=64,
-        metavar="N",
-        help="how many shards the certificate is valid for (default: %(default)s)",
-    )
+    parser = arguments.add_command(commands, "credentials", "[--name NAME] [--shards N]", _DESCRIPTION, _EPILOG)
+    add_options(parser.add_argument_group("job"), _OPTIONS, {"name": "psd", "shards": 64})
     parser.add_information()
     parser.set_defaults(run=_run, parser=parser)
 

@@ -19,7 +19,17 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 import grpc
 
 from psd.cli import checkpoints, credentials
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, add_credential_options, credential_options, seconds
+from psd.cli.arguments import (
+    CREDENTIAL_OPTIONS,
+    EXIT_FAILURE,
+    EXIT_OK,
+    Commands,
+    Parser,
+    add_command,
+    add_credential_options,
+    seconds,
+    values,
+)
 from psd.cli.report import Answer, as_json, as_text, problems
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, parse_servers
@@ -46,7 +56,7 @@ commands:
 
 psdctl COMMAND --help explains each."""
 
-_STATUS_USAGE = "psdctl status [--servers HOST:PORT,...] [options]"
+_STATUS_USAGE = "[--servers HOST:PORT,...] [options]"
 
 _STATUS_DESCRIPTION = """\
 Ask all shards at once for their status, and show it as one picture: the job, the shards, the workers,
@@ -83,7 +93,7 @@ exit status:
 Ctrl-C ends a watch with the status of its last picture."""
 
 
-_CHECKPOINT_USAGE = "psdctl checkpoint [--servers HOST:PORT,...] [--timeout SECONDS]"
+_CHECKPOINT_USAGE = "[--servers HOST:PORT,...] [--timeout SECONDS]"
 
 _CHECKPOINT_DESCRIPTION = """\
 Take a checkpoint of a running job now, and print its name when it is complete on all shards. The shards must
@@ -186,23 +196,15 @@ def _add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
     )
 
 
-def _add_checkpoint(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = commands.add_parser(
-        "checkpoint",
-        prog="psdctl checkpoint",
-        usage=_CHECKPOINT_USAGE,
-        description=_CHECKPOINT_DESCRIPTION,
-        epilog=_CHECKPOINT_EPILOG,
-    )
+def _add_checkpoint(commands: Commands) -> None:
+    parser = add_command(commands, "checkpoint", _CHECKPOINT_USAGE, _CHECKPOINT_DESCRIPTION, _CHECKPOINT_EPILOG)
     _add_where(parser, 300.0, "how long to wait until it is complete")
     parser.add_information()
     parser.set_defaults(run=_run_checkpoint, parser=parser, watch=None)
 
 
-def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = commands.add_parser(
-        "status", prog="psdctl status", usage=_STATUS_USAGE, description=_STATUS_DESCRIPTION, epilog=_STATUS_EPILOG
-    )
+def _add_status(commands: Commands) -> None:
+    parser = add_command(commands, "status", _STATUS_USAGE, _STATUS_DESCRIPTION, _STATUS_EPILOG)
     _add_where(parser, 5.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
@@ -218,7 +220,7 @@ def _check(args: argparse.Namespace) -> None:
         parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them when it starts")
     try:
         args.servers = parse_servers(args.servers)
-        args.credentials = Credentials(**credential_options(args))
+        args.credentials = Credentials(**values(args, CREDENTIAL_OPTIONS))
     except ConfigError as error:
         parser.error(f"--{str(error).replace('_', '-', 1) if str(error).startswith(('tls_', 'token_')) else error}")
     for name in ("timeout", "watch"):

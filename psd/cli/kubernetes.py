@@ -186,8 +186,8 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
     script, command = worker_command(words)
     default = ServerConfig(0, 1)
     values = {
-        "--lease": (args.lease, default.lease_s),
-        "--grace": (args.grace, default.grace_s),
+        "--lease": (args.lease_s, default.lease_s),
+        "--grace": (args.grace_s, default.grace_s),
         "--max-workers": (max(args.workers, Limits().workers_max), Limits().workers_max),
         "--checkpoint-steps": (args.checkpoint_steps, default.checkpoint_steps),
         "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
@@ -205,7 +205,7 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         shard_flags=[*flags, *(f"--rule={rule}" for rule in args.rules)],
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_secs=args.checkpoint_secs,
-        grace_s=args.grace if args.grace != default.grace_s else None,
+        grace_s=args.grace_s if args.grace_s != default.grace_s else None,
         restarts_max=args.max_restarts,
         is_insecure=args.insecure,
         is_dry=args.dry_run,

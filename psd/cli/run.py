@@ -21,7 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from psd.cli import kubernetes, malloc
-from psd.cli.arguments import Parser, add_checkpoint_options, add_rule_option, checkpoint_options, seconds, whole_number
+from psd.cli.arguments import (
+    CHECKPOINT_OPTIONS,
+    SERVER_DEFAULTS,
+    Option,
+    Options,
+    Parser,
+    add_checkpoint_options,
+    add_options,
+    add_rule_option,
+    seconds,
+    values,
+    whole_number,
+)
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
@@ -104,78 +116,64 @@ exit status:
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 
+_SIZE: Options = {
+    "shards": Option("N", "server processes", whole_number),
+    "workers": Option("N", "training processes", whole_number),
+}
+
+_TRAINING: Options = {
+    "consistency": Option("WORD", "sync, async, or ssp:S for at most S steps apart (default: sync)"),
+    "quorum": Option("K", "sync: close a round with K workers' gradients; late ones are dropped (default: all)", whole_number),
+    "reduce": Option(None, "how to combine a round's gradients (default: mean)", choices=("mean", "sum")),
+    "aggregation": Option(
+        None,
+        "fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
+        "whatever the timing and whichever shard is killed (default: fast)",
+        choices=("fast", "exact"),
+    ),
+    "transport": Option(
+        None,
+        "how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
+        choices=TRANSPORTS,
+    ),
+}
+
+_FAULTS: Options = {
+    "max_restarts": Option("R", "restart failed workers, R times in all", whole_number),
+    "max_shard_restarts": Option(
+        "R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", whole_number
+    ),
+    "state_dir": Option(
+        "DIR",
+        "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
+    ),
+    "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
+    "grace_s": Option("SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards", seconds),
+}
+
+_WATCHING: Options = {
+    "metrics_port": Option(
+        "BASE",
+        "serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: no "
+        "metrics)",
+        whole_number,
+    ),
+}
+
+_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, **SERVER_DEFAULTS}
+
+
 def _parser() -> Parser:
-    default = ServerConfig(0, 1)
     variables = "\n".join(f"  {name:20} {meaning}" for name, meaning in VARIABLES.items())
     parser = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables, starts=SHARD_STARTS_MAX))
-    size = parser.add_argument_group("size")
-    size.add_argument("--shards", type=whole_number, default=1, metavar="N", help="server processes (default: %(default)s)")
-    size.add_argument("--workers", type=whole_number, default=1, metavar="N", help="training processes (default: %(default)s)")
-    job = parser.add_argument_group("training (defaults for scripts that do not set these)")
-    job.add_argument("--consistency", metavar="WORD", help="sync, async, or ssp:S for at most S steps apart (default: sync)")
-    job.add_argument(
-        "--quorum",
-        type=whole_number,
-        metavar="K",
-        help="sync: close a round with K workers' gradients; late ones are dropped (default: all)",
-    )
-    job.add_argument("--reduce", choices=("mean", "sum"), help="how to combine a round's gradients (default: mean)")
-    job.add_argument(
-        "--aggregation",
-        choices=("fast", "exact"),
-        help="fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
-        "whatever the timing and whichever shard is killed (default: fast)",
-    )
-    job.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        help="how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
-    )
-    add_rule_option(job)
-    faults = parser.add_argument_group("faults")
-    faults.add_argument(
-        "--max-restarts",
-        type=whole_number,
-        default=0,
-        metavar="R",
-        help="restart failed workers, R times in all (default: %(default)s)",
-    )
-    faults.add_argument(
-        "--max-shard-restarts",
-        type=whole_number,
-        metavar="R",
-        help=f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})",
-    )
-    faults.add_argument(
-        "--state-dir",
-        default="",
-        metavar="DIR",
-        help="where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
-    )
-    faults.add_argument(
-        "--lease",
-        type=seconds,
-        default=default.lease_s,
-        metavar="SECONDS",
-        help="stop waiting for a worker that has been silent for this long (default: %(default)g)",
-    )
-    faults.add_argument(
-        "--grace",
-        type=seconds,
-        default=default.grace_s,
-        metavar="SECONDS",
-        help="time between SIGTERM and SIGKILL, for workers and for shards (default: %(default)g)",
-    )
+    add_options(parser.add_argument_group("size"), _SIZE, _DEFAULTS)
+    training = parser.add_argument_group("training (defaults for scripts that do not set these)")
+    add_options(training, _TRAINING, _DEFAULTS)
+    add_rule_option(training)
+    add_options(parser.add_argument_group("faults"), _FAULTS, _DEFAULTS)
     add_checkpoint_options(parser)
     kubernetes.add_options(parser)
-    watching = parser.add_argument_group("watching")
-    watching.add_argument(
-        "--metrics-port",
-        type=whole_number,
-        metavar="BASE",
-        help="serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: "
-        "no metrics)",
-    )
+    add_options(parser.add_argument_group("watching"), _WATCHING, _DEFAULTS)
     what = parser.add_argument_group("what to run (everything after it is passed on)")
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a Python module, with its arguments, as a script"
@@ -199,9 +197,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         _check_count("--max-shard-restarts", shard_restarts, 0, RESTARTS_MAX)
         if args.metrics_port is not None:
             _check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
-        ServerConfig(
-            0, args.shards, lease_s=args.lease, grace_s=args.grace, rules=tuple(args.rules), **checkpoint_options(args)
-        )
+        checkpoints = values(args, CHECKPOINT_OPTIONS)
+        ServerConfig(0, args.shards, lease_s=args.lease_s, grace_s=args.grace_s, rules=tuple(args.rules), **checkpoints)
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         _check_quorum(args.quorum, args.workers, consistency)
         _check_aggregation(args.aggregation, consistency)
@@ -238,11 +235,11 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
 
     options = {
         "--run-id": run_id,
-        "--lease": args.lease,
-        "--grace": args.grace,
+        "--lease": args.lease_s,
+        "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
         "--log-level": "warning",
-        **{f"--{name.replace('_', '-')}": value for name, value in checkpoint_options(args).items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in checkpoints.items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
@@ -259,7 +256,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         workers=args.workers,
         restarts_max=args.max_restarts,
         shard_restarts_max=shard_restarts,
-        grace_s=args.grace,
+        grace_s=args.grace_s,
         state_dir=state_dir,
         is_state_private=not args.state_dir,
         shard_command=shard_command,

@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
+
+NumberT = TypeVar("NumberT", int, float)
 
 VARIABLES = {
     "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
@@ -37,14 +40,18 @@ VARIABLES = {
 """All variables that psd reads, and their meanings; psd-run --help prints this table."""
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
+def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], NumberT], expected: str) -> NumberT | None:
     text = environ.get(name)
     if text is None:
         return None
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
+        raise ConfigError(f"{name}: expected {expected}, got {text!r}") from None
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name, int, "a whole number")
 
 
 def _rank(environ: Mapping[str, str]) -> int | None:
@@ -52,13 +59,7 @@ def _rank(environ: Mapping[str, str]) -> int | None:
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
-    text = environ.get(name)
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{name}: expected seconds, got {text!r}") from None
+    return _number(environ, name, float, "seconds")
 
 
 def client_config(
