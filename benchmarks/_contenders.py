@@ -7,7 +7,6 @@ machine hurts all alike. Knows how each is started; nothing of tables and limits
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _network import Network
-from _processes import Peer, ProcessFailed, Shard, cpu_s, start_all
+from _processes import Peer, ProcessFailed, Shard, cpu_s, free_ports, start_all
 from peers import work
 
 WORKERS_BOUND = 8
@@ -225,7 +224,7 @@ def tensorflow(python: str, workers: int, model: str) -> Starter:
     """A contender: TensorFlow's parameter servers; `python` is the interpreter that has TensorFlow."""
 
     def start(stack: ExitStack) -> Contender:
-        ports = _free_ports(workers + 1)
+        ports = free_ports(workers + 1)
         told = {
             "ps": f"127.0.0.1:{ports[0]}",
             "workers": [f"127.0.0.1:{port}" for port in ports[1:]],
@@ -237,13 +236,6 @@ def tensorflow(python: str, workers: int, model: str) -> Starter:
         return Contender("tensorflow", workers, 0, model, peers, [server.pid])
 
     return start
-
-
-def _free_ports(count: int) -> list[int]:
-    """Free ports for systems that must be told beforehand."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def interpreter_with(module: str, given: str | None) -> str | None:

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -303,3 +304,10 @@ def start_all(stack: ExitStack, shards: Sequence[Shard]) -> None:
         stack.callback(shard.end)
     for shard in shards:
         shard.wait_ready()
+
+
+def free_ports(count: int) -> list[int]:
+    """Free ports for processes that must be told beforehand."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]

@@ -11,7 +11,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,30 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the benchmark's first lines."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str | None, transports: str = "") -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's first lines, with --json, and with --transports if there is a default."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if transports:
+        made.add_argument("--transports", type=words, default=transports, help="of psd (default: %(default)s)")
+    made.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
+    return made
+
+
+def conclude(
+    path: Path | None,
+    figures: Mapping[str, Any],
+    checked: Sequence[Criterion],
+    left_out: Mapping[str, str],
+    *,
+    is_failed: bool,
+) -> int:
+    """Print the verdicts and what was left out, write the figures as JSON, and return the exit status."""
+    if checked:
+        print("\n" + criteria_table(checked))
+    for name, why in left_out.items():
+        print(f"\n{name} is left out: {why}")
+    write_json(path, {**figures, "left_out": left_out}, checked)
+    return 1 if is_failed else 0
 
 
 def in_turns(works: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:

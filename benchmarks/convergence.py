@@ -169,7 +169,6 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=4, help="how many times slower the last worker is (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs per setting (default %(default)s)")
     parser.add_argument("--only", default="", help="modes that have this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
     args = parser.parse_args()
     runs = []
     with (

@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -96,7 +95,6 @@ def main() -> int:
     parser.add_argument("--model", choices=models, default="mlp", help="shapes (default: %(default)s)")
     parser.add_argument("--transport", default="shm", help="of psd (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="timed ones of each kind (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if os.environ.get(STARTED) is None:  # malloc reads its settings when a process begins
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "KERAS_BACKEND": "tensorflow", STARTED: "1"})

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import _report
@@ -283,7 +282,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32, help="MiB of parameters (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="of which the quickest counts (default %(default)s)")
     parser.add_argument("--rule", default="", help="only rules with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
     args = parser.parse_args()
     torch.set_num_threads(1)
     blocks = max((args.megabytes << 20) // BLOCK_BYTES_MAX, 1)

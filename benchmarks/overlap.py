@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import _report as report
@@ -86,7 +85,6 @@ def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--transport", default="tcp", help="of psd (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="timed ones of each kind (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     torch.set_num_threads(1)
     about = report.machine()

@@ -152,7 +152,6 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=4, help="so many seconds a worker leaves, and one dies (default: 4)")
     parser.add_argument("--grown-mb", type=float, default=8, help="by which a process may grow (default: %(default)s)")
     parser.add_argument("--grown-descriptors", type=float, default=4, help="likewise (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     about = report.machine()
     try:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -58,8 +57,7 @@ REFERENCES = {
 
 def arguments() -> Namespace:
     """Parse the command line."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm")
     parser.add_argument("--workers", type=report.whole_numbers, default="1,2", metavar="W,W", help="default: %(default)s")
     parser.add_argument("--shards", type=report.whole_numbers, default="1", metavar="S,S", help="default: %(default)s")
     parser.add_argument(
@@ -73,7 +71,6 @@ def arguments() -> Namespace:
     parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
     parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
     parser.add_argument("--quick", action="store_true", help=f"{STEPS_MIN} timed steps in 3 turns; no grpc unary")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.steps, args.without = 3, 5, [*args.without, "grpc unary"]
@@ -227,15 +224,11 @@ def main() -> int:
     for workers, results in by_workers.items():
         print_tables(workers, results)
     checked = criteria(by_workers) if args.model == "resnet50" and args.consistency == "sync" else []
-    if checked:
-        print("\n" + report.criteria_table(checked))
     if args.rounds * args.steps < STEPS_MIN:
         print(f"\nToo few steps to judge by: {args.rounds * args.steps}, should be at least {STEPS_MIN}")
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
-    context = {"machine": about, "model": args.model, "consistency": args.consistency, "left_out": left_out}
-    report.write_json(args.json, {**context, "results": [r for rows in by_workers.values() for r in rows]}, checked)
-    return 1 if any(name.startswith("psd") for name in failed) else 0
+    figures = {"machine": about, "model": args.model, "consistency": args.consistency}
+    figures["results"] = [r for rows in by_workers.values() for r in rows]
+    return report.conclude(args.json, figures, checked, left_out, is_failed=any(name.startswith("psd") for name in failed))
 
 
 if __name__ == "__main__":

@@ -35,15 +35,6 @@ def send(connection: socket.socket, memory: memoryview) -> None:
         memory = memory[connection.sendmsg([memory]) :]
 
 
-def cut(memory: memoryview) -> list[memoryview]:
-    """Cut it into blocks."""
-    blocks, start = [], 0
-    for size in work.block_sizes(len(memory)):
-        blocks.append(memory[start : start + size])
-        start += size
-    return blocks
-
-
 def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) -> None:
     """Serve one client, until it goes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -53,7 +44,7 @@ def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) ->
             while True:
                 receive(connection, gradients)
                 send(connection, parameters)
-        blocks = cut(parameters)
+        blocks = work.cut(parameters)
         scratch = memoryview(bytearray(len(blocks[0])))
         arrived: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
@@ -84,7 +75,7 @@ def run_client(turns: Turns, size: int, is_duplex: bool) -> None:
     gradients = memoryview(work.gradient(0, size)).cast("B")
     values = np.zeros(size, np.float32)
     parameters = memoryview(values).cast("B")
-    sent, received = cut(gradients), cut(parameters)
+    sent, received = work.cut(gradients), work.cut(parameters)
     begin: queue.SimpleQueue[Iterable[memoryview]] = queue.SimpleQueue()
 
     def send_all() -> None:

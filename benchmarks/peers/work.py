@@ -9,6 +9,7 @@ NumPy alone: peers import it under interpreters that know nothing of psd.
 from __future__ import annotations
 
 import struct
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ COUNTS = struct.Struct("<QQ")
 """Format of the counts, pushes begun and pushes answered, in a file that survives its worker (soak_worker.py)."""
 
 _PERIOD = 251
+BytesT = TypeVar("BytesT", bytes, memoryview)
+
 _BLOCK_BYTES = 1 << 20
 
 
@@ -66,9 +69,9 @@ def size_of(model: str) -> int:
     return sum(int(np.prod(shape)) for shape in shapes_of(model))
 
 
-def block_sizes(nbytes: int) -> list[int]:
-    """Sizes of the blocks of references without a layout: 1 MiB each, and the rest."""
-    return [min(_BLOCK_BYTES, nbytes - start) for start in range(0, nbytes, _BLOCK_BYTES)]
+def cut(data: BytesT) -> list[BytesT]:
+    """Cut the bytes of references without a layout into blocks: 1 MiB each, and the rest."""
+    return [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
 
 
 def gradient(rank: int, size: int) -> NDArray[np.float32]:
