@@ -56,28 +56,32 @@ class Process:
     def line(self, pattern: str) -> re.Match[str]:
         """Wait for a line that has the pattern."""
         deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no line {pattern!r} in time; so far:\n{self.output}") from None
-            assert line is not None, f"the output ended without a line {pattern!r}:\n{self.output}"
-            self.lines.append(line)
+        while (line := self._next(deadline, f"no line {pattern!r} in time")) is not None:
             if match := re.search(pattern, line):
                 return match
+        raise AssertionError(f"the output ended without a line {pattern!r}:\n{self.output}")
 
     def end(self) -> int:
         """Wait for the end of the output, which is that of psd-run's watchdog, too, and of the process; its exit status."""
         deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"did not end in time; so far:\n{self.output}") from None
-            if line is None:
-                break
-            self.lines.append(line)
+        while self._next(deadline, "did not end in time") is not None:
+            pass
         return self._process.wait(TIMEOUT_S)
+
+    def _next(self, deadline: float, complaint: str) -> str | None:
+        """Wait for a line of the output; None at its end."""
+        try:
+            line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"{complaint}; so far:\n{self.output}") from None
+        if line is not None:
+            self.lines.append(line)
+        return line
+
+    def assert_nothing_left(self) -> None:
+        """No process of the run lives, and its state directory is gone."""
+        assert self.orphans() == {}
+        assert not self.state_dir.exists()
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process alone."""

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from raw_bulk import open_stream
 from raw_client import failure, reason, spec
 
 from psd.contract.errors import PsdError, error_from
@@ -218,17 +219,6 @@ def join(channel: grpc.Channel, token: str) -> control_pb2.OpenBulkReply:
     return stub.OpenBulk(control_pb2.OpenBulkRequest(caller=caller), **given)
 
 
-def open_stream(reply: control_pb2.OpenBulkReply, *, local: bool) -> Stream:
-    if local:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(f"\0{reply.local_name}")
-    else:
-        sock = socket.create_connection(("127.0.0.1", reply.tcp_port))
-    stream = Stream(sock, 1 << 20)
-    stream.set_timeout(20)
-    return stream
-
-
 def outcome(stream: Stream) -> PsdError | None:
     """The error with which the shard ends a connection; None if it only closes it."""
     try:
@@ -332,6 +322,6 @@ def test_a_token_file_that_is_wrong_leaves_what_was_there_before(
     late = failure(stub.Status, control_pb2.StatusRequest(), timeout=20, metadata=bearer(TOKENS["reader"]))
 
     assert refused.code() is late.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert [str(token_file) in r.getMessage() and fresh not in r.getMessage() for r in caplog.records if "before" in r.msg] == [
-        True
-    ]
+    assert [
+        str(token_file) in r.getMessage() and fresh not in r.getMessage() for r in caplog.records if "earlier contents" in r.msg
+    ] == [True]
