@@ -1,4 +1,4 @@
-"""The calls on flat buffers, with which the faces of frameworks declare, push and pull.
+"""The calls on flat buffers: what the faces of frameworks declare, push and pull.
 
 The buffers are the worker's; a face writes gradients where they are sent from, and reads parameters where they are received.
 Must not know frameworks, names of tensors, or how anything travels.
@@ -37,8 +37,8 @@ class FlatCalls(Worker):
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
     ) -> None:
-        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
-        with self._operation("declare"):
+        """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        with self.operation("declare"):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
             default = job_defaults()
@@ -76,8 +76,8 @@ class FlatCalls(Worker):
 
     @property
     def nan_policy(self) -> str:
-        """The declared nan_policy: "refuse", "skip" or "allow"."""
-        return self._declared.parameters.layout.spec.nan_policy
+        """As declared: "refuse", "skip" or "allow"."""
+        return self.declared.parameters.layout.spec.nan_policy
 
     @property
     def is_skipped(self) -> bool:
@@ -103,14 +103,14 @@ class FlatCalls(Worker):
             present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
         """
-        with self._operation("push"):
-            self._declared.confirm()
-            self._declared.push(scalars, weight, present, skip=skip)
+        with self.operation("push"):
+            self.declared.confirm()
+            self.declared.push(scalars, weight, present, skip=skip)
 
     def pull_flat(self) -> None:
         """Pull into `parameters`, whose contents are undefined if it fails."""
-        with self._operation("pull"):
-            self._declared.pull()
+        with self.operation("pull"):
+            self.declared.pull()
 
     def push_pull_flat(
         self,
@@ -121,11 +121,11 @@ class FlatCalls(Worker):
         skip: bool = False,
     ) -> None:
         """`push_flat`, then `pull_flat`, in one round trip."""
-        with self._operation("push_pull"):
-            self._declared.push_pull(scalars, weight, present, skip=skip)
+        with self.operation("push_pull"):
+            self.declared.push_pull(scalars, weight, present, skip=skip)
 
     def begin_feed(self, feed: Feed) -> None:
-        """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
+        """Before the thread begins that calls `push_pull_feed`: from now on other calls come after it."""
         self._feed, self._untold = feed, None
 
     def push_pull_feed(
@@ -136,7 +136,7 @@ class FlatCalls(Worker):
         on_received: Callable[[int], None],
         versions_read: Sequence[int] | None = None,
     ) -> None:
-        """Push and pull as `push_pull_flat` does, in a thread of the caller's, gradients that are still being computed.
+        """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
 
         Once the feed is finished, other calls wait for this one's end.
 
@@ -147,10 +147,10 @@ class FlatCalls(Worker):
             versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
         """
         try:
-            with self._operation("push_pull", feed=feed):
+            with self.operation("push_pull", feed=feed):
                 self.parameters.on_received = on_received
                 try:
-                    self._declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
+                    self.declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
                 finally:
                     self.parameters.on_received = None
         except Exception as error:
@@ -162,5 +162,5 @@ class FlatCalls(Worker):
             feed.ended.set()
 
     def told(self) -> None:
-        """Note that the program has heard of the last push's failure."""
+        """The program has heard of what the last push has failed with."""
         self._untold = None

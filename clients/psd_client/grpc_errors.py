@@ -1,6 +1,6 @@
 """Errors of gRPC calls as psd's errors: the class that the shard raised, or else the meaning of the status.
 
-One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is retry.py's to say.
+One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is shards.py's to say.
 """
 
 from __future__ import annotations

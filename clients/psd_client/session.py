@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from types import TracebackType
 
 from psd.contract.config import ClientConfig
 from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
@@ -19,7 +19,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.declaration import Declaration
 from psd_client.flat import FlatBuffers
 from psd_client.joining import JOIN_TIMEOUT_S, Entrance
-from psd_client.membership import Memberships
+from psd_client.membership import Membership, Memberships
 from psd_client.shards import Shards
 from psd_client.transport import Call, Cancelled, Lane, Scope, Share
 
@@ -27,13 +27,11 @@ logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
 LEAVE_FAILED_TIMEOUT_S = 1.5
-"""Seconds to leave after a failure or an interruption: the program should not be kept from ending."""
+"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
 REJOINS_MAX = 5
-"""Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
+"""In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
-
-ResultT = TypeVar("ResultT")
 
 
 class Session:
@@ -52,13 +50,13 @@ class Session:
         cuts: to be carried to all shards with the next push.
         stored_state: what a worker of this rank had saved for itself, as of the last declaration.
         rejoins: how often it has become a new session since the first, other than to go back to a checkpoint.
-        memberships: for the heartbeats. resume: see Entrance.
+        memberships: for the heartbeats. resume: see Entrance. now: as given.
     """
 
     def __init__(self, config: ClientConfig, shards: Shards, now: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._shards = shards
-        self._now = now
+        self.now = now
         self.memberships = Memberships()
         self._entrance = Entrance(config, shards, self.memberships)
         self._declaration: Declaration | None = None
@@ -76,12 +74,12 @@ class Session:
         self.rejoins = 0
 
     def caller(self, shard: int) -> job_pb2.Caller:
-        """The caller of a request to that shard."""
+        """Who asks, for a request to that shard."""
         return self.memberships.held.caller(shard)
 
     @property
     def told_clock(self) -> int:
-        """The clock that heartbeats report."""
+        """The clock that heartbeats tell."""
         pushing = self.pushing
         return self.clock if pushing is None else min(self.clock, pushing)
 
@@ -112,9 +110,8 @@ class Session:
             self.memberships.give_up()
         self._barrier_seq = 0
 
-    def _join_anew(self) -> None:
-        """Join; before the job has values, join also under another name if others have begun under it and nobody has given
-        one."""
+    def join_anew(self) -> None:
+        """Join; before the job has values, also one that others have begun under another name that nobody has given."""
         try:
             self._join()
         except ForeignRun:
@@ -136,21 +133,20 @@ class Session:
         if not _may_return(error):
             raise error
         self.begin_anew()
-        logger.warning("psd: worker %d: %s; it has joined again and continues at step %d", self._config.rank, error, self.clock)
+        logger.warning("psd: worker %d: %s; it has joined again and goes on at step %d", self._config.rank, error, self.clock)
 
     def begin_anew(self) -> None:
-        """Go on as a new session, declared at all shards: nothing counts any more of what the old one still sends. Raises what
+        """Go on as a new session, declared at all shards: from now on nothing counts that this one still sends. Raises what
         `rejoin` does."""
         self._enter()
         self.rejoins += 1
 
     def _enter(self) -> None:
         """Join and, if there is a declaration, declare; again, if the new session's lease runs out on the way."""
-        deadline = self._now() + self._config.wait_timeout_s
-        attempts = 0
+        limit = Limit(self.now, self._config.wait_timeout_s)
         while True:
             try:
-                self._join_anew()
+                self.join_anew()
                 timeline = self.memberships.held.timeline
                 if self._followed not in (None, timeline):
                     raise RolledBack(
@@ -159,26 +155,20 @@ class Session:
                 if self._declaration is not None:
                     self._declare(self._declaration, is_first=False)
             except SessionFenced as error:
-                attempts += 1
-                if not _may_return(error) or self._is_over(attempts, deadline):
+                if limit.is_over() or not _may_return(error):
                     raise
-                logger.warning("psd: worker %d: %s, while joining; joining again", self._config.rank, error)
+                logger.warning("psd: worker %d: %s, on its way into the job; joining again", self._config.rank, error)
                 Scope().sleep(REJOIN_PAUSE_S)
             else:
                 self._is_entered = True
                 return
-
-    def _is_over(self, attempts: int, deadline: float) -> bool:
-        """True if an operation should give up: a worker that was itself suspended beyond the deadline still has some
-        attempts."""
-        return attempts >= REJOINS_MAX and self._now() > deadline
 
     def go_back(self, fetch: Callable[[], None]) -> None:
         """Join anew after the job has gone back to a checkpoint, bringing all shards to it if need be; `fetch` what is there.
 
         Until that has succeeded every operation raises RolledBack: a program must not go on with what it had before.
         """
-        deadline = self._now() + self._config.wait_timeout_s
+        limit = Limit(self.now, self._config.wait_timeout_s)
         self._followed = None
         while True:
             try:
@@ -187,50 +177,42 @@ class Session:
                 fetch()
             except BaseException as error:
                 self._followed = None
-                if not isinstance(error, RolledBack) or self._now() > deadline:
+                if limit.is_over() or not isinstance(error, RolledBack):
                     raise
             else:
                 return
 
-    def while_fenced(self, operation: Callable[[], ResultT]) -> ResultT:
-        """The result of an operation that may be repeated as a new session."""
-        deadline = self._now() + self._config.wait_timeout_s
-        attempts = 0
-        self._catch_up()
-        while True:
-            try:
-                return operation()
-            except SessionFenced as error:
-                attempts += 1
-                if self._is_over(attempts, deadline):
-                    raise
-                self.rejoin(error)
+    def attempts(self) -> Attempts:
+        """Attempts at something that may be repeated as a new session."""
+        return Attempts(self, self._config.wait_timeout_s, is_beginning=False)
 
-    def _catch_up(self) -> None:
-        """Complete what an earlier operation has left unfinished."""
+    def catch_up(self) -> None:
+        """Do what an operation before has not brought to its end."""
         if self._declaration is None:
             return
         if self._followed is None:
-            raise RolledBack("the job has gone back to a checkpoint, and this worker has not followed yet")
+            raise RolledBack("the job has gone back to a checkpoint, and this worker has not followed it there yet")
         if not self._is_entered:
             self.begin_anew()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def prepare_lanes(self) -> list[Share]:
-        """Open the transports for bulk data; return a function that shares memory with the shards that can see this
-        process's."""
+        """Open the ways for bulk data; how to share memory with those shards that can see this process's."""
 
-        def prepare() -> list[Share | None]:
-            return self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
-
-        return [share for share in self.while_fenced(lambda: self._beginning(prepare)) if share is not None]
+        shares: list[Share | None] = []
+        for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
+            with attempt:
+                shares = self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
+        return [share for share in shares if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
-        """Agree on the job; provide `values` as its initial ones if it has none, else `fetch` its own."""
+        """Agree on the job, and provide `values` as its initial ones if it has none yet; else `fetch` those that it has."""
         declaration = Declaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
-        is_first = self._declaration is None
-        is_provided = self.while_fenced(lambda: self._beginning(lambda: self._declare(declaration, is_first=is_first)))
+        is_first, is_provided = self._declaration is None, False
+        for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
+            with attempt:
+                is_provided = self._declare(declaration, is_first=is_first)
         self._declaration, self._is_entered = declaration, True
         self._followed = self.memberships.held.timeline
         if is_provided:
@@ -250,29 +232,10 @@ class Session:
         self.stored_state = declared.client_state
         return declared.is_provided
 
-    def _beginning(self, operation: Callable[[], ResultT]) -> ResultT:
-        """Run an operation of a worker that knows nothing of the job yet: if shards have forgotten it, or gone back, it joins
-        anew."""
-        deadline = self._now() + self._config.wait_timeout_s
-        rejoins = 0
-        while True:
-            before = self.memberships.latest
-            try:
-                return operation()
-            except (StateLost, ForeignRun, RolledBack):
-                if rejoins == REJOINS_MAX or self._now() > deadline:
-                    raise
-            # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning
-            # anew, however often it is killed; but if it has not been, that must end.
-            self._join_anew()
-            after = self.memberships.latest
-            if before is not None and after is not None:
-                rejoins += before.incarnations == after.incarnations
-
     # -- in the job ------------------------------------------------------------------------------------------------------
 
     def await_decisions(self, timeout_s: float) -> None:
-        """Exact aggregation: learn the decision on the round before the clock, for pulls and pushes to carry to all shards.
+        """Exact aggregation: know what was decided on the round before the clock, for pulls and pushes to carry to all shards.
 
         A session that follows one that had committed a round begins after that round, which may still be open; and those who
         hear of the decision may leave before they have told all shards.
@@ -301,7 +264,9 @@ class Session:
             return lane.barrier(request, call)
 
         try:
-            self.while_fenced(lambda: self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1]))
+            for attempt in self.attempts():
+                with attempt:
+                    self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1])
         except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or nobody's counts any more
             self._open_barrier = None
             raise
@@ -330,6 +295,89 @@ class Session:
                 )
 
         self._shards.run_once(leave_at)
+
+
+class Limit:
+    """How often something is attempted: for some time, and REJOINS_MAX times in any case: the process may have been stopped."""
+
+    def __init__(self, now: Callable[[], float], timeout_s: float) -> None:
+        self._now = now
+        self._gives_up_at = now() + timeout_s
+        self._attempts = 0
+
+    def is_over(self) -> bool:
+        """True if the attempt that has just failed was the last one."""
+        self._attempts += 1
+        return self._attempts >= REJOINS_MAX and self._now() > self._gives_up_at
+
+
+class Attempts:
+    """Attempts at something that a session does: after one that has failed because the session is over, it goes on as another.
+
+        for attempt in session.attempts():
+            with attempt:
+                ...
+
+    Raises what ends a session for good, and the last error if that goes on for longer than `timeout_s`.
+
+    Args:
+        is_beginning: the worker knows nothing of the job yet: if shards have forgotten it, or gone back, it joins anew.
+    """
+
+    def __init__(self, session: Session, timeout_s: float, *, is_beginning: bool) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._is_beginning = is_beginning
+        self._limit = Limit(session.now, timeout_s)
+        self._begin_limit = Limit(session.now, timeout_s)
+        self._is_begun = False
+        self._error: PsdError | None = None
+        self._before: Membership | None = None
+        self._rejoins = 0
+
+    def __iter__(self) -> Attempts:
+        return self
+
+    def __next__(self) -> Attempts:
+        error, self._error = self._error, None
+        if not self._is_begun:
+            self._is_begun = True
+            self._session.catch_up()
+        elif error is None:
+            raise StopIteration
+        elif isinstance(error, SessionFenced):
+            self._rejoin(error)
+        else:
+            try:
+                self._begin_again(error)
+            except SessionFenced as fenced:
+                self._rejoin(fenced)
+        return self
+
+    def __enter__(self) -> None:
+        if self._is_beginning:
+            self._before = self._session.memberships.latest
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, SessionFenced) or (self._is_beginning and isinstance(error, (StateLost, ForeignRun, RolledBack))):
+            self._error = error
+        return self._error is not None
+
+    def _rejoin(self, error: SessionFenced) -> None:
+        if self._limit.is_over():
+            raise error
+        self._session.rejoin(error)
+        self._begin_limit, self._rejoins = Limit(self._session.now, self._timeout_s), 0
+
+    def _begin_again(self, error: PsdError) -> None:
+        if self._begin_limit.is_over() or self._rejoins == REJOINS_MAX:
+            raise error
+        # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning anew,
+        # however often it is killed; but if it has not been, that must end.
+        self._session.join_anew()
+        after = self._session.memberships.latest
+        if self._before is not None and after is not None:
+            self._rejoins += self._before.incarnations == after.incarnations
 
 
 def _may_return(error: SessionFenced) -> bool:

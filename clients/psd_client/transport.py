@@ -1,8 +1,8 @@
 """The transport interface: one lane per shard, which moves whole blocks between flat buffers and that shard.
 
 A lane sends what it is given, once, and raises the typed error that the shard raised (ShardUnavailable if none came). It knows
-nothing of retries, sessions, clocks or other shards; those are in retry.py, session.py and exchange.py. gRPC is in
-grpc_lane.py; bulk_lane.py has other ways for push, pull and push_pull, and keeps the rest.
+nothing of retries, sessions, clocks or other shards; those are in shards.py, session.py and exchange.py. shard_lane.py has the
+lanes of real shards.
 
 Every call runs in a `Scope`: cancelling the scope from another thread ends the call at once, with `Cancelled`.
 """
@@ -27,10 +27,10 @@ SMALL_BYTES = 64 << 10
 """See GradientPart.is_small."""
 
 CANCEL_S = 2.0
-"""Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
+"""After a call was cancelled, how long the shard may take to let go of this worker's memory. It takes one block."""
 
 Share = Callable[[FlatBuffers, FlatBuffers], None]
-"""A function that lets a shard see the gradients and the parameters, whose memory is shared, in all later bulk calls."""
+"""Lets a shard see the gradients and the parameters, whose memory is shared, in all bulk calls from now on."""
 
 
 class Cancelled(Exception):
@@ -47,11 +47,11 @@ class Scope:
 
     @property
     def is_cancelled(self) -> bool:
-        """True after the first `cancel`."""
+        """True from the first `cancel` on."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Cancel the scope's calls, present and later ones."""
+        """End every call of the scope, and all that would still begin."""
         self._cancelled.set()
         with self._lock:
             cancels = list(self._cancels)
@@ -60,7 +60,7 @@ class Scope:
 
     @contextmanager
     def entered(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
+        """A call runs; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
         with self._lock:
             self._cancels.add(cancel)
         try:
@@ -74,7 +74,7 @@ class Scope:
                 self._cancels.discard(cancel)
 
     def sleep(self, seconds: float) -> None:
-        """Wait; raise Cancelled if the scope is or becomes cancelled."""
+        """Wait; Cancelled if the scope is or becomes cancelled."""
         self._cancelled.wait(seconds)
         self._check()
 
@@ -85,7 +85,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Call:
-    """The conditions of one call: its deadline, from now, and the scope that can end it."""
+    """How one call runs: its deadline, from now, and the scope that can end it."""
 
     timeout_s: float
     scope: Scope
@@ -93,7 +93,7 @@ class Call:
 
 @dataclass(frozen=True)
 class GradientPart:
-    """The part of a push for one shard.
+    """What a push sends to one shard.
 
     Attributes:
         header: identity, weight and scalars of the push.
@@ -111,7 +111,7 @@ class GradientPart:
 
     @property
     def is_small(self) -> bool:
-        """True if the part is complete, and fits the buffers of a socket, or one message."""
+        """True if it is all there, and fits the buffers of a socket, or one message."""
         return self.feed is None and sum(block.nbytes for block in self.blocks) <= SMALL_BYTES
 
     def outgoing(self) -> Iterator[Outgoing]:
@@ -123,28 +123,36 @@ class GradientPart:
             yield block, None if self.present is None else self.present[block.segment_tensors]
 
 
+@dataclass
+class Traffic:
+    """Payload bytes of one lane so far."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
 class Lane(ABC):
     """The way to one shard. Bulk calls come from one thread at a time; control calls may run beside them.
 
     Attributes:
-        shard: index. address: HOST:PORT.
-        sent_bytes, received_bytes: payload bytes so far.
+        shard: index. address: HOST:PORT. traffic: so far.
         transport: how bulk data travels, and why not better, for status.
     """
 
     transport: str
-    is_interruptible = False
-    """True if a bulk call made now may be interrupted by an exception from a signal handler, such as Ctrl-C's."""
 
     def __init__(self, shard: int, address: str) -> None:
         self.shard = shard
         self.address = address
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self.traffic = Traffic()
+
+    @property
+    def is_interruptible(self) -> bool:
+        """True if a bulk call made now may be interrupted by an exception out of a signal handler, as Ctrl-C raises."""
+        return False
 
     def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
-        """Open the transport for bulk calls; return a function that shares memory with the shard, None if it cannot see this
-        process's."""
+        """Open what bulk calls need; how to share memory with the shard, None if it cannot see this process's."""
         del caller, call
         return None
 
@@ -158,15 +166,15 @@ class Lane(ABC):
 
     @abstractmethod
     def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
-        """Make the shard go back to a checkpoint, on a new timeline."""
+        """Let the shard go back to a checkpoint, on a new timeline."""
 
     @abstractmethod
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
-        """Exact aggregation: report that all shards have a push; wait for the decision on its round."""
+        """Exact aggregation: say that all shards have a push; wait for the decision on its round."""
 
     @abstractmethod
     def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        """Exact aggregation: fetch the measure of the shard's part of a decided round."""
+        """Exact aggregation: what the shard's part of a decided round amounts to."""
 
     @abstractmethod
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
@@ -176,11 +184,11 @@ class Lane(ABC):
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
-        """Send a heartbeat without waiting; return a function that waits for the reply."""
+        """Send a heartbeat without waiting; the function returned waits for the reply."""
 
     @abstractmethod
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
-        """Report that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
+        """Say that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
 
     @abstractmethod
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
@@ -201,7 +209,7 @@ class Lane(ABC):
 
     @abstractmethod
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
-        """Fetch the job and its progress, for a reader."""
+        """The job, and how far it is, for a reader."""
 
     @abstractmethod
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:

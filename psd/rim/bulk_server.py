@@ -30,7 +30,6 @@ from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
-from psd.state.membership import WorkerState
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -38,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 TICKET_S = 30.0
 HELLO_S = 5.0
-"""Seconds until a connection that has not shown its ticket is closed."""
+"""A connection that has not shown its ticket by then is closed."""
 PREDECESSOR_S = 4.0
-"""Seconds that a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
+"""How long a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
 BLOCK_S = 1.0
-"""Seconds that the earlier connection may take to finish the block in hand before it is cut off."""
+"""How long that one may take to finish the block in hand before its connection is cut off under it."""
 STRANGERS_MAX = 64
-"""Limit of connections that have not shown a ticket yet."""
+"""Connections that have not shown a ticket yet."""
 CROWDED_PAUSE_S = 0.1
-"""Pause after a connection that displaced another one, while nobody with a ticket is expected: a flood waits in the kernel and
-costs the shard next to nothing."""
+"""After a connection that has displaced another one, while nobody with a ticket is expected: a flood costs the shard next to
+nothing, and waits in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class LaneConnections:
-    """The number of open connections of one lane, and of those closed before they showed a ticket."""
+    """How many connections are open by one lane, and how many were closed before they had shown a ticket."""
 
     open: int
     refused: int
@@ -155,13 +154,12 @@ class BulkServer:
     def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
         """See ControlService.OpenBulk. `metadata`: of the call; its token must stay good as long as the connection is used."""
         is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
-        with self._shard.core.lock:
-            worker = self._shard.core.check_caller(request.caller)
+        worker = self._shard.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
         with self._lock:
             self._forget_old_tickets(now)
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
-                raise Overloaded("OpenBulk: too many unused tickets")
+                raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
             self._tickets[ticket] = _Ticket(worker.rank, worker.session, now + TICKET_S, is_welcome)
             self._ticket_given.notify_all()
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
@@ -220,7 +218,7 @@ class BulkServer:
         return is_alone
 
     def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
-        """The socket, with TLS if configured; a local one needs none."""
+        """The socket, with TLS where there is to be some; a local one needs none."""
         if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return sock
         try:
@@ -237,7 +235,7 @@ class BulkServer:
                 sock.handshake(HELLO_S)
             connection.serve(self._admit, HELLO_S)
         except OSError as error:  # also a time-out
-            logger.debug("the bulk lane's port: the TLS handshake with a client failed: %s", error)
+            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
         finally:
             self._watch.forget(descriptor)
             self._forget(connection, descriptor, lane, threading.current_thread())
@@ -253,11 +251,11 @@ class BulkServer:
         connection.close()
 
     def _admit(self, connection: BulkConnection, key: bytes) -> int:
-        """The rank to which a ticket belongs; InvalidRequest if there is none."""
+        """The rank that a ticket is for; InvalidRequest if it is for nobody."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
-                raise InvalidRequest("ticket: unknown to this shard, already used, or too old")
+                raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
             self._strangers.leave(connection)
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             before = self._by_rank.get(ticket.rank)
@@ -271,24 +269,18 @@ class BulkServer:
         return ticket.rank
 
     def _is_current(self, connection: BulkConnection) -> bool:
-        """False if its worker has left, or has begun a session that has not called on it."""
-        membership = self._shard.core.membership
-        if membership is None or connection.rank < 0:
-            return True
-        if connection.rank >= len(membership.workers):  # of a job that there was before
-            return False
-        worker = membership.workers[connection.rank]
-        return worker.state is WorkerState.LIVE and worker.session == connection.session
+        """False if its worker does not take part any more, or as another session that has not called on it."""
+        return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
 
     def connections(self) -> dict[str, LaneConnections]:
-        """The connections by lane."""
+        """By lane."""
         with self._lock:
             tcp = sum(connection.is_tcp for connection in self._connections.values())
             is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
             return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
     def stop(self, grace_s: float | None) -> None:
-        """Take no more connections, and end the open ones, after `grace_s` for calls in progress or at once. Idempotent."""
+        """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
         if self._is_stopping:
             return
         with self._lock:

@@ -35,7 +35,8 @@ from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
 from psd.state.membership import tick_s
-from psd.state.shard import Shard, ShardState
+from psd.state.shard import Shard
+from psd.state.status import ShardState
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,11 @@ READY = "psd.ready"
 answer for the process, which also serves while it waits for a job."""
 
 HANDSHAKE_S = 10
-"""Seconds until a connection that has not completed the TLS handshake is closed."""
+"""A connection that has not agreed on TLS by then is closed."""
 IDLE_S = 300
-"""Seconds after which a connection without a call is closed; workers send heartbeats."""
+"""A connection without a call for so long is closed; workers send heartbeats."""
 METADATA_BYTES_MAX = 16 << 10
-"""Limit of a call's metadata: method, deadline, token."""
+"""Of a call's metadata: method, deadline, token."""
 
 
 class ShardServer:
@@ -74,8 +75,6 @@ class ShardServer:
         )
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
         self._checkpointer = Checkpointer(self.shard, config, directory) if directory is not None else None
-        if self._checkpointer is not None:
-            self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed, self._checkpointer.announce_due)
         self.done = threading.Event()
         self.address = config.listen
         self.metrics_port = 0
@@ -131,7 +130,7 @@ class ShardServer:
 
     @property
     def probe_port(self) -> int | None:
-        """Port of --health-port, once started; None without."""
+        """Where --health-port is, once started; None without."""
         return None if self._probes is None else self._probes.port
 
     def start(self) -> None:
@@ -141,7 +140,7 @@ class ShardServer:
             OSError: the address cannot be bound.
         """
         if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
-            logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
+            logger.warning("--insecure: tokens go over the network in clear, for whoever can listen there to take")
         host, port = parse_address(self._config.listen, "--listen")
         try:
             if self._tls is None:
@@ -154,19 +153,19 @@ class ShardServer:
             ) from error
         self.address = f"{host}:{bound}"
         if self.shard.is_recovered:
-            job = self.shard.core.declared()
+            job = self.shard.declared()
             logger.warning(
-                "the shard continues where its earlier process ended",
+                "the shard goes on where an earlier process of it ended",
                 extra={
-                    "run_id": self.shard.core.run_id,
+                    "run_id": self.shard.run_id,
                     "version_min": job.version_min,
                     "version_max": job.version_max,
                 },
             )
         elif self.shard.restored_from is not None:
             logger.warning(
-                "the shard starts from a checkpoint",
-                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
+                "the shard begins with a checkpoint",
+                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.run_id},
             )
         if self._config.metrics_port is not None:
             self._metrics = self._metrics_server(host.strip("[]"), self._config.metrics_port)
@@ -206,7 +205,7 @@ class ShardServer:
             try:
                 self._tick_once()
             except Exception:  # without this thread nobody's lease would ever run out, and all would wait for the dead
-                logger.exception("a tick failed because of a defect")
+                logger.exception("a tick failed by a defect")
 
     def _tick_once(self) -> None:
         for worker in self.shard.tick():
@@ -216,20 +215,18 @@ class ShardServer:
                     "rank": worker.rank,
                     "step": worker.clock,
                     "lease_s": self._config.lease_s,
-                    "run_id": self.shard.core.run_id,
+                    "run_id": self.shard.run_id,
                 },
             )
         self._check_done()
         self._update_readiness()
-        if self._checkpointer is not None:
-            self._checkpointer.announce_due()
 
     def _check_done(self) -> None:
         if self.shard.is_done:
             self.done.set()
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; return when stopped."""
+        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; returns when stopped."""
         self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._checkpointer is not None and not self.done.is_set():
@@ -257,7 +254,7 @@ class ShardServer:
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():
-                self._checkpointer.take_final()
+                self.shard.schedule.announce_final()
             self._checkpointer.stop()
         # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
         self.shard.close(keep=not self.done.is_set())

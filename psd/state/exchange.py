@@ -23,6 +23,7 @@ from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job
 from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
+from psd.state.schedule import CutSchedule
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
 from psd.state.voices import Voice
@@ -31,16 +32,17 @@ from psd_core.arena import ArenaClosed
 
 
 class Exchange:
-    """Handles gradients and parameters."""
+    """The desk for gradients and parameters."""
 
-    def __init__(self, core: ShardCore, cuts: Cuts) -> None:
+    def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule) -> None:
         self._core = core
         self._cuts = cuts
+        self._schedule = schedule
 
     # -- push ----------------------------------------------------------------------------------------------------------
 
     def begin_push(self, header: data_pb2.PushHeader) -> Push:
-        """Check the whole header before any block is touched."""
+        """Check everything that the header says, before any block is touched."""
         scalars = tuple(tuple(group.values) for group in header.scalars)
         with self._core.lock:
             worker = self._core.check_caller(header.caller)
@@ -83,7 +85,7 @@ class Exchange:
         )
 
     def _enter(self, push: Push, job: Job) -> None:
-        """Note that the push has brought a valid block: from here on it takes part."""
+        """The push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
             if job.policy.has_rounds:
@@ -198,12 +200,12 @@ class Exchange:
 
     @staticmethod
     def take_over(push: Push) -> None:
-        """Copy what is still needed of the worker's memory, which is about to change or to go."""
+        """The worker's memory is about to change, or to go: copy what is still needed of it."""
         while push.lent:
             push.lent.pop().take_over(push.worker.rank)
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
-        """Finish a push whose blocks have all come; moves the worker's clock."""
+        """Finish a push, all of whose blocks have come; moves the worker's clock."""
         job = push.job
         if len(push.covered) < job.trained_count:
             lacking = min(i for i, b in job.blocks.items() if b.plan.trained and i not in push.covered)
@@ -227,7 +229,7 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
-        self._cuts.on_push()
+        self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,
@@ -241,7 +243,7 @@ class Exchange:
     # -- pull ----------------------------------------------------------------------------------------------------------
 
     def begin_pull(self, request: data_pb2.PullRequest) -> tuple[Pull, list[BlockState]]:
-        """Check a pull; return it with the blocks to read, in the order requested."""
+        """Check a pull; returns it with the blocks to read, in the order asked for."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
@@ -290,7 +292,7 @@ class Exchange:
         return ticket
 
     def commit_reply(self, clock: int) -> control_pb2.CommitReply:
-        """The decision, for a worker that had committed `clock`."""
+        """What was decided, for a worker that had committed `clock`."""
         with self._core.lock:
             decisions, verdicts = self._decisions(), self._core.declared().verdicts
             known = verdicts.on(clock) if verdicts is not None else None
@@ -332,33 +334,30 @@ class Exchange:
         return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
 
     def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
-        """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.
+        """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
 
         The caller gives the page back with `BlockState.unpin`.
         """
         self._check_session(pull)
         version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
-        found = self._found(block, version_min, pull.reader)
-        if found is not None:
-            return found
-        return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
+        try:
+            found = block.read(version_min, pull.reader)
+        except ArenaClosed:
+            raise self._gone_back() from None
+        return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
-        """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
-        arrives."""
-        if pull.has_rounds:
-            return self._found(block, pull.clock, None)
-        return self._found(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
-
-    def _found(self, block: BlockState, version_min: int, reader: int | None) -> Found | None:
+        """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
+        if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
+            return None
         try:
-            return block.read(version_min, reader)
+            return block.read(pull.clock, None) if pull.has_rounds else block.read(0, pull.reader)
         except ArenaClosed:
             raise self._gone_back() from None
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
-    """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
+    """By which a push is multiplied; InvalidRequest if that is not the worker's to say, or out of range."""
     if not header.HasField("scale"):
         return 1.0
     if spec.consistency.mode == "sync" or not spec.clip_norm:
