@@ -236,7 +236,7 @@ class FTRL(Optimizer):
 @dataclass(frozen=True)
 class LAMB(Optimizer):
     """LAMB (You et al. 2020, arXiv:1904.00962): a step in Adam's direction, scaled for each tensor by the ratio of its norm to
-    the direction's. 2020, arXiv:1904.00962): Adam's direction, by whose norm and the tensor's each tensor is stepped.
+    the direction's.
 
     Synchronous only; implies exact aggregation.
 

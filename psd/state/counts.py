@@ -109,7 +109,7 @@ class Counters:
         self.errors[key] = self.errors.get(key, 0) + 1
 
     def copy(self) -> Counters:
-        """As they are now."""
+        """A copy of the present state."""
         found = copy.copy(self)
         found.errors = dict(self.errors)
         found.barriers = self.barriers.copy()

@@ -134,7 +134,7 @@ def test_close_when_the_last_push_has_failed_then_says_so_and_has_not_finished(c
         with running.shards[0].shard._core.lock:  # nothing is looked at: the step does not hear of it itself
             step(model, optimizer, float("nan"))
 
-    assert "its last push has failed, which the program was not told" in caplog.text
+    assert "its last push failed, and the program has not been told" in caplog.text
     assert [worker.state.name for worker in running.shards[0].shard._core.members.workers] == ["EXPIRED"]
 
 
