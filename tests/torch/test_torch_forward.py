@@ -183,7 +183,7 @@ def test_backward_when_the_push_before_has_failed_then_says_so(run_workers: Any)
             for number in range(3):
                 optimizer.step()
                 model.loss(number).backward()
-        with pytest.raises(InvalidRequest, match="start this worker again"):
+        with pytest.raises(InvalidRequest, match="restart this worker"):
             step(model, optimizer, 1)
 
     run_workers(1, 1, body)
