@@ -1,4 +1,4 @@
-"""A reader: fetches consistent copies of the parameters while training goes on, and takes part in nothing.
+"""A reader: fetches consistent copies of the parameters while training continues, and takes part in nothing.
 
 It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
 version throughout, no worker waits, and no round counts the reader. Must not know sessions, clocks or gradients.

@@ -4,6 +4,9 @@ An `Operation` is one such call: its deadline, its scope and its retries. Only e
 retried, by exponential back-off with full jitter, until the retry timeout. That is safe for every call of psd: a push is named
 by (rank, session, clock) and counted once however often it is sent, a barrier by its number, and the others only read or state.
 
+Ours, not tenacity, or gRPC's own retry policy: one deadline spans all shards, another shard's failure ends the wait, and the
+error says which shard could not be reached for how long. gRPC's policy covers no bulk connection.
+
 The first failure cancels the calls to the other shards through their scope, so nothing hangs, and so does an interrupt of the
 calling thread. Clock and randomness are passed in. Must not know what the calls are, nor sessions or gradients.
 """

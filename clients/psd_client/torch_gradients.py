@@ -4,7 +4,7 @@ As soon as back-propagation has finished a parameter's gradient a hook copies it
 the processor's cache, and makes `.grad` a view of the buffer (torch_places.py). So nothing is copied at the push, and what
 the program does to `.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another
 device, dtype or memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves
-when it is complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook
+when it is complete. If the push continues during the next forward pass, `.grad` stays torch's own, so that nothing but the hook
 of the next back-propagation changes what is sent, and that one waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
@@ -172,7 +172,7 @@ class Gradients:
                 **error.detail,
             ) from None
         except BaseException as error:
-            if error is not push.error:  # Ctrl-C: the push goes on, and the next one waits for it
+            if error is not push.error:  # Ctrl-C: the push continues, and the next one waits for it
                 self._leave_views()
                 raise
             self._told()

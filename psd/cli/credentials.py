@@ -1,7 +1,8 @@
 """Certificates and tokens for a job on Kubernetes, as Secrets; `psdctl credentials` prints them.
 
 The certificate is its own authority: one key pair, good for the shards' names alone, trusted by those who hold the certificate.
-Made by the openssl command, since Python itself cannot. Tokens are 256 random bits. Nothing is written to disk.
+Made by the openssl command, since Python itself cannot; the package cryptography could, as a compiled dependency of every
+install for one certificate. Tokens are 256 random bits. Nothing is written to disk.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Applies the manifests of psd/cli/kubernetes.py to a cluster, with the kubectl command.
 
+The command, not the package kubernetes: it has the user's contexts, credentials and plug-ins, and apply is a command's feature.
+
 In order: what must not be overwritten is looked for; with --rescale a checkpoint is taken and the shards and workers of the old
 size are removed, their volumes too; credentials are made where there are none; the manifests are applied.
 """

@@ -4,7 +4,8 @@
     {"time": "2026-01-31T12:00:00.000Z", "level": "warning", "logger": "psd.rim.server", "message": "session fenced", ...}
 
 Records carry constant texts and fields (`logger.warning("session fenced", extra={"rank": 3})`); this is the one place that
-turns them into lines. What peers have chosen cannot begin a line of its own, nor command the terminal: see printable.py. Knows
+turns them into lines. Ours, not python-json-logger or structlog, since both forms must escape what peers have chosen, and the
+rest is twenty lines. What peers have chosen cannot begin a line of its own, nor command the terminal: see printable.py. Knows
 no event.
 """
 

@@ -4,8 +4,9 @@
     named      the same under another name; shards, workers: of another size
     as_yaml    for kubectl
 
-Of Kustomize it knows what those files use: `resources`, and `patches` in the form of JSON Patch. Decides nothing; psd/cli/
-kubernetes.py does. Must not know flags, nor kubectl.
+Of Kustomize it knows what those files use: `resources`, and `patches` in the form of JSON Patch: the four operations below, for
+which the package jsonpatch would be a dependency, and kubectl's own Kustomize a command that --dry-run does without. Decides
+nothing; psd/cli/kubernetes.py does. Must not know flags, nor kubectl.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Invariants: a line of one process is never cut by another's; nothing that was wr
 bar in between (text that a carriage return makes the terminal overwrite), of which at most one a second is shown, and the
 last one always. A line without an end (a prompt, "loading ... ") is shown when its process has been quiet for a while.
 
+honcho, which merges outputs likewise, knows neither progress bars nor unfinished lines, and no limit for a line.
+
 Bytes in, bytes out: what a program writes is passed on as it is. Knows neither files nor processes; time is passed in.
 """
 

@@ -12,6 +12,9 @@ out. So each order of events is a plain unit test. The policy:
                                     SHARD_STARTS_MAX times in a row, as the next time will be no better
     SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N; the second one kills everything at once
 
+Ours, not torchrun or a process manager such as supervisor: those restart what dies, but do not tell a shard that has state, and
+is waited for, from a worker, nor what the job's own status is.
+
 A job goes through the phases STARTING, RUNNING, WINDING_DOWN (all workers have finished, shards end by themselves), or from
 any of them STOPPING (workers got SIGTERM), STOPPING_SHARDS, KILLING, to ENDED. Every phase but RUNNING has a deadline, at which
 the next harder one begins: so a job that is to end does end, whatever its processes do. A shard that is being started has one,

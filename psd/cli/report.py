@@ -1,7 +1,8 @@
 """One picture of a job from the answers of its shards: merged, as text for people, as JSON for programs.
 
 Pure functions on psd.v1 messages. Knows neither how they were fetched nor where the text goes. Where shards know different
-things of one worker, the worst holds, because that is what somebody who looks at the status needs to see.
+things of one worker, the worst holds, because that is what somebody who looks at the status needs to see. The tables are a
+dozen lines, which spare a dependency such as tabulate.
 """
 
 from __future__ import annotations

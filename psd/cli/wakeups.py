@@ -2,7 +2,8 @@
 
 Signals arrive as bytes in a socket, which the interpreter's C handler writes (signal.set_wakeup_fd). A queue or an Event that a
 Python handler fills would not do: a signal between the interpreter's last check and the system call that sleeps sets a flag
-that nobody looks at until the sleep ends. Other threads write bytes above all signals' numbers into the same socket.
+that nobody looks at until the sleep ends. Other threads write bytes above all signals' numbers into the same socket. asyncio's
+signal handlers use the same socket, for programs that are an event loop throughout, which neither user of this module is.
 """
 
 from __future__ import annotations

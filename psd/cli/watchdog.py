@@ -8,6 +8,8 @@ itself reports psd-run's death, SIGKILL included, as the end of the file. The pr
     =/a/b   a directory to be removed with all that is in it, once the processes have ended; in the quoting of URLs
     end     the job is over; the end of the file that follows means nothing
 
+PR_SET_PDEATHSIG and libraries around it end direct children alone, not what these have started, and remove no directories.
+
 This file holds both sides: `Watchdog` is psd-run's, `main` the process. Knows nothing of shards and workers.
 """
 

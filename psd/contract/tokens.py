@@ -3,6 +3,8 @@
 A shard's file has a line `ROLE TOKEN` for each token; empty lines and lines that begin with # are passed over. A client's file
 holds its token alone. A token is 16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -, best random ones: `openssl rand -hex 32`.
 What each role may do is psd/rim/access.py's to say. No message has a token in it.
+Opaque tokens, not JSON Web Tokens: those need keys, clocks and a library to say what a line of a file says, and are taken back
+only when they expire.
 """
 
 from __future__ import annotations

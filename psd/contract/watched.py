@@ -1,8 +1,11 @@
 """Files that may be replaced while the process runs: certificates, keys, tokens. Read again when they have changed.
 
 A Kubernetes Secret is swapped by its symbolic link, an operator's file by a rename or in place: all change what `stat` says.
-What cannot be read, or makes no sense, such as a new certificate whose key has not come yet, is logged once, and what was
-there before stays in force. Must not know what the files hold.
+What cannot be read, or makes no sense, such as a new certificate whose key has not come yet, is logged once, and what was there
+before stays in force. Ours, not the package watchdog: that reports changes from a thread of its own, by inotify, which network
+file systems do not have; a `stat` per call is enough here.
+
+Must not know what the files hold.
 """
 
 from __future__ import annotations

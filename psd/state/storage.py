@@ -1,6 +1,6 @@
 """The place and owner of a shard's arena: makes it when a job is declared, finds it again after the process has died.
 
-With --state-dir the directory is the operator's, and a shard that is started there again goes on where it was killed. Without,
+With --state-dir the directory is the operator's, and a shard that is restarted there continues where it was killed. Without,
 it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
 
 The kernel keeps what a killed process has written. A machine that goes down keeps some pages of it and not others; when it, or

@@ -64,7 +64,7 @@ def test_whoever_waits_is_asked_after_each_pause(streams: tuple[Stream, Stream],
 
 
 def test_a_message_that_was_interrupted_by_pauses_arrives_whole(streams: tuple[Stream, Stream]) -> None:
-    """The peer begins to read late, and the sender goes on where it was."""
+    """The peer begins to read late, and the sender continues where it was."""
     here, there = streams
     payload = memoryview(bytes(range(256)) * (MUCH // 256))
     may_read = threading.Event()
