@@ -1,9 +1,12 @@
-"""A pace for answers that anybody may request without end, so that workers are served first.
+"""Limits how fast a shard answers what anybody may ask for without end, to what it can bear beside its workers.
 
 Refusals, the status, watchers, reflection, methods that there are not: where more of them come than a rate, each waits for its
 turn, a second at most. What the same connection asks for meanwhile waits where it is made, because gRPC lets a connection have
 few calls at a time (--max-streams). A call that waits has a thread, so that only so many wait, and others are answered at once.
-Never on a worker's way, nor on a probe's. Must not know what is asked for.
+Never on a worker's way, nor on a probe's.
+
+Libraries for rates either refuse and do not wait (limits), or sleep in the thread of each who comes, where nobody can wake it
+(pyrate-limiter); here a wait ends when its caller hangs up, and few may wait. Must not know what is asked for.
 """
 
 from __future__ import annotations
@@ -15,27 +18,27 @@ from collections.abc import Callable
 from typing import Protocol
 
 PER_S = 20.0
-"""Answers a second, each of which costs about a millisecond,"""
+"""Answers a second, each of which costs a millisecond or so,"""
 BURST = 100
-"""beyond this many at once: a world of workers that are all refused or started in the same moment does not wait."""
+"""beyond so many at once: a world of workers that are all refused in the same moment, or started, does not wait."""
 WAIT_S = 1.0
 WAITING_MAX = 128
 
 
 class Caller(Protocol):
-    """The caller of an RPC; a gRPC context is one."""
+    """Who has made a call; a gRPC context is one."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Have `callback` called when the caller hangs up; False if it has."""
         ...
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None if there is none."""
+        """Seconds until the caller's deadline; None: it has none."""
         ...
 
 
 class Pace:
-    """Gives turns to waiting callers. Thread-safe."""
+    """The turns of all who wait for one. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,7 +47,7 @@ class Pace:
         self._waiting = 0
 
     def wait(self, caller: Caller) -> None:
-        """Wait for the caller's turn, until half of its time has passed or it has hung up."""
+        """Until it is the caller's turn, half of its time has passed, or it has hung up."""
         wait_s = self._take_turn()
         if wait_s == 0:
             return
@@ -58,7 +61,7 @@ class Pace:
                 self._waiting -= 1
 
     def _take_turn(self) -> float:
-        """Seconds until the caller's turn; a caller that has to wait is counted, unless too many do."""
+        """How long to wait for it; if that is long, the caller is one of those who wait."""
         with self._lock:
             now = self._clock()
             turn = max(self._last, now - BURST / PER_S) + 1 / PER_S
