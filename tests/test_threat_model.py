@@ -15,7 +15,7 @@ FROM_WORKERS = ("BulkHello", "BulkAttach", "BulkCall", "BulkBlocks")
 
 
 def fields(descriptor: Any, found: set[str]) -> set[str]:
-    """Of a message and all that may be in it, as Message.field; `caller` is the same everywhere."""
+    """Fields of a message and all that may be in it, as Message.field; `caller` is the same everywhere."""
     for field in descriptor.fields:
         name = f"{descriptor.name}.{field.name}"
         if name not in found:

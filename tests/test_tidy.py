@@ -29,7 +29,7 @@ def sources(*suffixes, under=""):
 
 
 def lines_with(pattern, files):
-    """Where a pattern stands, as file:line."""
+    """Places of a pattern, as file:line."""
     search = re.compile(pattern).search
     return [
         f"{path.relative_to(ROOT)}:{number}"

@@ -50,7 +50,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What has been awaited so far."""
+        """The output awaited so far."""
         return "\n".join(self.lines)
 
     def line(self, pattern: str) -> re.Match[str]:
@@ -139,12 +139,12 @@ class Job(Process):
         self.run_id = self.line(r"\[psd-run\] +run (\S+);")[1]
 
     def shard_pid(self, index: int) -> int:
-        """Of one shard."""
+        """Process id of one shard."""
         (pid,) = (pid for pid, command in processes(self.run_id).items() if f"--shard {index}/" in command)
         return pid
 
     def watchdog_pid(self) -> int:
-        """Of its watchdog, which is not itself of the run, but has its name as an argument.
+        """Process id of the run's watchdog, which is not itself of the run, but has its name as an argument.
 
         Linux shows the arguments of a process a moment after psd-run has learnt that it has started: on a busy machine, after
         psd-run has said so.
@@ -159,12 +159,12 @@ class Job(Process):
                 return pid
 
     def orphans(self) -> dict[int, str]:
-        """What is left of the run."""
+        """Processes left over from the run."""
         return processes(self.run_id)
 
     @property
     def state_dir(self) -> Path:
-        """Of the run, unless it was given one."""
+        """State directory of the run, unless it was given one."""
         return private_path(self.run_id)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a process logs, as text and as JSON: one line a record, whatever peers have put into it."""
+"""Logs of a process, as text and as JSON: one line a record, whatever peers have put into it."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a user can get wrong before anything is sent: each mistake is named, and nothing has changed."""
+"""Mistakes of users before anything is sent: each is named, and nothing has changed."""
 
 from __future__ import annotations
 

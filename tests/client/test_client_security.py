@@ -46,7 +46,7 @@ class Place:
         return str(path)
 
     def list_tokens(self, **tokens: str) -> str:
-        """What the shards accept from now on."""
+        """Replace the tokens that the shards accept."""
         lines = "".join(f"{role.rstrip('_')} {token}\n" for role, token in tokens.items())
         return self.write("tokens", lines.encode())
 

@@ -198,7 +198,7 @@ def test_call_when_nothing_comes_from_the_shard_then_it_is_unavailable(scripted:
 
 @CALLS
 def test_call_when_the_shard_says_that_it_is_there_then_waits(scripted: Start, told: Told, make_call: Any) -> None:
-    """For whatever the shard waits for, and whether it reads meanwhile or not."""
+    """It waits for whatever the shard waits for, and whether that reads meanwhile or not."""
 
     def patient(conversation: Conversation) -> None:
         conversation.welcome()

@@ -156,7 +156,7 @@ def test_report_when_shards_answer_heartbeats_and_not_the_call_then_names_those_
 
 @dataclass
 class FakeSession:
-    """What the heartbeat reads of a session."""
+    """The part of a session that the heartbeat reads."""
 
     memberships: Memberships = field(default_factory=Memberships)
     told_clock: int = 41

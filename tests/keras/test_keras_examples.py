@@ -88,7 +88,7 @@ def test_the_page_names_what_there_is():
 
 
 def test_the_benchmark_verifies_what_it_measures(tmp_path):
-    """To the bit, with gradients of several blocks; its figures mean nothing here."""
+    """It holds to the bit, with gradients of several blocks; its figures mean nothing here."""
     figures = tmp_path / "figures"
 
     done = run(str(ROOT / "benchmarks/keras_step.py"), "--model", "mlp", "--steps", "3", "--json", str(figures))

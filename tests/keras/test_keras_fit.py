@@ -1,4 +1,4 @@
-"""What programs do with model.fit: callbacks, frozen layers, statistics, mixed precision, saving; on either backend."""
+"""Uses of model.fit: callbacks, frozen layers, statistics, mixed precision, saving; on either backend."""
 
 from __future__ import annotations
 

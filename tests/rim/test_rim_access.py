@@ -1,4 +1,4 @@
-"""Who may call what: every method that a shard serves, with every role and with none; and the bulk lane's ports."""
+"""Access control: every method that a shard serves, with every role and with none; and the bulk lane's ports."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_calls_without_a_token_are_few_at_a_time(token_file: Path) -> None:
 
 
 class Context:
-    """Of a call, as far as an open one needs it."""
+    """The context of a call, as far as an open one needs it."""
 
     def cancel(self) -> None:
         raise AssertionError

@@ -1,4 +1,4 @@
-"""What the torch tests share: a small model, its data, and ordinary training in one process to compare with."""
+"""Helpers of the torch tests: a small model, its data, and ordinary training in one process to compare with."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 def scaled_backward(
     scaler: torch.amp.GradScaler, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, is_bad: bool = False
 ) -> None:
-    """As under automatic mixed precision; with `is_bad`, an element of a gradient is infinite."""
+    """Back-propagate as under automatic mixed precision; with `is_bad`, an element of a gradient is infinite."""
     model.zero_grad()
     scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
     if is_bad:

@@ -21,7 +21,8 @@ STEPS = 5
 
 
 class Mixed(nn.Module):
-    """What gradients come in: many blocks, channels_last, bfloat16, a scalar, a parameter of some steps only, a frozen one."""
+    """A model with all kinds of gradients: many blocks, channels_last, bfloat16, a scalar, a parameter of some steps only, a
+    frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def distributed(ps: Any, model: nn.Module | None = None, **options: Any) -> tupl
 
 
 def alone(run_workers: Any, body: Any) -> Any:
-    """What `body(ps)` returns on a single worker with two shards."""
+    """Run `body(ps)` on a single worker with two shards; return its result."""
     return run_workers(1, 2, body)[0]
 
 
