@@ -1,4 +1,4 @@
-"""Cuts: each block's page at exactly the version that was announced, pinned while training goes on, and given back."""
+"""Cuts: each block's page at exactly the version that was announced, pinned while training continues, and given back."""
 
 from __future__ import annotations
 
