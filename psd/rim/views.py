@@ -58,6 +58,7 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         shard_index=core.config.shard_index,
         shard_count=core.config.shard_count,
         state=shard.state.value,  # type: ignore[arg-type]
+        life=core.life.now.value,  # type: ignore[arg-type]
         run_id=core.run_id,
         incarnation=core.incarnation,
         address=address,

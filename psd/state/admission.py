@@ -23,6 +23,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.cuts import TIME_S_MAX
+from psd.state.life import Life
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
@@ -80,14 +81,14 @@ class Admission:
         with self._core.lock:
             if request.run_id:
                 self._core.check_run_id(request.run_id, "run_id")
-            is_behind = self._core.initial.is_set and request.timeline != self._core.timeline
+            is_behind = self._core.life.has_values and request.timeline != self._core.timeline
             if request.resume and (self._core.is_tentative or is_behind):
                 raise RolledBack(
                     f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
                     timeline=self._core.timeline,
                     checkpoint=self._core.restored_from,
                 )
-            if request.resume and not self._core.initial.is_set:
+            if request.resume and not self._core.life.has_values:
                 raise StateLost(
                     f"shard {config.shard_index} has come back without the parameters that it held; the job cannot go on",
                     shard=config.shard_index,
@@ -107,6 +108,8 @@ class Admission:
             if session != earlier:
                 self._core.counters.sessions += 1
                 self._core.on_session_end(worker)
+                if self._core.life.now is Life.STRANDED:
+                    self._core.become(Life.SERVING)
                 members.on_enter(worker, self._entry_clock(worker, is_awaited=was_absent))
             reply = control_pb2.JoinReply(
                 run_id=self._core.run_id,
@@ -125,7 +128,9 @@ class Admission:
     def _membership_for(self, world_size: int) -> Membership:
         members = self._core.membership
         is_open = self._core.job is None or (
-            self._core.awaits_declaration and members is not None and len(members.workers) != world_size
+            self._core.life.now in (Life.TENTATIVE, Life.RESTORED)
+            and members is not None
+            and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
@@ -181,24 +186,25 @@ class Admission:
             if self._core.job is None:
                 self._core.declare(spec, self._core.members)
             job = self._core.declared()
-            if job.spec != spec and self._core.awaits_declaration:
+            if job.spec != spec and self._core.life.now is Life.RESTORED:
                 self._redeclare(spec)
                 job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
-            self._core.on_declared()
+            if self._core.life.now is Life.RESTORED:
+                self._core.become(Life.SERVING)
             choice = self._core.initial.on_declare(worker)
             ticket = None
-            if self._core.config.shard_index == 0 and not self._core.initial.is_set and not choice:
+            if self._core.config.shard_index == 0 and not self._core.life.has_values and not choice:
                 ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
-            if self._core.initial.is_set and not worker.has_pushed:
+            if self._core.life.has_values and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker, is_awaited=True)))
             reply = control_pb2.DeclareReply(
                 layout_digest=job.layout.digest,
                 initializer=choice > 0,
                 choice=choice,
-                initialized=self._core.initial.is_set,
+                initialized=self._core.life.has_values,
                 clock=worker.clock,
                 client_state=self._core.client_states.at(None).get(worker.rank, b""),
             )
@@ -249,6 +255,7 @@ class Admission:
             for index, page in pages.items():
                 job.blocks[index].begin(page)
             job.arena.set_word("initialized", init.choice)
+            self._core.become(Life.UNREAD)
             self._core.initial.on_set(init.choice)
         self._core.settle()  # of what happened before there were blocks
         return True

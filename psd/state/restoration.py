@@ -31,7 +31,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts
-from psd.state.initial import InitialValues
+from psd.state.life import Life
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.v1 import control_pb2
@@ -46,7 +46,6 @@ class Restoration:
         self._core = core
         self._cuts = cuts
         self._directory = directory
-        core.may_go_back = directory is not None
 
     def load_newest(self) -> str | None:
         """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none.
@@ -59,7 +58,7 @@ class Restoration:
         manifest = self._directory.newest()
         while manifest is not None:
             try:
-                self._load(manifest, timeline=manifest.timeline, is_tentative=True)
+                self._load(manifest, Life.TENTATIVE, timeline=manifest.timeline)
             except CheckpointCorrupt as error:
                 logger.error(  # noqa: TRY400 - the reason says it all
                     "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
@@ -70,7 +69,9 @@ class Restoration:
             else:
                 return manifest.name
         if self._core.job is None:
-            self._core.restored_from, self._core.is_tentative = "", False
+            self._core.restored_from = ""
+            if self._core.life.now is Life.LOST:
+                self._core.become(Life.EMPTY)
         return None
 
     def give_up_lost_round(self) -> None:
@@ -79,19 +80,19 @@ class Restoration:
         Without any checkpoint those who wait for the round get StateLost.
         """
         core = self._core
-        if core.lost_round is None:
+        if core.life.now is not Life.DAMAGED:
             return
         with core.lock:
-            if core.lost_round is None:
+            if core.life.now is not Life.DAMAGED:
                 return  # a worker was faster
             job = core.declared()
             logger.error("%s", core.lost_round)
             try:
-                core.may_go_back = self.load_newest() is not None
+                self.load_newest()
             except (PsdError, ConfigError, OSError) as failure:
                 logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
-                core.may_go_back = False
-            core.lost_round = None
+            if core.life.now is Life.DAMAGED:
+                core.become(Life.STRANDED)
             if core.job is not job:
                 core.incarnation = secrets.randbits(62) + 1
         if core.job is job:
@@ -110,15 +111,12 @@ class Restoration:
                 raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
             if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
                 return
-            is_untouched = core.restored_from == request.checkpoint and not core.initial.is_read
-            if is_untouched and core.job is not None:
-                core.timeline, core.is_tentative = request.timeline, False
-                core.job.arena.set_word("timeline", request.timeline)
-                core.job.arena.set_word("tentative", 0)
-                core.initial.is_read = False
+            if core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint:
+                core.timeline = request.timeline
+                core.declared().arena.set_word("timeline", request.timeline)
+                core.become(Life.RESTORED)
             else:
-                manifest = self._readable().load(request.checkpoint)
-                self._load(manifest, timeline=request.timeline, is_tentative=False)
+                self._load(self._readable().load(request.checkpoint), Life.RESTORED, timeline=request.timeline)
             core.incarnation = secrets.randbits(62) + 1
             logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
@@ -135,14 +133,14 @@ class Restoration:
         if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
             raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
         manifest = self._readable().load(core.restored_from)
-        self._load(manifest, timeline=core.timeline, is_tentative=False, spec=spec, members=core.members)
+        self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members)
 
     def _load(
         self,
         manifest: Manifest,
+        following: Life,
         *,
         timeline: int,
-        is_tentative: bool,
         spec: JobSpec | None = None,
         members: Membership | None = None,
     ) -> None:
@@ -165,7 +163,8 @@ class Restoration:
             core.run_id = core.run_id or manifest.run_id
             members = members if members is not None else Membership(spec.world_size, core.config.lease_s)
             members.on_restore(manifest.step)
-            core.initial = InitialValues(chooses=core.config.shard_index == 0)
+            core.become(Life.LOADING)
+            core.initial = core.new_initial()
             core.gates = []
             core.restored_from = manifest.name
             try:
@@ -176,18 +175,17 @@ class Restoration:
                     block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
             except Exception:
                 core.storage.close(keep=False)
-                core.job, core.lost_round, core.is_tentative = None, None, True
+                core.job = None
+                core.become(Life.LOST)
                 core.incarnation = secrets.randbits(62) + 1
                 raise
             if job.is_exact:
                 job.arena.set_word("decided", manifest.step)
             job.arena.set_word("timeline", timeline)
-            job.arena.set_word("tentative", int(is_tentative))
-            job.arena.set_word("undeclared", 1)
-            job.arena.set_word("initialized", 1)
-            core.timeline, core.is_tentative = timeline, is_tentative
+            core.timeline = timeline
             core.client_states.restore(dict(manifest.client_states), manifest.step)
-            core.initial.is_set = core.awaits_declaration = True
+            core.become(following)
+            job.arena.set_word("initialized", 1)
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
         """What the checkpoint holds of this shard's blocks, without the dedup windows: nobody's session goes on."""

@@ -21,6 +21,7 @@ from psd.state.admission import Admission
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
+from psd.state.life import Life
 from psd.state.measures import Measures
 from psd.state.membership import Worker, WorkerState
 from psd.state.restoration import Restoration
@@ -39,6 +40,14 @@ class ShardState(enum.Enum):
     SERVING = 2
     DRAINING = 3
     RESTORING = 4
+
+
+_STATES = {
+    Life.EMPTY: ShardState.EMPTY,
+    Life.LOADING: ShardState.RESTORING,
+    Life.LOST: ShardState.RESTORING,
+    Life.TENTATIVE: ShardState.RESTORING,
+}
 
 
 class Shard:
@@ -69,7 +78,7 @@ class Shard:
         crash_point: Callable[[str], None] = lambda _: None,
         directory: CheckpointDirectory | None = None,
     ) -> None:
-        self.core = ShardCore(config, Storage(config, crash_point), now, incarnation)
+        self.core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=directory is not None)
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self.core, self.cuts, directory)
         self.is_recovered = self.core.recover()
@@ -241,14 +250,12 @@ class Shard:
         """What the shard is good for now."""
         if self.is_draining:
             return ShardState.DRAINING
-        if self.core.is_tentative:
-            return ShardState.RESTORING
-        return ShardState.SERVING if self.is_initialized else ShardState.EMPTY
+        return _STATES.get(self.core.life.now, ShardState.SERVING)
 
     @property
     def is_initialized(self) -> bool:
         """True if the job is declared and has its initial values."""
-        return self.core.initial.is_set
+        return self.core.life.has_values
 
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""
