@@ -229,7 +229,8 @@ class BulkConnection:
         else:
             raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
-        is_large = len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
+        job = self._shard.core.job  # None while a checkpoint is loaded; then the call is refused for that
+        is_large = job is not None and len(job.blocks) >= BLOCKS_FOR_TWO_THREADS
         outbox = self._outbox() if is_large and self._has_core_to_spare() else None
         sent = 0
         put = self._deliver if outbox is None else outbox.put
@@ -280,7 +281,8 @@ class BulkConnection:
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
             raise InvalidRequest("in_memory: nothing is attached to this connection")
-        if self._memory.layout_digest != self._shard.core.declared().layout.digest:
+        job = self._shard.core.job  # None while a checkpoint is loaded; then the block is refused for that
+        if job is not None and self._memory.layout_digest != job.layout.digest:
             raise LayoutMismatch("in_memory: the memory was attached for another job")
         return self._memory
 

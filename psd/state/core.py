@@ -86,13 +86,14 @@ class ShardCore:
         self.rules = load_rules(config.rules, config.rule_dir)
         self.has_checkpoints = has_checkpoints
         self.lock = threading.RLock()
+        self.job_lock = threading.Lock()
         self.counters = Counters()
         self.waiting = Waiting()
         self.job: Job | None = None
         self.membership: Membership | None = None
         self.life = LifeCycle()
         self.initial = self.new_initial()
-        self.barriers = Barriers(lambda: self.members.at_barriers, storage.save_barriers)
+        self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates()
         self.timeline = 0
@@ -122,8 +123,8 @@ class ShardCore:
             raise NotDeclared("the job has no initial values on this shard yet")
         return job
 
-    def declare(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
-        """Make the job, with an arena that holds no values yet, in place of the one that there is.
+    def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
+        """A job whose arena holds no values yet, in place of the arena that there is. Called with `job_lock`, not with `lock`.
 
         Raises:
             OutOfSpace: there is no room for it; nothing was made.
@@ -138,12 +139,14 @@ class ShardCore:
 
         def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
             stored.layout_digest = layout.digest
-            return self.storage.create(stored, shapes, spec.world_size, replace=self.job is not None)
+            return self.storage.create(stored, shapes, spec.world_size)
 
-        self.job = self._job(spec, members, arena_of)
-        self.membership = members
+        return self._job(spec, members, arena_of)
+
+    def take_job(self, job: Job, members: Membership) -> None:
+        """Begin to serve a job that was made."""
+        self.job, self.membership = job, members
         members.keep(self._save_worker)
-        return self.job
 
     def become(self, following: Life) -> None:
         """Go on in the life cycle; the arena tells it to the next process."""
@@ -202,8 +205,9 @@ class ShardCore:
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
             )
         arena.set_word("restarts", arena.word("restarts") + 1)
-        self.run_id, self.membership, self.job = stored.run_id, members, job
+        self.run_id = stored.run_id
         self.restored_from = stored.restored_from
+        self.take_job(job, members)
         self.timeline = arena.word("timeline")
         if arena.word("undeclared"):
             self.become(Life.TENTATIVE if arena.word("tentative") else Life.RESTORED)
@@ -212,7 +216,6 @@ class ShardCore:
             # If nothing was built on them, they may still be those of an initializer that died.
             self.become(Life.SERVING if is_read else Life.UNREAD)
         self.initial.choice = arena.word("initialized")
-        members.keep(self._save_worker)
         self.barriers.restore(self.storage.load_barriers())
         return True
 
@@ -236,10 +239,13 @@ class ShardCore:
         return self.has_checkpoints and self.life.now is not Life.STRANDED
 
     def _save_worker(self, worker: Worker) -> None:
-        arena = self.storage.arena
-        if arena is not None:
+        if self.job is not None:  # else it is saved when there is one
             below = min(2, worker.clock - worker.floor)
-            arena.set_member(worker.rank, worker.session, worker.clock, worker.state | below << 4)
+            self.job.arena.set_member(worker.rank, worker.session, worker.clock, worker.state | below << 4)
+
+    def _save_barriers(self, opened: bytes) -> None:
+        if self.job is not None:
+            self.storage.save_barriers(opened)
 
     def check_address(self, shard_index: int, shard_count: int) -> None:
         """Raise WrongShard if the caller takes this shard for another one."""

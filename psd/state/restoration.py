@@ -82,7 +82,7 @@ class Restoration:
         core = self._core
         if core.life.now is not Life.DAMAGED:
             return
-        with core.lock:
+        with core.job_lock:
             if core.life.now is not Life.DAMAGED:
                 return  # a worker was faster
             job = core.declared()
@@ -91,12 +91,10 @@ class Restoration:
                 self.load_newest()
             except (PsdError, ConfigError, OSError) as failure:
                 logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
-            if core.life.now is Life.DAMAGED:
-                core.become(Life.STRANDED)
-            if core.job is not job:
-                core.incarnation = secrets.randbits(62) + 1
-        if core.job is job:
-            job.settle()
+            if core.job is job:
+                with core.lock:
+                    core.become(Life.STRANDED)
+                job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
         """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already, or is not as
@@ -106,19 +104,21 @@ class Restoration:
             CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was.
         """
         core = self._core
-        with core.lock:
-            if core.run_id and request.run_id and request.run_id != core.run_id:
-                raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
-            if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
-                return
-            if core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint:
-                core.timeline = request.timeline
-                core.declared().arena.set_word("timeline", request.timeline)
-                core.become(Life.RESTORED)
-            else:
+        with core.job_lock:
+            with core.lock:
+                if core.run_id and request.run_id and request.run_id != core.run_id:
+                    raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
+                if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
+                    return
+                is_there = core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint
+                if is_there:
+                    core.timeline = request.timeline
+                    core.declared().arena.set_word("timeline", request.timeline)
+                    core.become(Life.RESTORED)
+                    self._begin_incarnation()
+            if not is_there:
                 self._load(self._readable().load(request.checkpoint), Life.RESTORED, timeline=request.timeline)
-            core.incarnation = secrets.randbits(62) + 1
-            logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+        logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
         """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction,
@@ -147,45 +147,59 @@ class Restoration:
         """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members.
 
         Every byte is checked before what is here is given up. If reading fails after that, the shard has lost what it held, and
-        is tentative: whoever comes brings it to a checkpoint again.
+        is tentative: whoever comes brings it to a checkpoint again. Files are read without the shard's lock.
         """
         core = self._core
         spec = spec if spec is not None else manifest.spec
         check_listed(spec, core.rules)
-        with core.lock:
-            if core.job is not None:
-                for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
-                    pass
-                self._cuts.forget(core.job)
-            error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
-            for ticket in core.waiting.open():
-                ticket.fail(error)
-            core.run_id = core.run_id or manifest.run_id
-            members = members if members is not None else Membership(spec.world_size, core.config.lease_s)
-            members.on_restore(manifest.step)
-            core.become(Life.LOADING)
-            core.initial = core.new_initial()
-            core.gates = []
-            core.restored_from = manifest.name
-            try:
-                job = core.declare(spec, members, manifest.name)
-                for restored in self._blocks(manifest, job.layout):
-                    block = job.blocks[restored.block.index]
-                    has_rounds = job.policy.has_rounds and block.plan.trained
-                    block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
-            except Exception:
-                core.storage.close(keep=False)
-                core.job = None
+        if core.job is not None:
+            for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
+                pass
+        members = self._give_up(manifest, timeline, members, spec.world_size)
+        try:
+            job = core.make_job(spec, members, manifest.name)
+            for restored in self._blocks(manifest, job.layout):
+                block = job.blocks[restored.block.index]
+                has_rounds = job.policy.has_rounds and block.plan.trained
+                block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+        except Exception:
+            core.storage.close(keep=False)
+            with core.lock:
                 core.become(Life.LOST)
-                core.incarnation = secrets.randbits(62) + 1
-                raise
+                self._begin_incarnation()
+            raise
+        with core.lock:
             if job.is_exact:
                 job.arena.set_word("decided", manifest.step)
             job.arena.set_word("timeline", timeline)
             core.timeline = timeline
             core.client_states.restore(dict(manifest.client_states), manifest.step)
+            core.take_job(job, members)
             core.become(following)
             job.arena.set_word("initialized", 1)
+
+    def _give_up(self, manifest: Manifest, timeline: int, members: Membership | None, world_size: int) -> Membership:
+        """Let go of what is here, if anything is; nobody's session goes on but that of `members`. The workers of what comes."""
+        core = self._core
+        with core.lock:
+            if core.job is not None:
+                self._cuts.forget(core.job)
+            error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
+            for ticket in core.waiting.open():
+                ticket.fail(error)
+            if core.membership is not None and members is None:
+                self._begin_incarnation()
+            members = members if members is not None else Membership(world_size, core.config.lease_s)
+            members.on_restore(manifest.step)
+            core.job, core.membership, core.gates = None, members, []
+            core.become(Life.LOADING)
+            core.initial = core.new_initial()
+            core.run_id = core.run_id or manifest.run_id
+            core.restored_from = manifest.name
+            return members
+
+    def _begin_incarnation(self) -> None:
+        self._core.incarnation = secrets.randbits(62) + 1
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
         """What the checkpoint holds of this shard's blocks, without the dedup windows: nobody's session goes on."""

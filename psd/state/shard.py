@@ -222,10 +222,11 @@ class Shard:
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
-        with self.core.lock:
-            if self.core.job is not None:
-                self.cuts.forget(self.core.job, "the shard ends")
-                self.core.job.give_back_pages()
+        with self.core.job_lock:
+            with self.core.lock:
+                if self.core.job is not None:
+                    self.cuts.forget(self.core.job, "the shard ends")
+                    self.core.job.give_back_pages()
             self.core.storage.close(keep=keep)
 
     def check_draining(self) -> None:

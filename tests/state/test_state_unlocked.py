@@ -137,8 +137,8 @@ def test_a_lost_round_that_another_worker_has_seen_to_meanwhile_takes_nobody_bac
         def __exit__(self, *_):
             pass
 
-    core.lock, lock = Taken(), core.lock
+    core.job_lock, lock = Taken(), core.job_lock
     driver.shard.restoration.give_up_lost_round()
-    core.lock = lock
+    core.job_lock = lock
 
     assert (core.is_tentative, core.timeline, core.incarnation) == (False, 1, incarnation)
