@@ -168,7 +168,7 @@ class Session:
                 return
 
     def _is_over(self, attempts: int, deadline: float) -> bool:
-        """True if an operation gives up: a worker that was itself suspended beyond the deadline still has some attempts."""
+        """True if an operation gives up; it has some attempts in any case, since time may have passed in a stopped process."""
         return attempts >= REJOINS_MAX and self._now() > deadline
 
     def go_back(self, fetch: Callable[[], None]) -> None:
@@ -177,6 +177,7 @@ class Session:
         Until that has succeeded every operation raises RolledBack: a program must not go on with what it had before.
         """
         deadline = self._now() + self._config.wait_timeout_s
+        attempts = 0
         self._followed = None
         while True:
             try:
@@ -185,7 +186,8 @@ class Session:
                 fetch()
             except BaseException as error:
                 self._followed = None
-                if not isinstance(error, RolledBack) or self._now() > deadline:
+                attempts += 1
+                if not isinstance(error, RolledBack) or self._is_over(attempts, deadline):
                     raise
             else:
                 return
@@ -251,13 +253,14 @@ class Session:
         """The result of an operation of a worker that knows nothing of the job yet: if shards have forgotten it, or gone back,
         it joins anew."""
         deadline = self._now() + self._config.wait_timeout_s
-        rejoins = 0
+        attempts = rejoins = 0
         while True:
             before = self.memberships.latest
             try:
                 return operation()
             except (StateLost, ForeignRun, RolledBack):
-                if rejoins == REJOINS_MAX or self._now() > deadline:
+                attempts += 1
+                if rejoins == REJOINS_MAX or self._is_over(attempts, deadline):
                     raise
             # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning
             # anew, however often it is killed; but if it has not been, that must end.

@@ -172,6 +172,25 @@ def test_rejoin_when_all_shards_have_come_back_blank_then_is_told(world: World) 
     blank.close()
 
 
+def test_declare_when_a_shard_was_away_for_longer_than_the_wait_timeout_and_comes_back_blank_then_begins_anew() -> None:
+    """Nobody has built on anything; and how long the shard was away says nothing of how long beginning anew takes."""
+    world, blank = World(wait_timeout_s=2.0), World()
+
+    def come_back() -> None:
+        world.shards[1], blank.shards[1] = blank.shards[1], world.shards[1]
+        world.now += 6
+
+    world.session.join()
+    world.faults.run_before("declare", shard=1, action=come_back)
+
+    world.declare(lambda: None)
+
+    assert world.session.clock == 0
+    assert [name for name, _ in world.seen_as()] == ["LIVE", "LIVE"]
+    for each in (world, blank):
+        each.close()
+
+
 def test_begin_anew_then_nothing_of_the_session_before_counts(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A worker fences itself, and nobody is blamed for it."""
     before = world.session.number, world.session.caller(1)
