@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
+from psd.state import locks
 from psd.state.cuts import AHEAD, Snapshot
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
@@ -87,8 +88,8 @@ class Checkpointer:
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._unwritten = 0
         self._announced: dict[str, _Announced] = {}
-        self._lock = threading.Lock()
-        self._due_lock = threading.Lock()
+        self._lock = locks.new(locks.Level.CHECKPOINTS)
+        self._due_lock = locks.new(locks.Level.ANNOUNCING)
         self._timeline = 0
         self._last_step = 0
         self._last_announced_at = now()

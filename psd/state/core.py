@@ -1,15 +1,12 @@
 """What the desks of a shard share: its identity, its one lock, its members, its job, and the checks that every request passes.
 
-The lock guards everything about who and when, and is held for microseconds; gradients and parameters are guarded by each
-block's own lock. Lock order: shard, then block: nothing that runs under a block's lock takes the shard's, and only the setting
-of initial values holds both.
+The lock guards everything about who and when; gradients and parameters are guarded by each block's own lock. See locks.py.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +27,7 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.state import locks
 from psd.state.barriers import Barriers
 from psd.state.block import BlockState
 from psd.state.counts import Counters
@@ -37,6 +35,7 @@ from psd.state.cuts import ClientStates
 from psd.state.initial import InitialValues
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
+from psd.state.locks import Level
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
@@ -55,6 +54,11 @@ def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
     return session or caller.session
 
 
+@locks.guarded_by(Level.JOB, only=("make_job",))
+@locks.guarded_by(
+    Level.SHARD,
+    only=("take_job", "become", "on_used", "check_caller", "on_session_end", "count_staged", "add_gate", "open_gates"),
+)
 class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
 
@@ -85,8 +89,8 @@ class ShardCore:
         self.run_id = config.run_id
         self.rules = load_rules(config.rules, config.rule_dir)
         self.has_checkpoints = has_checkpoints
-        self.lock = threading.RLock()
-        self.job_lock = threading.Lock()
+        self.job_lock = locks.new(Level.JOB)
+        self.lock = locks.new(Level.SHARD)
         self.counters = Counters()
         self.waiting = Waiting()
         self.job: Job | None = None
@@ -205,16 +209,14 @@ class ShardCore:
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
             )
         arena.set_word("restarts", arena.word("restarts") + 1)
-        self.run_id = stored.run_id
-        self.restored_from = stored.restored_from
-        self.take_job(job, members)
-        self.timeline = arena.word("timeline")
         if arena.word("undeclared"):
-            self.become(Life.TENTATIVE if arena.word("tentative") else Life.RESTORED)
-        else:
-            is_read = job.version_max > 0 or bool(stored.restored_from)
-            # If nothing was built on them, they may still be those of an initializer that died.
-            self.become(Life.SERVING if is_read else Life.UNREAD)
+            life = Life.TENTATIVE if arena.word("tentative") else Life.RESTORED
+        else:  # values that nothing was built on may still be those of an initializer that died
+            life = Life.SERVING if job.version_max > 0 or stored.restored_from else Life.UNREAD
+        self.run_id, self.restored_from, self.timeline = stored.run_id, stored.restored_from, arena.word("timeline")
+        with self.lock:
+            self.take_job(job, members)
+            self.become(life)
         self.initial.choice = arena.word("initialized")
         self.barriers.restore(self.storage.load_barriers())
         return True

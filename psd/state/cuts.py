@@ -11,12 +11,12 @@ lock than its own.
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from psd.contract.errors import InvalidRequest
+from psd.state import locks
 from psd.state.job import Job
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed, Page
@@ -80,7 +80,7 @@ class ClientStates:
     """What workers need to go on after a restore: a few per rank, each with the clock at which it applies."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
         self._states: dict[int, dict[int, bytes]] = {}
 
     def on_push(self, rank: int, clock: int, state: bytes) -> None:
@@ -125,7 +125,7 @@ class Cuts:
         self._on_ready: Callable[[Snapshot], None] | None = None
         self._on_missed: Callable[[data_pb2.Cut, str], None] | None = None
         self._on_progress: Callable[[], None] = _nothing
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.CUTS)
         self._known: dict[str, data_pb2.Cut] = {}
         self._open: dict[str, Snapshot] = {}
         self._gone: weakref.WeakSet[Job] = weakref.WeakSet()

@@ -15,11 +15,13 @@ Guarded by the shard's lock.
 from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest
+from psd.state import locks
 from psd.state.life import Life, LifeCycle
 from psd.state.membership import Worker
 from psd.state.tickets import Ticket
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("has",))
 class InitialValues:
     """The state of a shard's initial values.
 

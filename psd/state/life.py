@@ -6,9 +6,9 @@ Thread-safe. Must not know jobs, workers, or how a checkpoint is read.
 from __future__ import annotations
 
 import enum
-import threading
 
 from psd.contract.errors import InternalError
+from psd.state import locks
 
 
 class Life(enum.Enum):
@@ -86,7 +86,7 @@ class LifeCycle:
 
     def __init__(self) -> None:
         self.now = Life.EMPTY
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
 
     def to(self, following: Life) -> None:
         """Go on to another state; InternalError if the table does not have that."""

@@ -68,9 +68,9 @@ class Restoration:
                 raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
             else:
                 return manifest.name
-        if self._core.job is None:
-            self._core.restored_from = ""
-            if self._core.life.now is Life.LOST:
+        if self._core.life.now is Life.LOST:
+            with self._core.lock:
+                self._core.restored_from = ""
                 self._core.become(Life.EMPTY)
         return None
 

@@ -82,7 +82,8 @@ class Shard:
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self.core, self.cuts, directory)
         self.is_recovered = self.core.recover()
-        self.restored_from = None if self.is_recovered else self.restoration.load_newest()
+        with self.core.job_lock:
+            self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self.core, wall, self.restoration.redeclare)
         self.exchange = Exchange(self.core, self.cuts)
         self.measures = Measures(self.core)
