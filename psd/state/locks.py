@@ -23,9 +23,8 @@ class Level(enum.IntEnum):
     ANNOUNCING = 2
     SHARD = 3
     BLOCK = 4
-    CHECKPOINTS = 5
-    CUTS = 6
-    LEAF = 7
+    CUTS = 5
+    LEAF = 6
 
 
 def new(level: Level, index: int = 0) -> threading.Lock:

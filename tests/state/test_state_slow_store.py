@@ -56,7 +56,7 @@ def test_while_a_checkpoint_is_checked_the_shard_is_what_it_was(restored, how):
         assert meanwhile(status, driver).life == before.value
         assert meanwhile(driver.resume, b, timeline=1).clock == STEP
         assert meanwhile(driver.arrive, b).future.done() is False
-        assert meanwhile(lambda: driver.shard.has_workers)
+        assert meanwhile(lambda: driver.shard.schedule.is_reachable)
 
     assert driver.version() == STEP
 
@@ -79,7 +79,7 @@ def test_while_a_checkpoint_is_loaded_workers_of_the_life_before_are_refused_at_
         found = meanwhile(status, driver)
         assert (found.life, found.state) == (control_pb2.LIFE_CYCLE_LOADING, ShardState.RESTORING.value)
         meanwhile(driver.shard.admission.leave, b.caller, failed=True)
-        assert not meanwhile(lambda: driver.shard.is_training)
+        assert not meanwhile(lambda: driver.shard.schedule.is_training)
 
     assert driver.version() == STEP
 
