@@ -26,7 +26,7 @@ from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
 from psd.rim.calls import Waiter
 from psd.rim.control_service import ControlService
-from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.state import core as state_core
 from psd.state.decisions import KEPT
 from psd.state.membership import WorkerState
@@ -354,10 +354,10 @@ class ShardProcess:
             case kind:
                 raise AssertionError(kind)
 
-    def _answer(self, answers: Iterator[Answer | data_pb2.PushReply], clock: int) -> Outcome:
+    def _answer(self, answers: Iterator[PulledBlock | data_pb2.PushReply], clock: int) -> Outcome:
         body, versions = b"", []
         for answer in answers:
-            if isinstance(answer, Answer):
+            if isinstance(answer, PulledBlock):
                 self.history.on_read(answer.block, answer.version, answer.values, clock)
                 versions.append((answer.block, answer.version))
                 answer.release()
