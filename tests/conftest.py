@@ -1,4 +1,4 @@
-"""What all tests share: real shards in this process, on free loopback ports, and threads as their workers; the long forms are
+"""Fixtures of all tests: real shards in this process, on free loopback ports, and threads as their workers; the long forms are
 left out unless asked for."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _rules_of_locks_are_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_arena_is_left() -> Iterator[None]:
-    """What this process's shards kept in memory-backed files is gone when all tests have ended."""
+    """Check, when all tests have ended, that nothing is left of the memory-backed files of this process's shards."""
     yield
     gc.collect()
     arenas = [arena.parent for arena in memory_directory().glob(f"psd-{os.getuid()}-*/arena")]
@@ -86,14 +86,14 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """As `_clusters`, for one test."""
+    """The fixture `_clusters` for one test."""
     with _clusters() as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def module_cluster() -> Iterator[Callable[..., Cluster]]:
-    """As `_clusters`, for all tests of a module: for what they all need and none of them changes."""
+    """The fixture `_clusters` for all tests of a module: all need it, and none of them changes it."""
     with _clusters() as start:
         yield start
 

@@ -64,7 +64,7 @@ class DataService:
     def _bounded(
         self, method: Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]
     ) -> Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]:
-        """The method, with a bound on calls of which no frame has come."""
+        """Wrap the method with a limit on calls that have sent no frame."""
         return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
@@ -97,7 +97,7 @@ class DataService:
             try:
                 is_done = done.get(timeout=wait_s(context)) is not None
             except Empty:
-                raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+                raise WaitTimeout(f"cut.step: the blocks have not reached {request.cut.step} in time", missing=[]) from None
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:

@@ -1,4 +1,4 @@
-"""Admission: how a worker comes, agrees on the job, provides or awaits initial values, shows that it lives, and leaves.
+"""Admission: how a worker joins, agrees on the job, provides or awaits initial values, renews its lease, and leaves.
 
 Must not know gradients: psd/state/exchange.py has them.
 """
@@ -46,7 +46,7 @@ class Initialization:
 
 
 class Admission:
-    """The desk for workers that come and go.
+    """Handles workers that join and leave.
 
     Args:
         wall: gives seconds since the epoch, for sessions that grow over restarts.
@@ -138,11 +138,11 @@ class Admission:
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
-            raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
+            raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
         return members
 
     def _run_id(self, asked: str, session: int) -> str:
-        """The run's name after a worker has joined that believes it to be `asked`; see core.py: UNNAMED_RUN."""
+        """Name of the run after a worker has joined that believes it to be `asked`; see core.py: UNNAMED_RUN."""
         known = self._core.run_id
         if self._core.config.shard_index == 0:
             return known or ("" if UNNAMED_RUN.fullmatch(asked) else asked) or f"run-{session:016x}"
@@ -158,7 +158,7 @@ class Admission:
         return job.decisions.latest() if job is not None and job.decisions is not None else []
 
     def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
-        """Where a worker that joins takes part: the open round, or beside the slowest of the others.
+        """The clock at which a joining worker takes part: the open round, or beside the slowest of the others.
 
         Not where a bound has made the others wait for it (`is_awaited`): a worker that only comes a moment after them at the
         start of a job makes as many steps as they do.
@@ -228,7 +228,7 @@ class Admission:
         return reply, ticket
 
     def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes, choice: int) -> Initialization:
-        """Check who offers initial values, and whether they are wanted."""
+        """Check the offer of initial values, and whether it is wanted."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
             self._core.declared().check_digest(layout_digest)
@@ -283,7 +283,7 @@ class Admission:
             return self._core.initial.accepts(init.worker, init.choice)
 
     def heartbeat(self, request: control_pb2.HeartbeatRequest) -> list[Ticket]:
-        """Renew a lease and note the worker's clock; returns what it waits for here."""
+        """Renew a lease and note the worker's clock; return its waits on this shard."""
         if len(request.transport.encode()) > TRANSPORT_BYTES_MAX:
             raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
         with self._core.lock:

@@ -1,4 +1,4 @@
-"""What the desks of a shard share: its identity, its one lock, its members, its job, and the checks that every request passes.
+"""State shared by the parts of a shard: its identity, its one lock, its members, its job, and the checks of every request.
 
 The lock guards everything about who and when; gradients and parameters are guarded by each block's own lock. See locks.py.
 """
@@ -43,12 +43,12 @@ from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
 
 UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
-"""A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
+"""A run name made by shard 0, from the first session that it issued, because nobody has given one. Until somebody reads the
 job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
 def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
-    """The session as which a call was begun: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
+    """The session with which a call began: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
     if session > caller.session:
         raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
     return session or caller.session
@@ -128,7 +128,7 @@ class ShardCore:
         return job
 
     def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
-        """A job whose arena holds no values yet, in place of the arena that there is. Called with `job_lock`, not with `lock`.
+        """Make a job whose arena holds no values yet, in place of the present arena. Called with `job_lock`, not with `lock`.
 
         Raises:
             OutOfSpace: there is no room for it; nothing was made.
@@ -165,7 +165,7 @@ class ShardCore:
             self.become(Life.SERVING)
 
     def new_initial(self) -> InitialValues:
-        """For a job whose initial values nobody has offered."""
+        """Make the record of initial values that nobody has offered yet."""
         return InitialValues(self.life, chooses=self.config.shard_index == 0)
 
     @property
@@ -175,7 +175,7 @@ class ShardCore:
 
     @property
     def began_at(self) -> int:
-        """The clock at which the job has begun here: the step of the checkpoint that it goes on from, or 0."""
+        """The clock at which the job began here: the step of its checkpoint, or 0."""
         checkpoint = Progress.of(self.restored_from)
         return 0 if checkpoint is None else checkpoint[1]
 
@@ -235,7 +235,7 @@ class ShardCore:
         )
 
     def _on_lost(self, error: StateLost) -> bool:
-        """Runs under a block's lock: the next tick sees to it."""
+        """Note, under a block's lock, that a round was lost; the next tick handles it."""
         if self.has_checkpoints and self.life.try_to(Life.DAMAGED):
             self.lost_round = error
         return self.has_checkpoints and self.life.now is not Life.STRANDED
@@ -250,7 +250,7 @@ class ShardCore:
             self.storage.save_barriers(opened)
 
     def check_address(self, shard_index: int, shard_count: int) -> None:
-        """Raise WrongShard if the caller takes this shard for another one."""
+        """Raise WrongShard if the caller has mistaken another shard for this one."""
         config = self.config
         if (shard_index, shard_count) != (config.shard_index, config.shard_count):
             raise WrongShard(
@@ -266,7 +266,7 @@ class ShardCore:
 
     @property
     def is_run_open(self) -> bool:
-        """True if the run's name may still change: nobody has given one, and nothing was built on the one there is."""
+        """True if the run's name may still change: nobody has given one, and nothing was built on the present one."""
         is_unnamed = not self.config.run_id and (not self.run_id or UNNAMED_RUN.fullmatch(self.run_id) is not None)
         return is_unnamed and self.life.now in (Life.EMPTY, Life.UNREAD) and not self.restored_from
 
@@ -338,7 +338,7 @@ class ShardCore:
         return ticket
 
     def on_session_end(self, worker: Worker) -> None:
-        """After a session ended by leaving, expiry or a new one: nothing of it goes on waiting, or is waited for."""
+        """End the waits of a session that has ended by leaving, expiry or a new one, and the waits for it."""
         for ticket in self.waiting.open(worker.rank):
             if ticket.session < worker.session:
                 ticket.fail(worker.replaced(ticket.session))
@@ -350,7 +350,7 @@ class ShardCore:
             self.job.on_gone(worker.rank)
 
     def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
-        """EXACT: count the pushes whose rounds are decided, also by these decisions, as what they have turned out to be."""
+        """EXACT: count the pushes whose rounds are now decided as applied, dropped or skipped."""
         if self.job is not None and self.job.is_exact:
             self.job.staged.learn(decisions)
             counted, left_out = self.job.staged.count()
@@ -380,7 +380,7 @@ class ShardCore:
         self.gates = [t for t in self.gates if not t.future.done()]
 
     def settle(self) -> None:
-        """After a change of who is waited for: open what that completes. Called without the lock."""
+        """Open what a change of who is waited for completes. Called without the lock."""
         with self.lock:
             self.barriers.on_members_changed()
             self.open_gates()

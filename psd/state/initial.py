@@ -1,4 +1,4 @@
-"""Initial values: who provides them, and who waits for them.
+"""Initial values: which worker provides them, and who waits for them.
 
 Shard 0 chooses the first worker that declares; the others wait there. The chosen worker initializes the shards 1 to N - 1 first
 and shard 0 last, so that "shard 0 has them" means that all have. If it dies before, the next one that waits is chosen, and its
@@ -71,7 +71,7 @@ class InitialValues:
                 return
 
     def accepts(self, worker: Worker, choice: int) -> bool:
-        """True if this worker's values are to be taken, False if the shard has its values already.
+        """True if this worker's values are wanted, False if the shard has its values already.
 
         Raises:
             InvalidRequest: another worker was chosen to provide them, or this one under another number.

@@ -74,11 +74,11 @@ TRANSITIONS: dict[Life, dict[Life, str]] = {
         Life.LOADING: f"the job is declared in another way than it was stored; or {_GOES_BACK}",
     },
 }
-"""From each state to each that may follow, and when."""
+"""Transitions: from each state to each that may follow, and when."""
 
 
 class LifeCycle:
-    """Where a shard is in its life.
+    """The place of a shard in its life.
 
     Attributes:
         now: may be read without a lock.

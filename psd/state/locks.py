@@ -17,7 +17,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 class Level(enum.IntEnum):
-    """Where a lock stands in the order. No two of a level are held at once, but blocks' locks, in the order of the blocks."""
+    """Place of a lock in the order. No two of a level are held at once, but blocks' locks, in the order of the blocks."""
 
     JOB = 1
     ANNOUNCING = 2

@@ -48,7 +48,8 @@ class Restoration:
         self._directory = directory
 
     def load_newest(self) -> str | None:
-        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none.
+        """Become tentative, at the start, with the newest checkpoint that can be read; return its name, or None if there is
+        none.
 
         Raises:
             ConfigError: it is of a job that names a rule that is not listed.
@@ -75,7 +76,8 @@ class Restoration:
         return None
 
     def give_up_lost_round(self) -> None:
-        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; then all go back.
+        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; all shards then go
+        back.
 
         Without any checkpoint those who wait for the round get StateLost.
         """
@@ -121,8 +123,7 @@ class Restoration:
         logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
-        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction,
-        what is done about staleness.
+        """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
@@ -144,7 +145,7 @@ class Restoration:
         spec: JobSpec | None = None,
         members: Membership | None = None,
     ) -> None:
-        """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members.
+        """Take everything from a checkpoint, for the job as it was stored, or as these members now declare it.
 
         Every byte is checked before what is here is given up. If reading fails after that, the shard has lost what it held, and
         is tentative: whoever comes brings it to a checkpoint again. Files are read without the shard's lock.
@@ -202,7 +203,7 @@ class Restoration:
         self._core.incarnation = secrets.randbits(62) + 1
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
-        """What the checkpoint holds of this shard's blocks, without the dedup windows: nobody's session goes on."""
+        """A checkpoint's blocks for this shard, without the dedup windows: nobody's session goes on."""
         for restored in self._readable().read_blocks(manifest, layout, self._core.config.shard_index):
             yield restored._replace(sessions=None, clocks=None)
 

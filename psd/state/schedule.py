@@ -1,4 +1,4 @@
-"""When a cut is announced: by steps or by time, which is shard 0's business, or because somebody asks for it.
+"""Announces cuts: by steps or by time, which is shard 0's task, or on request.
 
 Looked at after each push, whose reply then carries the cut, and with each tick. Must not know files.
 """
@@ -42,7 +42,7 @@ class CutSchedule:
 
     @property
     def is_reachable(self) -> bool:
-        """True if a cut that is announced now will be reached: without workers no round would come to it."""
+        """True if a cut announced now will be reached: without workers no round would come to it."""
         if not self.is_training:
             return False
         if not self._has_rounds:
@@ -68,7 +68,7 @@ class CutSchedule:
         self._announce(cut_id, self.progress)
 
     def announce_final(self) -> None:
-        """Take this shard's part of a last cut, now that no worker changes anything any more.
+        """Take this shard's part of the last cut, now that no worker changes anything any more.
 
         It is the same on all shards if all workers have left in order.
         """
@@ -78,7 +78,7 @@ class CutSchedule:
             self._cuts.take_final(self._core.declared(), cut)
 
     def announce_due(self) -> None:
-        """Announce a cut if one is due, and those before are written."""
+        """Announce a cut if one is due, and the earlier ones are written."""
         config = self._core.config
         is_scheduled = config.checkpoint_steps or config.checkpoint_secs
         if config.shard_index != 0 or not is_scheduled or not self.is_training:
@@ -97,7 +97,7 @@ class CutSchedule:
                     self._announce(new_id(), step)
 
     def _announce_multiple(self, step: int, every: int) -> None:
-        """By --checkpoint-steps, if the next multiple is due."""
+        """Announce by --checkpoint-steps, if the next multiple is due."""
         if self._has_rounds:
             due = -(-(step + AHEAD) // every) * every
             if due > self._last_step:

@@ -105,8 +105,8 @@ class Shard:
             self._core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, see to what that has made hopeless, try again what had no room to be written, and announce a cut if
-        one is due; to be called every `tick_s`.
+        """Expire leases, handle the consequences, retry updates that lacked room, and announce a cut if one is due; to be
+        called every `tick_s`.
 
         Returns:
             The workers that expired.
@@ -131,7 +131,7 @@ class Shard:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
-        """The job and how far it is; see ControlService.Describe."""
+        """The job and its progress; see ControlService.Describe."""
         self._core.check_address(request.shard_index, request.shard_count)
         self._core.check_run(request.run_id)
         job = self._core.initialized()
@@ -159,7 +159,7 @@ class Shard:
         return snapshot
 
     def _describe(self, snapshot: Snapshot) -> None:
-        """What belongs to a cut beside the blocks. Runs under a block's lock, and takes no other."""
+        """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""
         members = self._core.members
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
@@ -176,7 +176,7 @@ class Shard:
             self._core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
-        """Raise Draining if no new work is taken any more."""
+        """Raise Draining if the shard takes no new work."""
         if self.is_draining:
             raise self._draining()
 
@@ -228,7 +228,7 @@ class Shard:
         return worker.state is WorkerState.LIVE and worker.session == session
 
     def lane_counts(self, lane: str) -> LaneCounts:
-        """What a lane counts on."""
+        """The counts of a lane."""
         return self._core.counters.lanes[lane]
 
     def count_error(self, error: PsdError) -> None:
@@ -242,7 +242,7 @@ class Shard:
             self._core.counters.barriers.observe(seconds)
 
     def status(self) -> ShardStatus:
-        """All that psdctl and the metrics show of the shard."""
+        """The status that psdctl and the metrics show."""
         core = self._core
         with core.lock:
             members, job = core.membership, core.job
@@ -266,7 +266,7 @@ class Shard:
 
     @property
     def state(self) -> ShardState:
-        """What the shard is good for now."""
+        """The state that status and probes show."""
         if self.is_draining:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)

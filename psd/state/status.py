@@ -28,7 +28,7 @@ STATES = {
     Life.LOST: ShardState.RESTORING,
     Life.TENTATIVE: ShardState.RESTORING,
 }
-"""What a shard is good for in each state of its life cycle; in all others it serves."""
+"""State of a shard by its place in the life cycle; in all others it serves."""
 
 
 @dataclass(frozen=True)

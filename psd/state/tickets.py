@@ -1,4 +1,4 @@
-"""Tickets: one caller that waits for other workers, and what it waits for.
+"""Tickets: one caller that waits for other workers, and the facts of its wait.
 
 State methods never block: where a caller must wait they return a Ticket, whose future they later resolve (or fail, when the
 shard drains or the caller's session ends). The rim blocks on the future, in the caller's own thread; `Waiting` keeps the open
@@ -30,7 +30,7 @@ class WaitKind(enum.Enum):
 
 @dataclass(eq=False)
 class Ticket:
-    """What one caller waits for.
+    """The wait of one caller.
 
     Attributes:
         missing: returns the mask of the workers that hold it up; takes no lock but the shard's.

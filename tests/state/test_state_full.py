@@ -324,7 +324,7 @@ def test_a_shard_ends_in_order_though_the_disk_is_full(driver_of, tmp_path, capl
     with full_disk():
         driver.shard.close(keep=True)
 
-    assert "will not be believed if the machine goes down" in caplog.text
+    assert "will not be used if the machine goes down" in caplog.text
     assert not list((tmp_path / "state").glob("*.new"))
     driver.restart(a, b)
     assert (driver.shard.is_recovered, driver.version()) == (True, 1)
