@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import checked_locks
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -22,6 +23,8 @@ from psd.rim.server import ShardServer
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("psd")
+
+checked_locks.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +45,14 @@ class Cluster:
     @property
     def servers(self) -> str:
         return ",".join(shard.address for shard in self.shards)
+
+
+@pytest.fixture(autouse=True)
+def _rules_of_locks_are_kept() -> Iterator[None]:
+    """By all threads, whose errors a shard may have answered."""
+    checked_locks.broken.clear()
+    yield
+    assert checked_locks.broken == []
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -237,7 +237,7 @@ def _shard_table(answers: Sequence[Answer]) -> str:
             (
                 f"{reply.shard_index}/{reply.shard_count}",
                 reply.address or answer.server,
-                pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower(),
+                _state_text(reply),
                 duration(reply.uptime_s),
                 f"{reply.block_count}",
                 size(reply.parameter_bytes),
@@ -247,6 +247,13 @@ def _shard_table(answers: Sequence[Answer]) -> str:
             )
         )
     return table(rows, left={0, 1, 2})
+
+
+def _state_text(reply: pb.StatusReply) -> str:
+    """The shard's state; then, if that is another word, its place in the life cycle."""
+    state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
+    life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
+    return state if life == state else f"{state}, {life}"
 
 
 def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:

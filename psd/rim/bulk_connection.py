@@ -244,7 +244,8 @@ class BulkConnection:
     @contextlib.contextmanager
     def _way_out(self) -> Iterator[Callable[[_Outgoing], None]]:
         """Choose the way for answers: a second thread, if there are many and a core to spare. In the end they have left."""
-        is_large = len(self._shard.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
+        job = self._shard.job  # None while a checkpoint is loaded; then the call is refused for that
+        is_large = job is not None and len(job.blocks) >= BLOCKS_FOR_TWO_THREADS
         if not (is_large and self._has_core_to_spare()):
             yield self._deliver
             return
@@ -278,7 +279,8 @@ class BulkConnection:
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
             raise InvalidRequest("in_memory: nothing is attached to this connection")
-        if self._memory.layout_digest != self._shard.declared().layout.digest:
+        job = self._shard.job  # None while a checkpoint is loaded; then the block is refused for that
+        if job is not None and self._memory.layout_digest != job.layout.digest:
             raise LayoutMismatch("in_memory: the memory was attached for another job")
         return self._memory
 

@@ -122,7 +122,8 @@ class DataService:
 
     def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
         """See DataService.PushPullSmall."""
-        count_max = max(1, len(self._shard.initialized().blocks))
+        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
+        count_max = max(1, len(job.blocks)) if job is not None else len(request.frames)
         if len(request.frames) > count_max:
             raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
         if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:

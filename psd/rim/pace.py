@@ -1,4 +1,4 @@
-"""Limits how fast a shard answers what anybody may ask for without end, to what it can bear beside its workers.
+"""A pace for answers that anybody may request without end, so that workers are served first.
 
 Refusals, the status, watchers, reflection, methods that there are not: where more of them come than a rate, each waits for its
 turn, a second at most. What the same connection asks for meanwhile waits where it is made, because gRPC lets a connection have

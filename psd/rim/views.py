@@ -59,6 +59,7 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         shard_index=shard.config.shard_index,
         shard_count=shard.config.shard_count,
         state=now.state.value,  # type: ignore[arg-type]
+        life=now.life.value,  # type: ignore[arg-type]
         run_id=now.run_id,
         incarnation=now.incarnation,
         address=address,

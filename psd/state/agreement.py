@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from psd.contract.errors import ScalarsDisagree
 from psd.contract.rules import RuleInfo
+from psd.state import locks
 from psd.state.voices import Voice
 from psd.v1 import data_pb2
 
@@ -26,6 +27,7 @@ class _Round:
     held: Voice | None = None
 
 
+@locks.guarded_by(locks.Level.SHARD)
 class Agreement:
     """The scalars of the rounds that are open on one shard, and of the one before.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest, PsdError
 from psd.contract.printable import is_printable
+from psd.state import locks
 from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
 
@@ -34,6 +35,7 @@ class _Barrier:
     arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> begun_as, seq, ticket
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("restore",))
 class Barriers:
     """All barriers of a job.
 

@@ -11,7 +11,6 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state import pages
+from psd.state import locks, pages
 from psd.state.consistency import Policy
 from psd.state.counts import RoundTimes
 from psd.state.measured import MeasuredRound, Unmeasured
@@ -75,7 +74,7 @@ class BlockState:
         ratio_places: NDArray[np.intp] | None = None,
     ) -> None:
         self.plan = plan
-        self.lock = threading.Lock()
+        self.lock = locks.new(locks.Level.BLOCK, plan.index)
         self._arena = arena
         self._slot = slot
         self._rule = rule

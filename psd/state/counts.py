@@ -7,11 +7,11 @@ whoever asks pays for adding up. Must not know Prometheus, messages or lanes' ca
 from __future__ import annotations
 
 import copy
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from psd.contract.errors import PsdError
+from psd.state import locks
 
 LANES = ("shm", "tcp", "grpc")
 DATA_CALLS = ("push", "pull", "push_pull")
@@ -62,7 +62,7 @@ class LaneCounts:
         self.bytes_received = 0
         self.bytes_sent = 0
         self.calls = {call: Histogram() for call in DATA_CALLS}
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
 
     def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
         """Add payload bytes to the totals."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from psd.contract.errors import InvalidRequest
+from psd.state import locks
 from psd.state.job import Job
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed, Page
@@ -99,7 +99,7 @@ class ClientStates:
     """State that workers need to go on after a restore: a few entries per rank, each with the clock at which it applies."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
         self._states: dict[int, dict[int, bytes]] = {}
 
     def on_push(self, rank: int, clock: int, state: bytes) -> None:
@@ -139,7 +139,7 @@ class Cuts:
         self._surroundings = surroundings
         self._to_store: Done | None = None
         self._unwritten = 0
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.CUTS)
         self._known: dict[str, data_pb2.Cut] = {}
         self._open: dict[Snapshot, None] = {}
         self._gone: weakref.WeakSet[Job] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import members_mask
+from psd.state import locks
 from psd.state.consistency import Policy
 from psd.state.membership import Membership, Worker
 from psd.state.tickets import Ticket
@@ -26,6 +27,7 @@ KEPT = 8
 _WORD = "decided"
 
 
+@locks.guarded_by(locks.Level.SHARD)
 class Decisions:
     """The rounds that shard 0 has decided, and who has committed the next one.
 
@@ -113,6 +115,7 @@ class Decisions:
             ticket.resolve()
 
 
+@locks.guarded_by(locks.Level.SHARD)
 class StagedPushes:
     """Complete pushes that may or may not count; this shard has not learned the decision. On every shard; under its lock."""
 

@@ -90,7 +90,7 @@ class Exchange:
             self._check_session(push)
             if job.policy.has_rounds:
                 job.agreement.hear(push.clock, push.voice)
-            self._core.initial.is_read = True
+            self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
             self._core.client_states.on_push(push.worker.rank, push.clock, push.client_state)
@@ -259,7 +259,7 @@ class Exchange:
                 )
             self._core.check_clock(worker, request.clock)
             skipped = self._core.members.on_clock(worker, request.clock)
-            self._core.initial.is_read = True
+            self._core.on_used()
             self._core.counters.pulls += 1
             self._core.count_staged(decisions)
         job.decide(decisions)

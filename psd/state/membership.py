@@ -7,8 +7,8 @@ machine operations for any number of workers.
 `clock` is the number of steps that a worker has finished as far as this shard knows; `floor` is the first round in which it
 takes part: rounds below do not wait for it. The floor moves only when a worker joins or skips rounds, never in normal running.
 
-Changed only under the shard's lock; `waited_in` and `is_void` may be asked without it. Must not know blocks, tickets or
-messages.
+Changed only under the shard's lock, but for a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
+`waited_in`, `is_void` and sessions may be asked without it. Must not know blocks, tickets or messages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest, SessionFenced
+from psd.state import locks
 
 CLOCK_SKIP_MAX = 1024
 """Steps by which a request's clock may be ahead of what the shard knows. Shards drift apart by one or two rounds; a clock that
@@ -93,6 +94,7 @@ class Worker:
         return SessionFenced(what, cause="superseded", rank=self.rank)
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("waited_in", "is_void", "session_of", "worker", "check_session", "ended", "restore"))
 class Membership:
     """The workers of one job on one shard.
 

@@ -5,9 +5,11 @@ Looked at after each push, whose reply then carries the cut, and with each tick.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable
 
+from psd.contract.errors import NotDeclared
+from psd.state import locks
 from psd.state.core import ShardCore
 from psd.state.cuts import AHEAD, FINAL_ID, Cuts, new_id
 from psd.state.membership import WorkerState
@@ -25,7 +27,7 @@ class CutSchedule:
         self._core = core
         self._cuts = cuts
         self._wall = wall
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.ANNOUNCING)
         self._timeline = 0
         self._last_step = 0
         self._last_announced_at = core.now()
@@ -34,7 +36,7 @@ class CutSchedule:
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
         job = self._core.job
-        if job is None or self._core.is_tentative or not self._core.initial.is_set:
+        if job is None or self._core.is_tentative or not self._core.life.has_values:
             return False
         return job.trained_count > 0 and not job.arena.is_closed
 
@@ -81,7 +83,7 @@ class CutSchedule:
         is_scheduled = config.checkpoint_steps or config.checkpoint_secs
         if config.shard_index != 0 or not is_scheduled or not self.is_training:
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(NotDeclared):  # as soon as the shard goes back
             if self._core.timeline != self._timeline:
                 self._timeline, self._last_step = self._core.timeline, 0
             if self._cuts.unwritten:

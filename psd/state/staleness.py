@@ -18,6 +18,7 @@ from psd.contract.custom_rules import CustomRule
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import ADAPTIVE, NONE, RATE
+from psd.state import locks
 from psd.state.rules import Gradient, Rule, rule_of
 from psd_core.arena import Page
 
@@ -94,6 +95,7 @@ def bound_rule(group: GroupSpec, listed: Mapping[str, CustomRule]) -> Rule:
     return wrap(rule, group)
 
 
+@locks.guarded_by(locks.Level.BLOCK)
 class Readers:
     """The versions that the workers of a block have read, and the age of their gradients. Under the block's lock.
 

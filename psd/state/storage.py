@@ -123,15 +123,15 @@ class Storage:
         if self._config.run_id and self._config.run_id != stored.run_id:
             raise ConfigError(f"holds run {stored.run_id!r}, not {self._config.run_id!r}")
 
-    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int, *, replace: bool) -> Arena:
-        """A new arena for a job; in place of the one that is there, if `replace`.
+    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
+        """A new arena for a job, in place of the one that is there.
 
         Raises:
             OutOfSpace: the directory has no room for it.
             InternalError: it is no place for an arena, or another process's.
         """
-        if replace:
-            self.close(keep=False)
+        replace = self.arena is not None
+        self.close(keep=False)
         try:
             arena = Arena.create(
                 self.directory,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 from psd.contract.errors import PsdError
+from psd.state import locks
 
 
 class WaitKind(enum.Enum):
@@ -61,7 +61,7 @@ class Waiting:
     """The open tickets of a shard. Thread-safe, and never calls out while it holds its lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
         self._tickets: dict[int, Ticket] = {}
         self._refusal: PsdError | None = None
 

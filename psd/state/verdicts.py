@@ -18,6 +18,7 @@ from typing import Protocol
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import Verdict, judged
+from psd.state import locks
 from psd.v1 import job_pb2
 
 
@@ -33,6 +34,7 @@ class VerdictStore(Protocol):
         ...
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("find",))
 class Verdicts:
     """The verdict on the latest round that has one.
 

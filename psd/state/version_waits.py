@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from psd.contract.errors import PsdError
+from psd.state import locks
 from psd.state.tickets import Ticket
 from psd_core.arena import Page
 
 Take = Callable[[Page], None]
 
 
+@locks.guarded_by(locks.Level.BLOCK)
 class VersionWaits:
     """The waits of one block."""
 

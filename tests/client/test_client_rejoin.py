@@ -9,6 +9,7 @@ import pytest
 from fake_world import World
 
 from psd.contract.errors import CheckpointFailed, PsdError, RolledBack, SessionFenced, ShardUnavailable, StateLost
+from psd.state.life import Life
 from psd.v1 import control_pb2
 
 
@@ -315,7 +316,7 @@ def test_join_when_a_shard_answers_nonsense_then_is_a_typed_error(world: World, 
 
 def test_go_back_when_a_shard_cannot_read_the_checkpoint_then_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The typed error of that shard."""
-    world.shards[1]._core.is_tentative = True
+    world.shards[1]._core.life.now = Life.TENTATIVE
     world.shards[1]._core.restored_from = "c1"
 
     def rollback(request: Any, call: Any) -> None:

@@ -1,5 +1,7 @@
-"""Libraries that some parts of the rim could use instead, and where they fail. When one of these tests fails, look again whether its
-library serves now."""
+"""Libraries that some parts of the rim could use instead, and where they fail.
+
+When one of these tests fails, look again whether its library serves now.
+"""
 
 from __future__ import annotations
 

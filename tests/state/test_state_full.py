@@ -19,6 +19,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
 from psd.contract.errors import InternalError, OutOfSpace, RolledBack, StateLost
 from psd.state import storage
+from psd.state.life import Life
 
 LOCK_BYTES = 24
 """Enough for the line in the lock file, which is there and is only written over."""
@@ -257,11 +258,12 @@ def test_a_shard_that_has_no_room_to_go_back_holds_nothing_and_goes_back_when_th
     name = store(trained("sync", 2, 1), directory)
     (driver,) = begun(directory, name, "sync", 2, 1, state_dir=str(tmp_path / "state"))
     seat = driver.join(0)
-    driver.core.initial.is_read = how != "redeclare"
+    if how != "redeclare":
+        driver.core.become(Life.SERVING)
 
     with full_disk():
         if how == "lost round":
-            driver.core.lost_round = StateLost("worker 0's")
+            driver.core._on_lost(StateLost("worker 0's"))
             driver.advance(1)
         else:
             with pytest.raises(OutOfSpace, match=f"{tmp_path / 'state'} has no room for this job's parameters"):
