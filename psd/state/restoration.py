@@ -187,7 +187,7 @@ class Restoration:
             job.arena.set_word("initialized", 1)
 
     def _give_up(self, manifest: Manifest, timeline: int, members: Membership) -> None:
-        """Let go of what is here, if anything is; nobody's session goes on but that of `members`."""
+        """Let go of the present job, if there is one; nobody's session continues but that of `members`."""
         core = self._core
         with core.lock:
             if core.job is not None:
