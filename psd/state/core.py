@@ -153,7 +153,7 @@ class ShardCore:
         members.keep(self._save_worker)
 
     def become(self, following: Life) -> None:
-        """Go on in the life cycle; the arena tells it to the next process."""
+        """Enter another state of the life cycle; the arena tells it to the next process."""
         self.life.to(following)
         if self.job is not None:
             self.job.arena.set_word("tentative", following is Life.TENTATIVE)
