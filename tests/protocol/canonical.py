@@ -30,9 +30,9 @@ from psd_core.arena import Arena, Page
 
 LEFT_OUT_TYPES = frozenset(
     "Accumulators Admission Block ClientConfig Checkpointer Counters Cuts Executor Fanout GroupSpec Heartbeats Health Histogram "
-    "JobSpec Layout Limits Logger PosixPath Readers RetryPolicy RoundTimes RuleInfo ServerConfig Shards Storage SimpleNamespace "
+    "JobSpec Layout Limits Logger PosixPath Readers RetryPolicy RoundTimes RuleInfo ServerConfig Shards Storage WatchedStorage SimpleNamespace "
     "TensorSpec WaitReporter Waiting finalize Elementwise Static Scanner Call FlatCalls Program Setting WorkerProcess "
-    "DataPlane ControlService Context".split()
+    "DataPlane ControlService Context Desks PausingLock History".split()
 )
 LEFT_OUT_ATTRIBUTES = frozenset(
     # Times, and what people are told.
