@@ -119,12 +119,6 @@ class Explorer:
             options = [(action, 0) for action in free]
         while options:
             action, cost = options.pop()
-            if action[0] == "deliver" and len(action) > 3:
-                options += self._detailed(state, action, cost)
-                if action[3] == "crash" and len(action) == 4:
-                    continue
-                if action[3] == "timeout" and not self._waits(state, action):
-                    continue
             result = self._world.take(state, action)
             self.steps += 1
             if result.wrong:
@@ -141,22 +135,6 @@ class Explorer:
         if now - self._reported > 10:
             self._reported = now
             self._report(self.summary(layer, layers))
-
-    def _detailed(self, state: State, action: Action, cost: int) -> list[tuple[Action, int]]:
-        """A crash in the middle of a call, at each point that makes a difference."""
-        if action[3] != "crash" or len(action) != 4:
-            return []
-        told = self._told(state, action)
-        return [((*action, point), cost) for point in told.crash_points]
-
-    def _waits(self, state: State, action: Action) -> bool:
-        return not self._told(state, action).replies
-
-    def _told(self, state: State, action: Action) -> Any:
-        _, process, slot, *_ = action
-        number = dict(state.workers[process].view.calls)[slot]
-        shard = slot[0]
-        return self._world.shards[shard].step(state.shards[shard], ("call", (process, slot[1]), number, None))[1]
 
     def _find(self, chain: Chain, wrong: Any) -> None:
         kind = re.sub(r"[0-9]+(, [0-9]+)*,?", "N", str(sorted(wrong)))

@@ -1,8 +1,7 @@
 """The whole: workers, shards, and the messages between them; what can happen next, and what comes of it.
 
 A state is a tuple of the processes' nodes and of what is under way. Whatever the real system leaves open is an option: which
-message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free.
-Must
+message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free. Must
 not know how processes work: automaton.py has them, by their views.
 """
 
@@ -16,11 +15,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from automaton import Automaton, Node
 from setting import Setting
 from shard_process import ShardProcess, ShardTold
 from wire import UNREACHED, Numbers, Request
 from worker_process import Slot, Told, WorkerProcess, WorkerView
+
+from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
+from psd.contract.layout import Layout
 
 Action = tuple[Any, ...]
 
@@ -65,6 +68,7 @@ class World:
         self.outcomes = Numbers()
         self.unreached = self.outcomes.of(UNREACHED)
         self._directory = Path(tempfile.mkdtemp(prefix="psd-protocol-", dir=_memory()))
+        self._checkpoints = write_checkpoint(setting, self._directory / "checkpoints") if setting.has_checkpoint else ""
         self._lives = count()
         self.ranks = [rank for rank, _ in setting.processes]
         self.workers = [
@@ -74,7 +78,8 @@ class World:
         self.shards = [Automaton(partial(self._make_shard, index)) for index in range(setting.shards)]
 
     def _make_shard(self, index: int) -> ShardProcess:
-        return ShardProcess(self.setting, index, self.requests, self.outcomes, self._directory / f"{index}-{next(self._lives)}")
+        directory = self._directory / f"{index}-{next(self._lives)}"
+        return ShardProcess(self.setting, index, self.requests, self.outcomes, directory, self._checkpoints)
 
     def close(self) -> None:
         """End everything."""
@@ -111,7 +116,7 @@ class World:
                     if state.shards[slot[0]].view.is_up:
                         yield ("deliver", process, slot), 0
                         # What heartbeats ask for they ask again.
-                        for variant in self._variants(number) if slot[1] == "op" else ():
+                        for variant in self._variants(state, process, slot, number) if slot[1] == "op" else ():
                             if variant[0] in faults:
                                 yield ("deliver", process, slot, *variant), 1
         for shard, node in enumerate(state.shards):
@@ -120,7 +125,7 @@ class World:
             if state.shards[shard].view.is_up:
                 yield ("late", shard, number), 0
 
-    def _variants(self, number: int) -> Iterator[tuple[Any, ...]]:
+    def _variants(self, state: State, process: int, slot: Slot, number: int) -> Iterator[tuple[Any, ...]]:
         """How a delivery may go wrong."""
         yield ("lose",)
         yield ("late",)
@@ -128,9 +133,14 @@ class World:
         if request.kind in ("push", "push_pull", "initialize"):
             for blocks in range(len(request.blocks)):
                 yield ("cut", blocks)
-        if request.kind not in ("join", "leave", "initialize"):
+        event = ("call", (process, slot[1]), number, None)
+        _, told = self.shards[slot[0]].step(state.shards[slot[0]], event)
+        if not told.replies and request.kind not in ("join", "leave"):
             yield ("timeout",)
-        yield ("crash",)
+        for point in told.crash_points:
+            yield "crash", point
+        for lock in range(2, told.locks + 1):
+            yield "pause", lock
 
     def _options_of_worker(self, state: State, process: int, mode: int) -> Iterator[tuple[Action, int]]:
         view: WorkerView = state.workers[process].view
@@ -177,9 +187,9 @@ class World:
         faults, view = self.setting.faults, node.view
         if not view.is_up:
             yield ("restart", shard), 0
-            if "blank" in faults:
-                yield ("blank", shard), 1
             return
+        if view.has_lost_round:
+            yield ("tick", shard), 0
         for key, is_ready in view.handlers:
             if is_ready:
                 yield ("go", shard, key), 0
@@ -188,11 +198,9 @@ class World:
         for rank, session in enumerate(view.live):
             if session and self._may_expire(state, shard, rank, session):
                 yield ("expire", shard, rank), 0
-        for fault in ("kill", "outage"):
+        for fault in ("kill", "outage", "blank", "suspend"):
             if fault in faults:
                 yield (fault, shard), 1
-        if "suspend" in faults:
-            yield ("suspend", shard), 1
 
     def _may_expire(self, state: State, shard: int, rank: int, session: int) -> bool:
         """True if nobody renews the lease for as long as it takes."""
@@ -284,15 +292,13 @@ class _Step:
                 self.go(shard, key, is_lost=bool(variant))
             case ("expire", shard, rank):
                 self.shard_event(shard, ("expire", rank))
-            case ("suspend", shard):
-                self.shard_event(shard, ("suspend",))
-            case ("kill" | "outage", shard):
+            case ("suspend" | "tick" | "restart", shard):
+                self.shard_event(shard, (action[0],))
+            case ("kill" | "outage" | "blank", shard):
                 self.shard_event(shard, ("kill",))
                 self.break_connections(shard)
-                if action[0] == "kill":
-                    self.shard_event(shard, ("restart",))
-            case ("restart" | "blank", shard):
-                self.shard_event(shard, (action[0],))
+                if action[0] != "outage":
+                    self.shard_event(shard, ("restart" if action[0] == "kill" else "blank",))
             case ("beat", process, shard):
                 number = self.workers[process].view.beats[shard]
                 told = self.shard_event(shard, ("call", (process, "beat"), number, None))
@@ -326,7 +332,7 @@ class _Step:
             self.late.append((shard, number))
             self.reply(process, slot, self.world.unreached)
             return
-        how = ("cut", variant[1]) if kind == "cut" else ("crash", variant[1]) if kind == "crash" else None
+        how = tuple(variant) if kind in ("cut", "crash", "pause") else None
         told = self.shard_event(shard, ("call", key, number, how))
         if kind == "crash":
             assert not self.shards[shard].view.is_up
@@ -352,7 +358,7 @@ class _Step:
             self.shard_event(shard, ("hang up", key))
 
     def go(self, shard: int, key: Any, *, is_lost: bool) -> None:
-        told = self.shard_event(shard, ("go", key, None))
+        told = self.shard_event(shard, ("go", key))
         process, thread = key
         if told.replies:
             self.reply(process, (shard, thread), self.world.unreached if is_lost else told.replies[0][1])
@@ -414,6 +420,31 @@ class _Step:
         """True if a first process has joined, or is gone."""
         view = self.workers[process].view
         return self.modes[process] != OFF and (view.options == ("go",) or view.is_begun)
+
+
+def write_checkpoint(setting: Setting, directory: Path) -> str:
+    """Store a job in which nothing has happened yet; where."""
+    checkpoints, layout = CheckpointDirectory(str(directory)), Layout(setting.spec, setting.shards)
+    cut = Cut("a1", 0, 0, "run", 5.0, layout)
+    nothing = np.zeros(len(setting.programs), np.uint64)
+    for shard in range(setting.shards):
+        parts = [
+            BlockPart(
+                space=block.space,
+                offset=block.offset,
+                length=block.length,
+                version=0,
+                parameter=np.zeros(block.length, block.dtype),
+                slots={},
+                steps=np.zeros(len(block.segment_ends), np.uint64),
+                sessions=nothing,
+                clocks=nothing,
+            )
+            for block in layout.blocks_of(shard)
+        ]
+        checkpoints.write_part(cut, shard, parts, worker_clocks={}, client_states={})
+    assert checkpoints.complete(cut)
+    return str(directory)
 
 
 def _memory() -> str | None:
