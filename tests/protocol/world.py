@@ -1,8 +1,8 @@
 """The whole: workers, shards, and the messages between them; what can happen next, and what comes of it.
 
 A state is a tuple of the processes' nodes and of what is under way. Whatever the real system leaves open is an option: which
-message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free. Must
-not know how processes work: automaton.py has them, by their views.
+message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free.
+Must not know how processes work: automaton.py has them, by their views.
 """
 
 from __future__ import annotations
@@ -106,24 +106,26 @@ class World:
             if not is_there and not is_answered:
                 yield slot, number
 
-    def options(self, state: State) -> Iterator[tuple[Action, int]]:
+    def options(self, state: State, *, with_faults: bool = True) -> list[tuple[Action, int]]:
         """The actions that are possible, each with its cost in faults."""
-        faults = self.setting.faults
+        faults = self.setting.faults if with_faults else frozenset()
+        options: list[tuple[Action, int]] = []
         for process, mode in enumerate(state.modes):
-            yield from self._options_of_worker(state, process, mode)
+            options += self._options_of_worker(state, process, mode, faults)
             if mode in (ON, STALLED):
                 for slot, number in self.undelivered(state, process):
                     if state.shards[slot[0]].view.is_up:
-                        yield ("deliver", process, slot), 0
+                        options.append((("deliver", process, slot), 0))
                         # What heartbeats ask for they ask again.
-                        for variant in self._variants(state, process, slot, number) if slot[1] == "op" else ():
+                        for variant in self._variants(state, process, slot, number) if faults and slot[1] == "op" else ():
                             if variant[0] in faults:
-                                yield ("deliver", process, slot, *variant), 1
+                                options.append((("deliver", process, slot, *variant), 1))
         for shard, node in enumerate(state.shards):
-            yield from self._options_of_shard(state, shard, node)
-        for shard, number in set(state.late):
+            options += self._options_of_shard(state, shard, node, faults)
+        for shard, number in dict.fromkeys(state.late):
             if state.shards[shard].view.is_up:
-                yield ("late", shard, number), 0
+                options.append((("late", shard, number), 0))
+        return options
 
     def _variants(self, state: State, process: int, slot: Slot, number: int) -> Iterator[tuple[Any, ...]]:
         """How a delivery may go wrong."""
@@ -142,12 +144,12 @@ class World:
         for lock in range(2, told.locks + 1):
             yield "pause", lock
 
-    def _options_of_worker(self, state: State, process: int, mode: int) -> Iterator[tuple[Action, int]]:
+    def _options_of_worker(self, state: State, process: int, mode: int, faults: frozenset[str]) -> Iterator[tuple[Action, int]]:
         view: WorkerView = state.workers[process].view
         setting = self.setting
         if mode == OFF:
             is_first = process < len(setting.programs)
-            if is_first or ("twice" in setting.faults and state.modes[setting.mortal] == STALLED):
+            if is_first or ("twice" in faults and state.modes[setting.mortal] == STALLED):
                 yield ("start", process), 0 if is_first else 1
             return
         if mode == STALLED:
@@ -166,9 +168,9 @@ class World:
                 if number >= 0 and state.shards[shard].view.is_up and self._matters(state, process, shard, number):
                     yield ("beat", process, shard), 0
         if self.ranks[process] == setting.mortal and process < len(setting.programs) and not view.ended:
-            if "die" in setting.faults:
+            if "die" in faults:
                 yield ("die", process), 1
-            if "stall" in setting.faults:
+            if "stall" in faults:
                 yield ("stall", process), 1
 
     def has_gone(self, state: State, process: int) -> bool:
@@ -183,8 +185,8 @@ class World:
         outcome = self.outcomes[told.replies[0][1]]
         return after is not before or outcome.reason == "ShardRestarted"
 
-    def _options_of_shard(self, state: State, shard: int, node: Node) -> Iterator[tuple[Action, int]]:
-        faults, view = self.setting.faults, node.view
+    def _options_of_shard(self, state: State, shard: int, node: Node, faults: frozenset[str]) -> Iterator[tuple[Action, int]]:
+        view = node.view
         if not view.is_up:
             yield ("restart", shard), 0
             return
