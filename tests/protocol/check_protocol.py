@@ -31,8 +31,8 @@ SETTINGS = (
     Setting("quorum", quorum=1),
     Setting("async", consistency="async"),
     Setting("ssp", consistency="ssp:1"),
-    Setting("push-then-pull", programs=("push", "push_pull")),
-    Setting("push-then-pull-exact", aggregation="exact", programs=("push", "push_pull")),
+    Setting("push-then-pull", programs=("push_then_pull", "push_pull")),
+    Setting("push-then-pull-exact", aggregation="exact", programs=("push_then_pull", "push_pull")),
     Setting("schedule", has_schedule=True),
 )
 """Each with two steps of each worker."""
