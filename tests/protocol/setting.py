@@ -29,7 +29,9 @@ class Setting:
         programs: of the workers, by rank; see programs.py. successor: what is started when the worker `mortal` is gone.
         mortal: the rank that may die or stall. faults: kinds, see FAULTS. budget: how many of them at most.
         has_schedule: scalars depend on how many steps the process has made. leaves: how a worker leaves is interleaved with the
-            rest; else it does so at once. has_checkpoint: the job goes on from one, and may go back to it.
+            rest; else it does so at once. has_slow_beats: so are heartbeats that find a shard
+            restarted, and what they lead to; else they are soon done, and no faster than a call that is on its way there.
+            has_checkpoint: the job goes on from one, and may go back to it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Setting:
     budget: int = 1
     has_schedule: bool = False
     leaves: bool = False
+    has_slow_beats: bool = False
     has_checkpoint: bool = False
     lease_s: float = 10.0
     job: dict[str, Any] = field(default_factory=dict)

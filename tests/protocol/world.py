@@ -179,11 +179,12 @@ class World:
         return state.modes[process] == DEAD or (state.modes[process] == ON and ended not in ("", "finished"))
 
     def _matters(self, state: State, process: int, shard: int, number: int) -> bool:
-        """True if a heartbeat would change anything beyond the lease."""
+        """True if a heartbeat would change anything beyond the lease, that no call on its way there is about to change."""
         before = state.shards[shard]
         after, told = self.shards[shard].step(before, ("call", (process, "beat"), number, None))
-        outcome = self.outcomes[told.replies[0][1]]
-        return after is not before or outcome.reason == "ShardRestarted"
+        if self.outcomes[told.replies[0][1]].reason != "ShardRestarted":
+            return after is not before
+        return self.setting.has_slow_beats or all(slot != (shard, "op") for slot, _ in self.undelivered(state, process))
 
     def _options_of_shard(self, state: State, shard: int, node: Node, faults: frozenset[str]) -> Iterator[tuple[Action, int]]:
         view = node.view
@@ -409,7 +410,9 @@ class _Step:
             if not self.shards[shard].view.is_up:  # who calls a shard that is down is refused
                 self.worker_event(process, ("reply", slot, self.world.unreached))
                 return True
-            if not setting.leaves and self.world.requests[number].kind == "leave":
+            is_leaving = self.world.requests[number].kind == "leave"
+            is_prompt = not setting.leaves if is_leaving else slot[1] == "beat" and not setting.has_slow_beats
+            if is_prompt and not any(key == (process, slot[1]) for key, _ in self.shards[shard].view.handlers):
                 self.deliver(process, slot, [])
                 return True
         for slot in view.sleeps:
