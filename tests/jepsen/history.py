@@ -173,6 +173,12 @@ class Histories:
         return [record for record in self.of("begin") if record["fault"]["kind"] in kinds]
 
     @cached_property
+    def restarts(self) -> list[float]:
+        """When shards have started again. One that is told to end does so some seconds after its fault has begun."""
+        starts = [record for record in self.of("start") if record["name"].startswith("shard")]
+        return [again["t"] for i, again in enumerate(starts) if again["name"] in {first["name"] for first in starts[:i]}]
+
+    @cached_property
     def now(self) -> float:
         """The trial's end."""
         return float(self.timeline[-1]["t"])

@@ -26,7 +26,8 @@ class Story:
         self._lines: list[dict[str, Any]] = []
         self._stats = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
         self.t = 10.0
-        self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": "worker 0 life 0"}]
+        names = (*(f"shard {index}" for index in range(SHARDS)), "worker 0 life 0")
+        self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": name} for name in names]
         self.parameters = initial("small", SHARDS)
 
     def call(self, op: str, result: str = "ok", *, took: float = 0.1, clock: int = 0, **change: Any) -> None:
@@ -64,6 +65,8 @@ class Story:
         fault = vars(Fault(kind, 0, seconds, 0, 0))
         self.note("begin", fault=fault)
         self.timeline.append({"t": self.t + seconds, "what": "end", "fault": fault})
+        if kind in ("shard-kill", "shard-lose", "shard-terminate"):
+            self.timeline.append({"t": self.t + seconds, "what": "start", "name": "shard 0"})
 
     def end(self, how: str = "with", status: int = 0) -> None:
         if how:

@@ -44,17 +44,17 @@ LEFT_OUT_TYPES = frozenset(
         "Desks",
         "Elementwise",
         "Executor",
-        "Fanout",
         "FlatCalls",
         "GroupSpec",
-        "Heartbeats",
         "Health",
+        "Heartbeats",
         "Histogram",
         "History",
         "JobSpec",
         "Layout",
         "Limits",
         "Logger",
+        "Operation",
         "PausingLock",
         "PosixPath",
         "Program",
@@ -92,6 +92,7 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "transport",
         "times",
         "_busy",
+        "_gives_up_at",
         "counts",
         "rejoins",
         "sent_bytes",
@@ -113,7 +114,8 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "_membership_of",
         "_lanes",
         "_heartbeats",
-        "_shut_down",
+        "_ended",
+        "_heartbeats",
         "_policy",
         "_config",
         "config",
@@ -141,7 +143,7 @@ LEFT_OUT_LOCALS = frozenset(
         "clock_before",
     ]
 )
-"""Of `clock`, see _walk_frame: retry.py has the function that tells the time by that name."""
+"""Of `clock`, see _walk_frame: shards.py has the function that tells the time by that name."""
 
 _ATOMS = (type(None), bool, int, float, str, bytes, complex)
 _CALLABLES = (

@@ -34,8 +34,10 @@ SETTINGS = (
     Setting("push-then-pull", programs=("push_then_pull", "push_pull")),
     Setting("push-then-pull-exact", aggregation="exact", programs=("push_then_pull", "push_pull")),
     Setting("schedule", has_schedule=True),
+    Setting("slow-heartbeats", has_slow_beats=True, faults=frozenset({"kill", "stall", "twice", "timeout"})),
+    Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
-"""Each with two steps of each worker."""
+"""Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them."""
 
 SETUP_ACTIONS = 13
 """At the beginning of each story: both workers join and declare."""

@@ -28,15 +28,14 @@ def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(exchange: Exchange, sent: SentPush) -> Iterator[SentPush]:
         yield sent
 
-    def complete(exchange: Exchange, sent: SentPush, *, and_wait: bool = False) -> None:
-        if sent.is_finished:
-            return
-        exchange._session.while_fenced(lambda: exchange._send(sent))
-        exchange._finish(sent)
-        exchange._session.while_fenced(lambda: exchange._commit(sent, without_waiting=not and_wait))
+    def commit(exchange: Exchange, sent: SentPush, *, without_waiting: bool) -> None:
+        if not sent.is_finished:
+            exchange._finish(sent)
+        real(exchange, sent, without_waiting=without_waiting)
 
+    real = Exchange._commit
     monkeypatch.setattr(Exchange, "_call", forgetful)
-    monkeypatch.setattr(Exchange, "_complete", complete)
+    monkeypatch.setattr(Exchange, "_commit", commit)
 
 
 def successor_in_the_open_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,7 @@ def unguarded_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session has heartbeats only once all shards know it, and one that ends on its way into the job ends the worker."""
 
     def enter(session: Session) -> None:
-        session._join_anew()
+        session.join_anew()
         if session._declaration is not None:
             session._declare(session._declaration, is_first=False)
         session._is_entered = True

@@ -122,7 +122,8 @@ class Desks:
                 return self._initialize(request, blocks_max)
             case "push":
                 header = data_pb2.PushHeader.FromString(request.body)
-                return Outcome(_bytes(self._plane.push(header, _pushed(request, blocks_max), Waiter(self._shard, context))))
+                (reply,) = self._plane.push(header, _pushed(request, blocks_max), Waiter(self._shard, context))
+                return Outcome(_bytes(reply))
             case "push_pull":
                 header = data_pb2.PushHeader.FromString(request.body)
                 answers = self._plane.push_pull(header, _pushed(request, blocks_max), Waiter(self._shard, context))

@@ -44,7 +44,7 @@ class Setting:
     programs: tuple[str, ...] = ("push_pull", "push_pull")
     successor: str = "push_pull"
     mortal: int = 0
-    faults: frozenset[str] = frozenset(FAULTS) - {"blank", "pause", "suspend", "twice"}
+    faults: frozenset[str] = frozenset(FAULTS) - {"blank", "twice"}
     budget: int = 1
     has_schedule: bool = False
     leaves: bool = False

@@ -209,7 +209,7 @@ class ShardProcess:
 
     def _front(self) -> bytes:
         """What the disk holds beside the pages' contents, which the block table stands for."""
-        arena = self._shard.core.storage.arena if self._shard is not None else None
+        arena = self._shard._core.storage.arena if self._shard is not None else None
         return b"" if arena is None else arena._file.read(arena._front.size, 0)
 
     def on_lock(self) -> None:
@@ -291,7 +291,7 @@ class ShardProcess:
     def _expire(self, rank: int) -> None:
         """A lease runs out. Everybody else has been heard of just now."""
         assert self._shard is not None
-        members = self._shard.core.members
+        members = self._shard._core.members
         for worker in members.workers:
             worker.last_seen = self._now
         members._last_tick = self._now
@@ -301,7 +301,7 @@ class ShardProcess:
     def _die(self) -> None:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
         assert self._shard is not None
-        arena = self._shard.core.storage.arena
+        arena = self._shard._core.storage.arena
         if arena is not None:
             arena._directory.close()
         self._abandoned.append(self._fibers)  # nothing of it runs any more, not even to clear up
@@ -342,7 +342,7 @@ class ShardProcess:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def view(self) -> ShardView:
-        core = self._shard.core if self._shard is not None else None
+        core = self._shard._core if self._shard is not None else None
         workers = core.membership.workers if core is not None and core.membership is not None else []
         return ShardView(
             is_up=core is not None,
@@ -365,7 +365,7 @@ class ShardProcess:
         if self._shard is None:
             self._walk_disk(walker)
             return walker
-        core = self._shard.core
+        core = self._shard._core
         if core.storage.arena is not None:
             self._walk_arena(walker, core.storage.arena)
         members = core.membership

@@ -12,13 +12,14 @@ import pytest
 from check_protocol import SETTINGS, explore
 from setting import Setting
 
-STATES = 700
+STATES = 200
 """To look at in each setting."""
 
 COUNT = """
 from check_protocol import explore
-from setting import FAULTS, Setting
-explorer, told = explore(Setting("counted", faults=frozenset(FAULTS)), states_max=400)
+from setting import Setting
+faults = frozenset({"lose", "late", "kill", "die", "stall", "timeout"})
+explorer, told = explore(Setting("counted", faults=faults), states_max=200)
 print(explorer.states, explorer.steps, explorer.depth, explorer.strikes, told)
 """
 
@@ -42,7 +43,7 @@ def test_every_process_counts_the_same_states() -> None:
         )
 
     assert len(found) == 1
-    assert found.pop().startswith("400 ")
+    assert found.pop().startswith("200 ")
 
 
 def count_with_hash_seed(seed: str) -> str:
@@ -57,7 +58,7 @@ def count_with_hash_seed(seed: str) -> str:
 def test_a_clock_that_moves_on_before_the_commit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planted.clock_before_commit(monkeypatch)
 
-    story = find(Setting("planted", aggregation="exact", faults=frozenset({"outage"})))
+    story = find(Setting("planted", aggregation="exact", faults=frozenset({"outage", "timeout"})))
 
     assert "counts twice" in story[0]
     assert told_in_order(story, "raises ShardUnavailable", "decides: again", "at clock 1", "push gradient", "commit clock 1")
@@ -89,10 +90,10 @@ def test_a_returning_worker_that_speaks_for_the_round_is_found(monkeypatch: pyte
 def test_a_session_that_ends_on_its_way_into_the_job_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planted.unguarded_rejoin(monkeypatch)
 
-    story = find(Setting("planted", steps=1, faults=frozenset({"outage"})))
+    story = find(Setting("planted", steps=1, faults=frozenset({"outage", "stall"}), budget=2))
 
     assert "was ended by SessionFenced (expired)" in story[0]
-    assert told_in_order(story, "stays away", "shard 0: join (session 0)", "runs out", "shard 0: declare", "= SessionFenced")
+    assert told_in_order(story, "stays away", "shard 0: join (session 0)", "runs out", "= SessionFenced")
 
 
 @pytest.mark.slow
