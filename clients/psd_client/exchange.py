@@ -215,9 +215,11 @@ class Exchange:
                 failed.feed = feed
                 return failed
             self._give_up(failed)
-        for attempt in self._session.attempts():
-            with attempt:
-                self._session.await_decisions(self._timeout_s)
+        self._session.catch_up()
+        if self._is_exact:
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._session.await_decisions(self._timeout_s)
         settlement = self._settlement
         if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.

@@ -329,7 +329,7 @@ class Attempts:
         self._timeout_s = timeout_s
         self._is_beginning = is_beginning
         self._limit = Limit(session.now, timeout_s)
-        self._begin_limit = Limit(session.now, timeout_s)
+        self._begin_limit = Limit(session.now, timeout_s) if is_beginning else self._limit
         self._is_begun = False
         self._error: PsdError | None = None
         self._before: Membership | None = None

@@ -36,16 +36,17 @@ class Health:
         with self._lock:
             self._failing_since.pop(shard, None)
 
-    @contextmanager
-    def asking(self, shard: int) -> Iterator[None]:
-        """The shard has a call of the worker's operation."""
+    def begin_asking(self, shard: int) -> None:
+        """The shard has a call of the worker's operation, until `end_asking`."""
         with self._lock:
             self._asked_since.setdefault(shard, self._clock())
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._asked_since.pop(shard, None)
+
+    def end_asking(self, shard: int, *, has_answered: bool = False) -> None:
+        """The shard's call has ended."""
+        with self._lock:
+            self._asked_since.pop(shard, None)
+            if has_answered:
+                self._failing_since.pop(shard, None)
 
     def failed(self, shard: int, since: float | None = None) -> None:
         """The shard could not be reached; `since`: when that began."""

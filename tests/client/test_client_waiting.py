@@ -129,13 +129,14 @@ def test_health_when_a_worker_joins_then_a_shard_that_has_a_call_and_says_nothin
     """Before it has joined a worker sends no heartbeats; a suspended shard would be named by its first failure alone."""
     clock = FakeClock()
     health = Health(["a:1", "b:2"], clock)
-    with health.asking(1):
-        with health.asking(0):
-            pass
-        clock.now += 5
+    health.begin_asking(1)
+    health.begin_asking(0)
+    health.end_asking(0)
+    clock.now += 5
 
-        assert health.silent() == []
-        assert health.silent(is_joining=True) == ["shard 1 at b:2 does not answer since 5 s"]
+    assert health.silent() == []
+    assert health.silent(is_joining=True) == ["shard 1 at b:2 does not answer since 5 s"]
+    health.end_asking(1)
     assert health.silent(is_joining=True) == []
 
 
@@ -145,7 +146,8 @@ def test_report_when_shards_answer_heartbeats_and_not_the_call_then_names_those_
     """The connection for bulk data alone may be dead."""
     clock = FakeClock()
     health, reporter = Health(["a:1", "b:2"], clock), reporter_at(clock)
-    with reporter.watching("push", 7), health.asking(1):
+    health.begin_asking(1)
+    with reporter.watching("push", 7):
         clock.now += 5
         health.answered(1)
         reporter.report([], health.silent(), health.asked())

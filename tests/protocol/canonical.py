@@ -65,6 +65,7 @@ LEFT_OUT_TYPES = frozenset(
         "Call",
         "FlatCalls",
         "Operation",
+        "Outage",
         "Program",
         "Setting",
         "WorkerProcess",
