@@ -140,3 +140,21 @@ def test_servers_start_without_a_framework():
 
     assert len(reached) > 20
     assert not [name for name in reached if is_within(name, "psd_client")]
+
+
+def test_the_core_of_a_shard_is_private_to_its_state():
+    """What others want of a shard they ask the `Shard` for."""
+    outside = {name: path for name, path in modules().items() if is_within(name, "psd.rim", "psd.cli")}
+    touched = [
+        f"{name}:{node.lineno}"
+        for name, path in outside.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("core", "_core")
+    ]
+    imported = [
+        f"{i.importer}:{i.line}"
+        for i in imports()
+        if is_within(i.module, "psd.state.core") and not is_within(i.importer, "psd.state")
+    ]
+
+    assert (touched, imported) == ([], [])

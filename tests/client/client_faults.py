@@ -129,7 +129,7 @@ class Restartable:
         self.shards[index] = self._start(index, self.shards[index].address)
 
     def version(self, index: int) -> int:
-        version: int = self.shards[index].shard.core.declared().version_max
+        version: int = self.shards[index].shard._core.declared().version_max
         return version
 
 
@@ -143,7 +143,7 @@ def connect_faulty(servers: str, rank: int = 0, world_size: int = 1, **config: A
 
 def expire(server: ShardServer, rank: int) -> None:
     """Let a worker's lease run out now."""
-    core = server.shard.core
+    core = server.shard._core
     with core.lock:
         core.members.worker(rank).last_seen -= 1000
         assert [worker.rank for worker in server.shard.tick()] == [rank]

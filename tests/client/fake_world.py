@@ -104,13 +104,13 @@ class World:
     def expire(self) -> None:
         """The worker is suspended for longer than its lease."""
         for _ in range(4):
-            self.now += self.shards[0].core.config.lease_s / 2
+            self.now += self.shards[0]._core.config.lease_s / 2
             for shard in self.shards:
-                shard.core.members._last_tick = self.now
+                shard._core.members._last_tick = self.now
                 shard.tick()
 
     def worker(self, shard: int) -> Worker:
-        return self.shards[shard].core.members.worker(0)
+        return self.shards[shard]._core.members.worker(0)
 
     def seen_as(self) -> list[tuple[str, int]]:
         """State and session of the worker at each shard."""

@@ -145,7 +145,7 @@ def failed_flat_push(c: Any, aggregation: str) -> tuple[ParameterServer, Paramet
     ps, faults, peer = pair(c.servers, aggregation=aggregation)
 
     def fail() -> None:
-        until(lambda: c.shards[0].shard.core.declared().open_rounds > 0)
+        until(lambda: c.shards[0].shard._core.declared().open_rounds > 0)
         raise ShardUnavailable("cut")
 
     faults.run_before("push_pull" if aggregation == "fast" else "push", shard=1, action=fail)
@@ -240,7 +240,7 @@ def test_push_that_was_acknowledged_when_a_successor_pushes_too_then_both_count(
         dying = connect(c.servers, 0, 2)
         in_threads(lambda: declare(dying, aggregation=aggregation), lambda: declare(peer, aggregation=aggregation))
         dying.push(gradient(1))
-        assert dying._worker._shut_down.detach() is not None  # it dies without a word
+        assert dying._worker._ended.acquire(blocking=False)  # it dies without a word
 
         with connect(c.servers, 0, 2) as successor:
             declaring = Thread(lambda: declare(successor, aggregation=aggregation))

@@ -49,7 +49,7 @@ def test_push_when_the_shard_makes_it_wait_then_little_is_under_way(cluster: Cal
         before = lane.traffic.sent_bytes
 
         waiting = Thread(lambda: ps.push(ones))
-        until(lambda: [wait.kind for wait in running.shards[0].shard.core.waiting.open(0)] == [WaitKind.STALENESS])
+        until(lambda: [wait.kind for wait in running.shards[0].shard._core.waiting.open(0)] == [WaitKind.STALENESS])
         threading.Event().wait(STALL_S)
 
         assert 0 < lane.traffic.sent_bytes - before <= UNDER_WAY_MAX[transport]

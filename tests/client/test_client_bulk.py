@@ -73,7 +73,7 @@ def test_status_when_a_worker_trains_then_shows_its_transport(cluster: Callable[
     running = cluster(1, lease_s=0.3)
     with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
         ps.declare(SMALL, psd_client.SGD(lr=1.0))
-        worker = running.shards[0].shard.core.members.worker(0)
+        worker = running.shards[0].shard._core.members.worker(0)
         until(lambda: worker.transport == transport)
 
 
@@ -135,7 +135,7 @@ def test_pull_when_the_connection_breaks_while_it_waits_then_goes_on(cluster: Ca
 
     may_push = threading.Event()
     workers = [Thread(lambda rank=rank: work(rank)) for rank in range(2)]
-    core = running.shards[0].shard.core
+    core = running.shards[0].shard._core
     for _ in range(3):
         until(lambda: [wait.kind for wait in core.waiting.open(0)] == [WaitKind.ROUND])
         (waiting,) = core.waiting.open(0)
@@ -191,7 +191,7 @@ def test_close_when_another_thread_waits_then_ends_its_call(cluster: Callable[..
     pair = [Thread(lambda rank=rank: _declared(running.servers, rank, transport)) for rank in range(2)]
     ps, other = (thread.result() for thread in pair)
     waiting = Thread(lambda: ps.push_pull({"w": np.zeros(ELEMENTS)}))
-    until(lambda: running.shards[0].shard.core.waiting.open(0) != [])
+    until(lambda: running.shards[0].shard._core.waiting.open(0) != [])
 
     ps.close()
 

@@ -255,7 +255,7 @@ def test_calls_when_two_threads_use_one_worker_then_the_second_is_told(cluster: 
     c = cluster(1)
     ps = connect(c.servers, 0, 2)
     waiting = Thread(lambda: ps.barrier("b"))
-    until(lambda: bool(c.shards[0].shard.core.waiting.open()))
+    until(lambda: bool(c.shards[0].shard._core.waiting.open()))
 
     with pytest.raises(RuntimeError, match="another thread is using"):
         ps.barrier("c")
@@ -301,7 +301,7 @@ def test_pull_when_interrupted_then_ends_at_once(cluster: Start, shard_count: in
         ps.push(ones(50_000))
         main = threading.main_thread().ident
         assert main is not None
-        waits = [shard.shard.core.waiting for shard in c.shards]
+        waits = [shard.shard._core.waiting for shard in c.shards]
 
         def interrupt() -> None:
             until(lambda: all(wait.open() for wait in waits))

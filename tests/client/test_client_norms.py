@@ -149,7 +149,7 @@ def test_a_worker_that_lost_its_push_settles_the_round_before_the_next(cluster: 
         faults.run_before("commit", shard=0, action=expire_all)
         ps.push({"w": np.ones(SIZE, np.float32)})
         assert (ps.clock, ps.stats()["blocks_late"]) == (1, 2)
-        assert [shard.shard.core.declared().version_max for shard in shards.shards] == [0, 0]
+        assert [shard.shard._core.declared().version_max for shard in shards.shards] == [0, 0]
         ps.push({"w": np.zeros(SIZE, np.float32)})
         params = ps.pull()
 

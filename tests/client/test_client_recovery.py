@@ -13,6 +13,7 @@ import pytest
 from client_faults import Restartable, Thread, connect_faulty, expire, until
 
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
+from psd.state.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
 from psd_client.session import REJOINS_MAX
 
@@ -22,9 +23,14 @@ SIZE = 20_000  # two blocks on two shards
 
 PROGRAM = """
 import numpy as np, psd_client
-ps = psd_client.connect({servers!r}, 0, 2)
-ps.declare({{"w": np.zeros({size}, np.float32)}}, psd_client.SGD(lr=1.0))
-ps.push({{"w": np.full({size}, 2, np.float32)}})
+
+def train():
+    ps = psd_client.connect({servers!r}, 0, 2)
+    ps.declare({{"w": np.zeros({size}, np.float32)}}, psd_client.SGD(lr=1.0))
+    ps.push({{"w": np.full({size}, 2, np.float32)}})
+    return ps
+
+{last}
 """
 
 
@@ -89,7 +95,7 @@ def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has
         other.result()
         ps.push(gradient(2.0))
         second = Thread(lambda: ps.push(gradient(100.0)))
-        until(lambda: all(shard.shard.core.waiting.open(0) for shard in job.shards[:1]))
+        until(lambda: all(shard.shard._core.waiting.open(0) for shard in job.shards[:1]))
         assert set(ps._worker.gradients.views[0].tolist()) == {2.0}
 
         job.restart(index)
@@ -115,7 +121,7 @@ def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_t
         other.result()
         ps.push(gradient(2.0))
         closing = Thread(ps.close)
-        until(lambda: bool(job.shards[0].shard.core.waiting.open(0)))
+        until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
 
         job.restart(index)
         peer.push(gradient(4.0))
@@ -125,20 +131,43 @@ def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_t
         assert set(peer.push_pull(gradient(1.0))["w"].tolist()) == {-4.0}, "nobody waits for one that has left"
 
 
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_closed(
+    restartable: Callable[..., Restartable], aggregation: str
+) -> None:
+    """As a program's own function does that connects, trains, and returns."""
+    job = restartable()
+    with connect(job.servers, 1, 2) as peer:
+        ps = connect(job.servers, 0, 2)
+        other = Thread(lambda: declare(peer, aggregation=aggregation))
+        declare(ps, aggregation=aggregation)
+        other.result()
+        ps.push(gradient(2.0))
+        del ps
+        until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
+
+        job.restart(0)
+        peer.push(gradient(4.0))
+
+        assert set(peer.pull()["w"].tolist()) == {-3.0}
+        until(lambda: job.shards[0].shard._core.members.worker(0).state is WorkerState.FINISHED)
+
+
 @pytest.mark.skipif(
     sys.version_info >= (3, 12), reason="gRPC needs threads for streams, and exiting interpreters give none any more"
 )
 @pytest.mark.process
+@pytest.mark.parametrize("last", ["ps = train()", "train()"], ids=["kept", "forgotten"])
 def test_program_when_it_ends_after_a_push_then_stays_until_the_round_has_closed(
-    restartable: Callable[..., Restartable], tmp_path: Path
+    restartable: Callable[..., Restartable], tmp_path: Path, last: str
 ) -> None:
     """Without close(), too; the shard that was killed is sent the gradient again at the interpreter's exit."""
     job = restartable()
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(servers=job.servers, size=SIZE))
+    script.write_text(PROGRAM.format(servers=job.servers, size=SIZE, last=last))
     with connect(job.servers, 1, 2) as peer, subprocess.Popen([sys.executable, str(script)]) as process:
         declare(peer)
-        until(lambda: any(wait.kind.name == "ROUND" for wait in job.shards[0].shard.core.waiting.open(0)))
+        until(lambda: any(wait.kind.name == "ROUND" for wait in job.shards[0].shard._core.waiting.open(0)))
 
         job.restart(0)
         peer.push(gradient(4.0))
@@ -231,7 +260,7 @@ def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(restar
         declare(ps)
         other.result()
         waiting = Thread(lambda: ps.barrier("b"))
-        until(lambda: bool(job.shards[0].shard.core.waiting.open(0)))
+        until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
         job.restart(0)
         peer.barrier("b")
         waiting.result()
@@ -325,7 +354,7 @@ def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_come
             pulled = Thread(lambda: early.push_pull(gradient(1.0)))
             assert set(late[0].push_pull(gradient(3.0))["w"].tolist()) == {-2.0}
             assert set(pulled.result()["w"].tolist()) == {-2.0}
-    assert len({shard.shard.core.run_id for shard in job.shards}) == 1
+    assert len({shard.shard._core.run_id for shard in job.shards}) == 1
 
 
 def test_declare_when_the_others_have_begun_under_another_name_then_joins_them(restartable: Callable[..., Restartable]) -> None:
@@ -369,7 +398,7 @@ def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(
     with connect(job.servers, 0, 1) as ps:
         declare(ps)
         for server in job.shards:
-            server.shard.core.timeline = 3
+            server.shard._core.timeline = 3
         told = []
         monkeypatch.setattr(ps._worker, "_go_back", lambda error: told.append(error.detail) or error)
 

@@ -33,7 +33,7 @@ def fence(world: World) -> SessionFenced:
     """Let the worker's lease run out; what its next call is told."""
     world.expire()
     with pytest.raises(SessionFenced) as caught:
-        world.shards[0].core.check_caller(world.session.caller(0))
+        world.shards[0]._core.check_caller(world.session.caller(0))
     return caught.value
 
 
@@ -206,7 +206,7 @@ def test_begin_anew_then_nothing_of_the_session_before_counts(world: World, capl
     assert_is_in(world, caplog)
     assert (world.session.number > before[0], world.session.rejoins, caplog.messages) == (True, 1, [])
     with pytest.raises(SessionFenced, match="its worker has joined again") as caught:
-        world.shards[1].core.check_caller(before[1])
+        world.shards[1]._core.check_caller(before[1])
     assert caught.value.detail["cause"] == "expired"
 
 
@@ -231,8 +231,8 @@ def test_begin_anew_when_the_lease_runs_out_on_the_way_then_is_repeated(
 def move_on(world: World, timeline: int) -> None:
     """All shards go back to a checkpoint, as far as workers can see."""
     for shard in world.shards:
-        shard.core.timeline = timeline
-        shard.core.incarnation += 1
+        shard._core.timeline = timeline
+        shard._core.incarnation += 1
 
 
 @pytest.mark.parametrize(("method", "shard"), [("join", 0), ("join", 1), ("declare", 0), ("declare", 1), ("fetch", 0)])
@@ -270,7 +270,7 @@ def test_go_back_when_disturbed_on_the_way_then_is_repeated(world: World, caplog
     world.session.go_back(lambda: None)
 
     assert_is_in(world, caplog)
-    assert world.session.memberships.held.timeline == world.shards[0].core.timeline
+    assert world.session.memberships.held.timeline == world.shards[0]._core.timeline
 
 
 def test_declare_when_the_job_goes_back_meanwhile_then_follows_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -315,8 +315,8 @@ def test_join_when_a_shard_answers_nonsense_then_is_a_typed_error(world: World, 
 
 def test_go_back_when_a_shard_cannot_read_the_checkpoint_then_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The typed error of that shard."""
-    world.shards[1].core.is_tentative = True
-    world.shards[1].core.restored_from = "c1"
+    world.shards[1]._core.is_tentative = True
+    world.shards[1]._core.restored_from = "c1"
 
     def rollback(request: Any, call: Any) -> None:
         raise CheckpointFailed("no network")
