@@ -26,7 +26,7 @@ from psd.contract.errors import Draining, Overloaded, PsdError, ShardRestarted, 
 from psd.contract.layout import Layout
 from psd_client.crew import Crew, Task
 from psd_client.transport import CANCEL_S, Call, Cancelled, Lane, Scope
-from psd_client.waiting import Health
+from psd_client.waiting import ShardHealth
 
 RETRIED: tuple[type[PsdError], ...] = (ShardUnavailable, Overloaded, Draining)
 
@@ -110,7 +110,7 @@ class Operation(Generic[ResultT]):
         action: Callable[[Lane, Call], ResultT],
         timeout_s: float,
         policy: RetryPolicy,
-        health: Health,
+        health: ShardHealth,
         on_restart: OnRestart | None = None,
     ) -> None:
         self.scope = Scope()
@@ -170,7 +170,7 @@ class Shards:
         on_restart: called where a shard has come back as another incarnation. If it returns, the attempt is repeated.
     """
 
-    def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: Health) -> None:
+    def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: ShardHealth) -> None:
         self.lanes = lanes
         self.on_restart: OnRestart | None = None
         self._policy = policy

@@ -40,7 +40,7 @@ LEFT_OUT_TYPES = frozenset(
         "Executor",
         "GroupSpec",
         "Heartbeats",
-        "Health",
+        "ShardHealth",
         "Histogram",
         "JobSpec",
         "Layout",

@@ -8,7 +8,7 @@ from setting import Setting
 
 from psd.state.job import Job
 from psd.state.rounds import FastRound, Outcome
-from psd_client.exchange import Exchange
+from psd_client.exchange import ParameterExchange
 
 SECONDS = 2.0
 """Of CPU for each setting."""
@@ -38,10 +38,10 @@ def test_a_successor_that_pushes_into_its_predecessors_round_is_found(monkeypatc
 def test_a_failed_push_that_another_one_follows_unfenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: the shards took another gradient for the same push."""
 
-    def forget(exchange: Exchange, failed: object) -> None:
+    def forget(exchange: ParameterExchange, failed: object) -> None:
         exchange._unconfirmed = exchange._failed = exchange._session.pushing = None
 
-    monkeypatch.setattr(Exchange, "_give_up", forget)
+    monkeypatch.setattr(ParameterExchange, "_give_up", forget)
 
     _, told = explore(Setting("planted", faults=frozenset({"outage", "timeout"})), 60)
 
