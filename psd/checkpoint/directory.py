@@ -1,4 +1,4 @@
-"""A directory of checkpoints: writes parts, makes them a checkpoint, finds the newest that can be relied on, deletes old ones.
+"""A directory of checkpoints: writes parts, completes checkpoints, finds the newest reliable one, deletes old ones.
 
 The order of writing makes a checkpoint valid at one instant, by one rename or put:
 
@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from psd.checkpoint import writing
-from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, Progress
+from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, CutName
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
@@ -41,7 +41,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash) -> None:
-        """Nothing is read or written yet.
+        """Store the arguments; nothing is read or written yet.
 
         Args:
             url: a local path, or whatever fsspec takes.
@@ -108,9 +108,9 @@ class CheckpointDirectory:
         Newer ones that are not valid are logged as errors, with the file and the reason. Reads documents and sizes; the numbers
         are checked when they are read: if that raises CheckpointCorrupt, go on with `before=` its name.
         """
-        limit = None if before is None else _progress(before)
+        limit = None if before is None else _cut_name(before)
         for name in self._names():
-            if limit is not None and _progress(name) >= limit:
+            if limit is not None and _cut_name(name) >= limit:
                 continue
             try:
                 return load(self._storage, name, self._storage.files(name))
@@ -122,7 +122,7 @@ class CheckpointDirectory:
 
     def load(self, name: str) -> Manifest:
         """One checkpoint by its name; CheckpointCorrupt if it is damaged, incomplete or not there."""
-        files = self._storage.files(name) if Progress.of(name) else {}
+        files = self._storage.files(name) if CutName.of(name) else {}
         if not files:
             raise CheckpointCorrupt(f"there is no checkpoint {name!r} in {self.location}")
         try:
@@ -131,11 +131,11 @@ class CheckpointDirectory:
             raise CheckpointCorrupt(str(error)) from None
 
     def _names(self) -> list[str]:
-        """Newest first; whatever else lies in the directory is not ours."""
-        return sorted(filter(Progress.of, self._storage.directories()), key=_progress, reverse=True)
+        """Names of the checkpoints, newest first; other entries of the directory are ignored."""
+        return sorted(filter(CutName.of, self._storage.directories()), key=_cut_name, reverse=True)
 
     def _inspect(self, name: str) -> CheckpointInfo:
-        timeline, step, _ = _progress(name)
+        timeline, step, _ = _cut_name(name)
         files = self._storage.files(name)
         nbytes = sum(files.values())
         try:
@@ -149,7 +149,7 @@ class CheckpointDirectory:
     # -- deleting ------------------------------------------------------------------------------------------------------
 
     def collect_garbage(self) -> list[str]:
-        """Remove what is no longer needed, once what replaces it is durable; returns the names.
+        """Remove what is no longer needed, once its replacement is durable; return the names.
 
         Left are the newest `keep` valid checkpoints and all that is newer. Unfinished ones go when a newer one is valid,
         damaged ones when there are `keep` newer valid ones. If nothing is valid, nothing is removed.
@@ -162,7 +162,7 @@ class CheckpointDirectory:
         for info in found:
             successor = kept[0] if info.state is CheckpointState.INCOMPLETE else kept[-1]
             has_successors = info.state is CheckpointState.INCOMPLETE or len(kept) == self._keep
-            if has_successors and _progress(info.name) < _progress(successor.name):
+            if has_successors and _cut_name(info.name) < _cut_name(successor.name):
                 doomed.append(info.name)
         if doomed:
             for info in kept:
@@ -172,7 +172,7 @@ class CheckpointDirectory:
         return doomed
 
     def discard(self, cut: Cut) -> bool:
-        """Remove what there is of a cut that will not be completed, so that a full disk has room again.
+        """Remove the remains of a cut that will not be completed, to free the disk.
 
         Returns:
             False if the checkpoint is valid; then it stays.
@@ -194,7 +194,7 @@ class CheckpointDirectory:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_blocks(self, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
-        """The blocks of one shard of `layout`, which may have any number of shards, in their order.
+        """Yield the blocks of one shard of `layout`, in order; the layout may have any number of shards.
 
         Only a few blocks are in memory at a time, and every byte is checked before it is used.
 
@@ -206,7 +206,7 @@ class CheckpointDirectory:
         return restored_blocks(self._storage, manifest, layout, shard_index)
 
     def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
-        """Read every byte of a checkpoint; what is wrong, in words; empty if nothing is. `progress`: bytes read, of all."""
+        """Read every byte of a checkpoint; return its problems in words. `progress`: bytes read, of all."""
         try:
             manifest = self.load(name)
         except CheckpointCorrupt as error:
@@ -231,8 +231,8 @@ class CheckpointDirectory:
         export_tensors(self._storage, manifest, path, progress)
 
 
-def _progress(name: str) -> Progress:
-    progress = Progress.of(name)
-    if progress is None:
+def _cut_name(name: str) -> CutName:
+    found = CutName.of(name)
+    if found is None:
         raise ValueError(f"{name!r} is not the name of a checkpoint")
-    return progress
+    return found

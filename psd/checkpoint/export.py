@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import safetensors
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.reading import Records, overlapping
-from psd.checkpoint.storage import Chunk, Storage, open_storage
+from psd.checkpoint.reading import RecordReader, overlapping
+from psd.checkpoint.storage import Chunk, FileStore, open_storage
 from psd.contract.jobspec import TensorSpec
 
 ExportProgress = Callable[[int, int], None]
-"""Is told the bytes written so far, and how many there will be."""
+"""A callback that takes the bytes written so far and the total."""
 
 ELEMENT_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     start: int
 
 
-def export_tensors(storage: Storage, manifest: Manifest, path: str, progress: ExportProgress) -> None:
+def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress) -> None:
     """See CheckpointDirectory.export."""
     places = _places(manifest)
     entries = safetensors.lay_out((p.tensor.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
@@ -44,7 +44,7 @@ def export_tensors(storage: Storage, manifest: Manifest, path: str, progress: Ex
 
 
 def _places(manifest: Manifest) -> list[_Place]:
-    """All tensors, wide elements first, so that each starts on a multiple of its item size."""
+    """Offsets of all tensors, wide elements first, so that each starts on a multiple of its item size."""
     where = {
         int(tensor): (index, int(start))
         for index, stored in enumerate(manifest.spaces)
@@ -54,11 +54,11 @@ def _places(manifest: Manifest) -> list[_Place]:
     return sorted(places, key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
 
 
-def _chunks(storage: Storage, manifest: Manifest, places: list[_Place], header: bytes) -> Iterator[Chunk]:
+def _chunks(storage: FileStore, manifest: Manifest, places: list[_Place], header: bytes) -> Iterator[Chunk]:
     yield header
     full = [place for place in places if place.tensor.size]
     sources = [overlapping(manifest, place.space, place.start, place.tensor.size) for place in full]
-    with closing(Records(storage, manifest, sources)) as records:
+    with closing(RecordReader(storage, manifest, sources)) as records:
         for place, source in zip(full, sources, strict=True):
             for record in source:
                 start = max(place.start, record.offset) - record.offset
@@ -79,7 +79,7 @@ def _counted(
 
 
 def converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Master values as a worker holds them; bfloat16 as its bit patterns."""
+    """Master values in a worker's dtype; bfloat16 as its bit patterns."""
     if dtype == "float16":
         with np.errstate(over="ignore"):  # what is too large becomes infinity, as on the worker
             return values.astype("<f2")

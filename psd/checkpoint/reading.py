@@ -21,16 +21,17 @@ from psd.checkpoint import safetensors
 from psd.checkpoint.cut import data_file
 from psd.checkpoint.manifest import Manifest, Part
 from psd.checkpoint.records import BlockPart, Record, RestoredBlock, decode
-from psd.checkpoint.storage import Storage
+from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.layout import Block, Layout
 
 READERS = 4
 RECORDS_AHEAD_MAX = 8
-"""Of at most 4 MiB times one plus the slots each: enough to hide a store's latency, little beside a shard's memory."""
+"""Records read ahead, each of at most 4 MiB times one plus the slots: enough to hide a store's latency, little beside a shard's
+memory."""
 
 Advance = Callable[[int], None]
-"""Is told how many bytes more have been read."""
+"""A callback that takes the number of further bytes read."""
 
 
 def overlapping(manifest: Manifest, space: int, offset: int, length: int) -> Sequence[Record]:
@@ -44,10 +45,10 @@ def _offset(record: Record) -> int:
     return record.offset
 
 
-class Records:
-    """Reads records in an order that is known before, ahead of their use. Close it."""
+class RecordReader:
+    """Reads records in a known order, ahead of their use. Close it."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, wanted: Iterable[Sequence[Record]]) -> None:
+    def __init__(self, storage: FileStore, manifest: Manifest, wanted: Iterable[Sequence[Record]]) -> None:
         """`wanted`: the records of each use; a record that stands twice in a row is read once."""
         self._storage = storage
         self._manifest = manifest
@@ -57,7 +58,7 @@ class Records:
         self._current: tuple[Record, BlockPart] | None = None
 
     def get(self, record: Record) -> BlockPart:
-        """The next record of the order, or again the one before; CheckpointCorrupt if a byte of it has changed."""
+        """The next record of the order, or the previous one again; CheckpointCorrupt if a byte of it has changed."""
         if self._current is None or self._current[0] is not record:
             self._current = None
             while len(self._ahead) < RECORDS_AHEAD_MAX and (coming := next(self._coming, None)) is not None:
@@ -84,8 +85,8 @@ def _without_repeats(wanted: Iterable[Sequence[Record]]) -> Iterator[Record]:
             last = record
 
 
-def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
-    """The bytes of a record; CheckpointCorrupt unless they are those that were written."""
+def read_record(storage: FileStore, manifest: Manifest, record: Record) -> bytes:
+    """The bytes of a record; CheckpointCorrupt if any has changed since it was written."""
     file = data_file(record.part, manifest.shard_count)
     try:
         data = storage.read(manifest.name, file, record.start, record.start + record.nbytes)
@@ -102,7 +103,7 @@ def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
 # -- restoring ---------------------------------------------------------------------------------------------------------
 
 
-def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
+def restored_blocks(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
     """See CheckpointDirectory.read_blocks."""
     theirs = layout.spec
     stored = theirs.groups if manifest.spec.stored_groups == theirs.stored_groups else manifest.spec.groups
@@ -111,7 +112,7 @@ def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_
         raise SpecMismatch(f"checkpoint {manifest.name}: {difference}")
     blocks = layout.blocks_of(shard_index)
     sources = [overlapping(manifest, block.space, block.offset, block.length) for block in blocks]
-    with closing(Records(storage, manifest, sources)) as records:
+    with closing(RecordReader(storage, manifest, sources)) as records:
         for block, source in zip(blocks, sources, strict=True):
             if len(source) == 1 and (source[0].offset, source[0].length) == (block.offset, block.length):
                 part = records.get(source[0])
@@ -129,8 +130,8 @@ def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_
                 yield _assembled(manifest, block, source, records)
 
 
-def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], records: Records) -> RestoredBlock:
-    """A block that was cut differently.
+def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], records: RecordReader) -> RestoredBlock:
+    """A block that was cut differently, assembled from several records.
 
     A tensor's pieces may have seen different numbers of updates where gradients arrive one by one; the largest holds, because
     with it no rule takes a larger step than it would have.
@@ -160,8 +161,8 @@ def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], recor
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def verify_part(storage: Storage, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
-    """Read every byte of a part's data file; what is wrong, in words."""
+def verify_part(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
+    """Read every byte of a part's data file; return the problems in words."""
     file = data_file(part.shard_index, manifest.shard_count)
     try:
         header = storage.read(manifest.name, file, 0, part.header_bytes)
@@ -182,7 +183,7 @@ def verify_part(storage: Storage, manifest: Manifest, part: Part, advance: Advan
 
 
 def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[str]:
-    """Whether other readers of the file see what the documents say; only a defect of psd could make a difference."""
+    """Compare the file's own header, which other readers use, with the documents; they differ only by a defect of psd."""
     expected = safetensors.lay_out(
         (field.tensor_name(record.space, record.offset), field.dtype, (field.length,))
         for record in part.records
@@ -191,4 +192,4 @@ def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[
     entries, _ = safetensors.parse_header(header[safetensors.PREFIX_BYTES :])
     # Empty tensors have no place of their own, so the order of the bytes is not quite the order of the header.
     if sorted(entries) != sorted(expected):
-        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header is not the documents'"
+        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header differs from the documents"

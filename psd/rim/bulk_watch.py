@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from psd.rim.bulk_connection import BulkConnection
+from psd.rim.bulk_connection import WorkerConnection
 
 LOOK_S = 5.0
-"""From one look at all connections to the next. A worker takes a silence of three of them for the end."""
+"""Seconds between two looks at all connections. A worker takes a silence of three of them for the end."""
 
 
 class Watch:
@@ -30,12 +30,12 @@ class Watch:
     """
 
     def __init__(
-        self, connections: dict[int, BulkConnection], is_current: Callable[[BulkConnection], bool], look_s: float = LOOK_S
+        self, connections: dict[int, WorkerConnection], is_current: Callable[[WorkerConnection], bool], look_s: float = LOOK_S
     ) -> None:
         self._connections = connections
         self._is_current = is_current
         self._look_s = look_s
-        self._forsaken: set[BulkConnection] = set()
+        self._forsaken: set[WorkerConnection] = set()
         self._poll: select.epoll | None = None  # elsewhere than on Linux a wait ends at its deadline
         self._pair: tuple[socket.socket, socket.socket] | None = None  # to end the thread: read from the first
         self._thread = threading.Thread(target=self._run, name="psd-bulk-watch", daemon=True)
@@ -49,12 +49,12 @@ class Watch:
         self._thread.start()
 
     def add(self, descriptor: int) -> None:
-        """A connection is open."""
+        """Watch a connection that has opened."""
         if self._poll is not None:
             self._poll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def forget(self, descriptor: int) -> None:
-        """A connection is about to be closed."""
+        """Stop watching a connection, which is about to be closed."""
         if self._poll is not None:
             with suppress(OSError, ValueError):  # not there any more; or `stop` was called before
                 self._poll.unregister(descriptor)
@@ -72,7 +72,7 @@ class Watch:
         self._pair = None
 
     def look(self) -> None:
-        """At all connections."""
+        """Look at all connections."""
         connections = list(self._connections.values())
         for connection in connections:
             connection.say_alive()

@@ -1,8 +1,8 @@
-"""The data plane without its carrier: pushes, pulls and both at once, as steps over blocks.
+"""The data plane apart from its transport: pushes, pulls and both at once, as steps over blocks.
 
-Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and a sequence of
-`PushedBlock`, and what comes out, `Answer`s, into whatever it sends. Waits happen here, through the carrier's Waiter. Must not
-know frames, messages on the wire, or sockets.
+Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and `PushedBlock`s,
+and the `PulledBlock`s that come out into what it sends. Waits happen here, through the carrier's Waiter. Must not know frames,
+messages on the wire, or sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PushedBlock(NamedTuple):
     is_followed: bool = False
 
 
-class Answer:
+class PulledBlock:
     """One block for the caller. Its page is pinned until `release`, which whoever gets the answer calls.
 
     Attributes:
@@ -67,7 +67,7 @@ class Answer:
 
 
 class DataPlane:
-    """The data plane of one shard for one lane, on whose account it counts. Its methods run in the carrier's threads.
+    """The data plane of one shard for one lane, to which it attributes its counts. Its methods run in the carrier's threads.
 
     Attributes:
         counts: of the lane.
@@ -90,7 +90,7 @@ class DataPlane:
         self.counts.count_call("push", self._now() - began)
         yield reply
 
-    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[Answer]:
+    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[PulledBlock]:
         """See DataService.Pull."""
         began = self._now()
         pull, blocks = self._exchange.begin_pull(request)
@@ -98,13 +98,13 @@ class DataPlane:
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield Answer(block, found)
+            yield PulledBlock(block, found)
         self.counts.count_call("pull", self._now() - began)
 
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
-    ) -> Generator[Answer | data_pb2.PushReply]:
-        """See DataService.PushPull: the blocks, as they are there, and last the push's reply.
+    ) -> Generator[PulledBlock | data_pb2.PushReply]:
+        """See DataService.PushPull: the blocks as they become ready, and last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
         leaves first.
@@ -123,14 +123,14 @@ class DataPlane:
                 if is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                    yield Answer(pending.popleft(), found)
+                    yield PulledBlock(pending.popleft(), found)
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for block in pending:
                 while not isinstance(read := self._exchange.read(block, pull), tuple):
                     waiter.wait(read)
-                yield Answer(block, read)
+                yield PulledBlock(block, read)
             push.lent.clear()  # all rounds have closed
         finally:
             self._exchange.take_over(push)

@@ -16,7 +16,7 @@ import grpc
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, wait_s
-from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts import Done
 from psd.state.shard import Shard
@@ -64,7 +64,7 @@ class DataService:
     def _bounded(
         self, method: Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]
     ) -> Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]:
-        """The method, with a bound on calls of which no frame has come."""
+        """Wrap the method with a limit on calls that have sent no frame."""
         return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
@@ -97,14 +97,14 @@ class DataService:
             try:
                 is_done = done.get(timeout=wait_s(context)) is not None
             except Empty:
-                raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+                raise WaitTimeout(f"cut.step: the blocks have not reached {request.cut.step} in time", missing=[]) from None
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:
                 raise CutMissed(f"cut.step: {request.cut.step} is too early: {snapshot.why_missed}")
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
-                yield self._frame(Answer(snapshot.job.blocks[index], (page.version, page)))
+                yield self._frame(PulledBlock(snapshot.job.blocks[index], (page.version, page)))
         finally:
             self._shard.cuts.abandon(snapshot)
 
@@ -115,14 +115,15 @@ class DataService:
             self._shard.check_draining()
             frame: Frame = checked(item)
             for answer in self._plane.push_pull(_header(frame), _blocks(frame, requests), waiter):
-                if isinstance(answer, Answer):
+                if isinstance(answer, PulledBlock):
                     yield self._frame(answer)
                 else:
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
 
     def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
         """See DataService.PushPullSmall."""
-        count_max = max(1, len(self._shard.initialized().blocks))
+        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
+        count_max = max(1, len(job.blocks)) if job is not None else len(request.frames)
         if len(request.frames) > count_max:
             raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
         if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:
@@ -132,7 +133,7 @@ class DataService:
         answer = data_pb2.SmallAnswer()
         sent = 0
         for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context)):
-            if isinstance(item, Answer):
+            if isinstance(item, PulledBlock):
                 try:
                     answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())
                 finally:
@@ -166,7 +167,7 @@ class DataService:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
         return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
 
-    def _frame(self, answer: Answer, *, with_payload: bool = True) -> bytes:
+    def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
         try:
             head = data_pb2.PullFrame(block=answer.block, version=answer.version)
             return frames.join(head.SerializeToString(), answer.values if with_payload else None)

@@ -13,14 +13,14 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME
 
 from psd.contract.config import ServerConfig, parse_address
-from psd.rim.health import Health
+from psd.rim.health import HealthService
 
 CALLS_MAX = 4
-"""At a time: a probe or two. More are refused, and cost nothing."""
+"""Calls at a time: a probe or two. More are refused, and cost nothing."""
 
 CONNECTIONS_MAX = 64
 IDLE_S = 30
-"""A connection without a call for so long is closed; the kubelet makes one for each probe."""
+"""Seconds after which a connection without a call is closed; the kubelet makes one for each probe."""
 
 MESSAGE_BYTES_MAX = 4096
 
@@ -32,7 +32,7 @@ class ProbeServer:
         port: once started.
     """
 
-    def __init__(self, servicer: Health, config: ServerConfig) -> None:
+    def __init__(self, servicer: HealthService, config: ServerConfig) -> None:
         self.port = 0
         self._pool = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="psd-probe")
         self._server = grpc.server(

@@ -1,4 +1,4 @@
-"""One block: its current page, its version, the open round, and who has been counted. The life of a gradient ends here.
+"""One block: its current page, its version, the open round, and the gradients counted. The life of a gradient ends here.
 
 Every method runs under the block's own lock, which is held while the kernel works (the GIL is not), so blocks proceed in
 parallel and a block is updated by one thread at a time. The dedup window is part of the page: per rank, the session and clock
@@ -11,7 +11,6 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state import pages
+from psd.state import locks, pages
 from psd.state.consistency import Policy
 from psd.state.counts import RoundTimes
 from psd.state.measured import MeasuredRound, Unmeasured
@@ -75,7 +74,7 @@ class BlockState:
         ratio_places: NDArray[np.intp] | None = None,
     ) -> None:
         self.plan = plan
-        self.lock = threading.Lock()
+        self.lock = locks.new(locks.Level.BLOCK, plan.index)
         self._arena = arena
         self._slot = slot
         self._rule = rule
@@ -184,7 +183,7 @@ class BlockState:
             return self._contribute_to_round(part)
 
     def take_over(self, rank: int) -> None:
-        """From now on this worker's contribution to the open round no longer lies in its own memory.
+        """Copy this worker's contribution to the open round out of the worker's memory, if it still lies there.
 
         A round that is due is applied, unless there is no space: whoever asks for its result then tries again, and is told.
         """
@@ -215,7 +214,8 @@ class BlockState:
         return Outcome.STAGED if is_staged else Outcome.COUNTED
 
     def entry_round(self, rank: int) -> int:
-        """FAST: the first round in which a new session of the rank takes part: not the open one, if that has a gradient of it.
+        """FAST: the first round in which a new session of the rank takes part: the one after the open round, if that has a
+        gradient of it.
 
         Gradients of its earlier sessions that are still on their way are refused from now on.
         """
@@ -239,7 +239,7 @@ class BlockState:
             self._settle()
 
     def judge(self, verdict: Verdict) -> None:
-        """EXACT: let a round be applied as its verdict says, when its members' gradients are here."""
+        """EXACT: apply a round by its verdict, once its members' gradients are here."""
         with self.lock:
             if verdict.round != self.version:
                 return
@@ -288,7 +288,7 @@ class BlockState:
             return  # those who wait have been told that the job goes back
 
     def _close_complete(self) -> bool:
-        """Close the open round if it is complete, or to be passed over; False if it is neither."""
+        """Close the open round if it is complete or to be passed over; False if it is neither."""
         self._lacks_space = False
         round_ = self._round
         if round_ is None:
@@ -317,7 +317,7 @@ class BlockState:
         return self._lacks_space or (isinstance(round_, FastRound) and round_.is_due)
 
     def _apply_due(self) -> None:
-        """Apply the round that is complete, if there is one; raises what that raises, and may be called again."""
+        """Apply the round that is complete, if there is one; may be called again after an error."""
         if not self._is_due:
             return
         try:
@@ -371,7 +371,7 @@ class BlockState:
         self._waits.reached(self.version, self.pin)
 
     def at_version(self, version: int, whose: object, take: Callable[[Page], None]) -> bool:
-        """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
+        """Give the page of a version, pinned, to `take` when the block reaches it; False if the block is beyond it.
 
         `take` runs under the block's lock; not any more after `not_at_version` with the same two arguments.
         """
@@ -385,7 +385,7 @@ class BlockState:
             return True
 
     def not_at_version(self, version: int, whose: object) -> None:
-        """Nobody waits for that version's page any more."""
+        """Cancel the wait for that version's page."""
         with self.lock:
             self._waits.drop_take(version, whose)
 
@@ -398,7 +398,7 @@ class BlockState:
         self._arena.unpin(page)
 
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
-        """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`.
+        """The version and its page, pinned (give it back to the arena); None while the version is below `version_min`.
 
         Raises OutOfSpace if the version is there but for the room to write it; the same call may succeed later.
 
@@ -416,13 +416,13 @@ class BlockState:
             return self.version, self._arena.pin(self._slot)
 
     def forget_reader(self, rank: int) -> None:
-        """What a worker has read does not matter any more: its session has ended."""
+        """Forget what a worker has read: its session has ended."""
         if self._rule.needs_backup:
             with self.lock:
                 self._keep(rank, None)
 
     def forget_readers(self) -> None:
-        """What anybody has read does not matter any more."""
+        """Forget what all workers have read."""
         if self._rule.needs_backup:
             with self.lock:
                 for page in self.readers.drop():

@@ -1,4 +1,4 @@
-"""EXACT aggregation: which workers make up a round, decided once, by shard 0, for all shards.
+"""EXACT aggregation: the workers of a round, decided once, by shard 0, for all shards.
 
 A worker *commits* a round when all shards have its whole push. The round is decided when the policy says so of those that have
 committed: so each member's gradient is complete everywhere, and a half push leaves no trace. The decision is recorded in the
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import members_mask
+from psd.state import locks
 from psd.state.consistency import Policy
 from psd.state.membership import Membership, Worker
 from psd.state.tickets import Ticket
@@ -26,6 +27,7 @@ KEPT = 8
 _WORD = "decided"
 
 
+@locks.guarded_by(locks.Level.SHARD)
 class Decisions:
     """The rounds that shard 0 has decided, and who has committed the next one.
 
@@ -48,7 +50,7 @@ class Decisions:
         return self._arena.word(_WORD)
 
     def entry_clock(self, rank: int) -> int:
-        """Where a new session of a rank takes part. If its last one had committed the open round, that stands."""
+        """The clock at which a new session of a rank takes part. If its last one had committed the open round, that stands."""
         return self.next_round + (self._committed >> rank & 1)
 
     def latest(self) -> list[job_pb2.Decision]:
@@ -62,7 +64,7 @@ class Decisions:
         return found
 
     def on_commit(self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False) -> bool:
-        """Note that all shards have the worker's push of `clock`; True if that round is decided already.
+        """Note that all shards have the worker's push of `clock`; True if that round is already decided.
 
         Args:
             skip: the worker's gradient is not finite: the round is decided to be made of nobody, and so changes nothing.
@@ -113,8 +115,9 @@ class Decisions:
             ticket.resolve()
 
 
+@locks.guarded_by(locks.Level.SHARD)
 class StagedPushes:
-    """Pushes that have come, and of which it is not known here yet whether they count. On every shard; under its lock."""
+    """Complete pushes that may or may not count; this shard has not learned the decision. On every shard; under its lock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
@@ -125,13 +128,13 @@ class StagedPushes:
         self._ranks[round_] = self._ranks.get(round_, 0) | 1 << rank
 
     def learn(self, decisions: Sequence[tuple[int, int]]) -> None:
-        """Note what rounds are made of, by (round, mask of workers)."""
+        """Note the members of rounds, given as (round, mask of workers)."""
         self._members.update(decisions)
         for old in sorted(self._members)[:-KEPT]:
             del self._members[old]
 
     def count(self) -> tuple[int, int]:
-        """How many pushes have been found to count since the last call, and how many not. A round of nobody has neither."""
+        """Numbers of pushes found to count, and not to count, since the last call. A round of nobody has neither."""
         counted = left_out = 0
         for round_ in [r for r in self._ranks if r in self._members or r < min(self._members, default=0)]:
             ranks, members = self._ranks.pop(round_), self._members.get(round_, 0)
@@ -142,8 +145,7 @@ class StagedPushes:
 
 
 def check_decisions(decisions: Sequence[job_pb2.Decision], spec: JobSpec) -> list[tuple[int, int]]:
-    """Decisions as (round, mask); InvalidRequest if there are too many, one names a worker that there is not, or the job has
-    none."""
+    """Decisions as (round, mask); InvalidRequest for too many, an unknown worker, or a job without decisions."""
     if len(decisions) > KEPT:
         raise InvalidRequest(f"decisions: {len(decisions)} are more than the {KEPT} that shards keep")
     found = []

@@ -32,7 +32,7 @@ from psd_core.arena import ArenaClosed
 
 
 class Exchange:
-    """The desk for gradients and parameters."""
+    """Handles gradients and parameters."""
 
     def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule) -> None:
         self._core = core
@@ -42,7 +42,7 @@ class Exchange:
     # -- push ----------------------------------------------------------------------------------------------------------
 
     def begin_push(self, header: data_pb2.PushHeader) -> Push:
-        """Check everything that the header says, before any block is touched."""
+        """Check the whole header before any block is touched."""
         scalars = tuple(tuple(group.values) for group in header.scalars)
         with self._core.lock:
             worker = self._core.check_caller(header.caller)
@@ -85,12 +85,12 @@ class Exchange:
         )
 
     def _enter(self, push: Push, job: Job) -> None:
-        """The push has brought a valid block: from here on it takes part."""
+        """Note that the push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
             if job.policy.has_rounds:
                 job.agreement.hear(push.clock, push.voice)
-            self._core.initial.is_read = True
+            self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
             self._core.client_states.on_push(push.worker.rank, push.clock, push.client_state)
@@ -200,12 +200,12 @@ class Exchange:
 
     @staticmethod
     def take_over(push: Push) -> None:
-        """The worker's memory is about to change, or to go: copy what is still needed of it."""
+        """Copy what is still needed of the worker's memory, which is about to change or to go."""
         while push.lent:
             push.lent.pop().take_over(push.worker.rank)
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
-        """Finish a push, all of whose blocks have come; moves the worker's clock."""
+        """Finish a push whose blocks have all come; moves the worker's clock."""
         job = push.job
         if len(push.covered) < job.trained_count:
             lacking = min(i for i, b in job.blocks.items() if b.plan.trained and i not in push.covered)
@@ -243,7 +243,7 @@ class Exchange:
     # -- pull ----------------------------------------------------------------------------------------------------------
 
     def begin_pull(self, request: data_pb2.PullRequest) -> tuple[Pull, list[BlockState]]:
-        """Check a pull; returns it with the blocks to read, in the order asked for."""
+        """Check a pull; return it with the blocks to read, in the order requested."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
@@ -259,7 +259,7 @@ class Exchange:
                 )
             self._core.check_clock(worker, request.clock)
             skipped = self._core.members.on_clock(worker, request.clock)
-            self._core.initial.is_read = True
+            self._core.on_used()
             self._core.counters.pulls += 1
             self._core.count_staged(decisions)
         job.decide(decisions)
@@ -292,7 +292,7 @@ class Exchange:
         return ticket
 
     def commit_reply(self, clock: int) -> control_pb2.CommitReply:
-        """What was decided, for a worker that had committed `clock`."""
+        """The decision, for a worker that had committed `clock`."""
         with self._core.lock:
             decisions, verdicts = self._decisions(), self._core.declared().verdicts
             known = verdicts.on(clock) if verdicts is not None else None
@@ -334,7 +334,7 @@ class Exchange:
         return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
 
     def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
-        """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
+        """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.
 
         The caller gives the page back with `BlockState.unpin`.
         """
@@ -347,7 +347,8 @@ class Exchange:
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
-        """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
+        """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
+        arrives."""
         if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
             return None
         try:
@@ -357,7 +358,7 @@ class Exchange:
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
-    """By which a push is multiplied; InvalidRequest if that is not the worker's to say, or out of range."""
+    """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
     if not header.HasField("scale"):
         return 1.0
     if spec.consistency.mode == "sync" or not spec.clip_norm:

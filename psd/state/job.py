@@ -1,4 +1,4 @@
-"""What a shard knows of its job once that is declared: layout, policy, its blocks, and what its rounds are made of.
+"""A declared job on one shard: layout, policy, blocks, and the members of its rounds.
 
 Must not know sessions, leases or tickets.
 """
@@ -120,11 +120,11 @@ class Job:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_digest(self, digest: bytes) -> None:
-        """Raise LayoutMismatch unless the caller cuts the parameters as this shard does."""
+        """Raise LayoutMismatch unless the caller's layout equals this shard's."""
         if digest != self.layout.digest:
             raise LayoutMismatch(
                 f"layout_digest: {digest.hex()[:32] or 'empty'} is not this job's {self.layout.digest.hex()}; "
-                "are all workers and shards of the same psd version?"
+                "do all workers and shards run the same version of psd?"
             )
 
     def block(self, index: int) -> BlockState:
@@ -164,7 +164,7 @@ class Job:
 
     @property
     def ages(self) -> list[int]:
-        """Gradients that were applied without rounds, by their age; see StatusReply.ages."""
+        """Gradients applied without rounds, by their age; see StatusReply.ages."""
         totals: list[int] = []
         for block in self._trained:
             counts = list(block.readers.ages)
@@ -190,7 +190,7 @@ class Job:
 
     @property
     def open_rounds(self) -> int:
-        """Blocks that have a gradient of a round, and not all."""
+        """Blocks with an incomplete round."""
         return sum(block.times.is_open for block in self._trained)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Job:
         return max((b.version for b in self._trained), default=0)
 
     def entry_round(self, rank: int) -> int:
-        """The first round in which a new session of the rank takes part, as far as this shard's blocks are concerned.
+        """The first round in which a new session of the rank takes part, as far as this shard's blocks tell.
 
         With fast aggregation a rank has one gradient in a round, and an earlier session's may be in some blocks' open one.
         """
@@ -221,7 +221,7 @@ class Job:
                 block.settle()
 
     def decide(self, decisions: Iterable[tuple[int, int]]) -> None:
-        """EXACT: tell the blocks what rounds are made of, by (round, mask of workers). Repeating it changes nothing.
+        """EXACT: give the blocks the members of rounds, as (round, mask of workers). Repeating it changes nothing.
 
         Raises:
             InvalidRequest: a round that nobody can have decided yet; those that come would be taken for old ones.
@@ -237,7 +237,7 @@ class Job:
                     block.decide(round_, members)
 
     def judge(self, verdict: Verdict | None) -> None:
-        """EXACT: tell the blocks how a round is applied. Repeating it changes nothing. InvalidRequest: as in `decide`."""
+        """EXACT: give the blocks the verdict on a round. Repeating it changes nothing. InvalidRequest: as in `decide`."""
         if verdict is not None and verdict.round >= self._judged_round:
             self._check_round("verdict.round", verdict.round)
             self._judged_round = verdict.round
@@ -268,7 +268,7 @@ class Job:
             self.arena.unpin(page)
 
     def give_back_pages(self) -> None:
-        """Give back the pages that are kept of what workers have read: nobody will send a gradient any more."""
+        """Give back the pages kept for what workers have read: nobody will send a gradient any more."""
         for block in self._trained:
             block.forget_readers()
 
@@ -278,7 +278,7 @@ class Job:
         return any(block.lacks_space for block in self._trained)
 
     def on_gone(self, rank: int) -> None:
-        """Forget what only mattered as long as a session of the rank lived."""
+        """Forget what mattered only while a session of the rank lived."""
         self.agreement.on_gone(rank)
         for block in self._trained:
             block.forget_reader(rank)

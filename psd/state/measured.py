@@ -22,14 +22,14 @@ from psd_core.arena import Page
 
 
 class Unmeasured(enum.Enum):
-    """Why a round has no measure here."""
+    """The reason why a round has no measure here."""
 
     OPEN = "open"  # gradients are still to come
     CLOSED = "closed"
 
 
 class MeasuredRound(ExactRound):
-    """Keeps contributions apart until they are all there; then one gradient, until it is known how to apply it.
+    """Keeps contributions apart until all are there; then one gradient, until its verdict comes.
 
     Args:
         ratio_places: for a layer-wise rule: of each segment of the block, where its tensor's ratio is in a verdict.
@@ -67,7 +67,7 @@ class MeasuredRound(ExactRound):
         return self.is_gathered() and (self.members == 0 or self.verdict is not None)
 
     def gradient(self, last: Contribution | None) -> Gradient:
-        """See Round: as the verdict says."""
+        """See Round: follows the verdict."""
         assert last is None
         whole, verdict = self._gathered(), self.verdict
         if verdict is None:

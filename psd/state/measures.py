@@ -1,4 +1,4 @@
-"""The desk where a shard tells what its part of a decided round amounts to, for the verdict on it (psd/state/verdicts.py).
+"""Measures: this shard's part of a decided round, for the verdict on it (psd/state/verdicts.py).
 
 Must not know how rules compute.
 """

@@ -1,4 +1,4 @@
-"""The open round of a block: whose gradients it has, and how they are added up.
+"""The open round of a block: the gradients that it has, and how they are summed.
 
 `FastRound` adds them as they arrive. `ExactRound` keeps them apart, takes them only from the workers that shard 0 has decided
 on, and adds them in the order of the ranks, so that the result depends on nothing else. Under the block's lock; must not know
@@ -23,7 +23,7 @@ from psd.state.rules import Gradient
 from psd.state.voices import Voice
 
 HALF_BYTES = 2
-"""Of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
+"""Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Contribution:
 
     @property
     def voice(self) -> Voice:
-        """Its worker's say in the scalars of the round."""
+        """The worker's say in the scalars of the round."""
         return Voice(self.since, self.rank, self.scalars)
 
 
 class Outcome(enum.IntEnum):
-    """What became of a contribution."""
+    """The outcome of a contribution."""
 
     COUNTED = 0
     DUPLICATE = 1
@@ -79,7 +79,7 @@ class Accumulators(Protocol):
         ...
 
     def give_back(self, array: NDArray[Any]) -> None:
-        """Give it back."""
+        """Give back a lent array."""
         ...
 
 
@@ -95,7 +95,7 @@ class Round(Protocol):
     sessions: dict[int, int]
 
     def standing(self, part: Contribution) -> Outcome | None:
-        """DUPLICATE if the round has this very push, LATE if it can take it no more, None if it takes it."""
+        """DUPLICATE if the round has this very push, LATE if it can no longer take it, None if it takes it."""
         ...
 
     def is_complete_with(self, part: Contribution) -> bool:
@@ -140,7 +140,7 @@ def _shared(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 class _Sum:
-    """Weighted sums and what belongs to them, for both kinds of round."""
+    """Weighted sums, shared by both kinds of round."""
 
     def __init__(self, segment_count: int, *, is_mean: bool) -> None:
         self.scalars: Sequence[float] = ()
@@ -258,13 +258,13 @@ class FastRound(_Sum):
         return part.voice if self._voice is None else min(self._voice, part.voice)
 
     def complete(self, part: Contribution) -> None:
-        """Take the contribution that completes the round, which is lent, and is added when the round is applied."""
+        """Take the contribution that completes the round; it is lent, and added when the round is applied."""
         self._count(part)
         self._last = part
         self.is_due = True
 
     def take_over(self, rank: int) -> None:
-        """Copy what this worker has lent. If it fails, nothing has changed."""
+        """Copy the gradient that this worker has lent. If it fails, nothing has changed."""
         if self._lent is not None and self._lent.rank == rank:
             assert self._lent.values is not None
             self._begin_sum(self._lent.values, 1.0)
@@ -382,7 +382,7 @@ class ExactRound(_Sum):
         return (self._waited() if self.members is None else self.members) & ~self._staged()
 
     def loss(self, round_: int, waited: int) -> StateLost | None:
-        """Why the round can never close: gradients of members that are not waited for any more are not here; or None."""
+        """The reason why the round can never close, or None: it lacks gradients of members that are no longer waited for."""
         lost = 0 if self.members is None else self.members & ~self._staged() & ~waited
         if not lost:
             return None

@@ -18,21 +18,23 @@ from typing import Protocol
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import Verdict, judged
+from psd.state import locks
 from psd.v1 import job_pb2
 
 
 class VerdictStore(Protocol):
-    """Keeps a few bytes beside the arena, as long as that."""
+    """Keeps a few bytes beside the arena, for the arena's lifetime."""
 
     def load_verdict(self) -> bytes:
-        """What was saved last; empty if nothing was."""
+        """The saved bytes; empty if there are none."""
         ...
 
     def save_verdict(self, verdict: bytes) -> None:
-        """Keep it instead of what was saved before, whole or not at all."""
+        """Replace the saved bytes, whole or not at all."""
         ...
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("find",))
 class Verdicts:
     """The verdict on the latest round that has one.
 
@@ -48,7 +50,7 @@ class Verdicts:
         self._latest = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
 
     def on(self, round_: int) -> Verdict | None:
-        """What is known of a round."""
+        """The verdict on a round, or None."""
         return self._latest if self._latest is not None and self._latest.round == round_ else None
 
     def find(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
@@ -66,7 +68,7 @@ class Verdicts:
         return judged(self._spec, round_, under, measures)
 
     def record(self, verdict: Verdict | None) -> None:
-        """Keep what was found; the first to find a verdict does, and all others have found the same."""
+        """Keep a verdict; the first one stands, and all others equal it."""
         if verdict is None or self._is_settled(verdict.round):
             return
         if verdict.is_final:

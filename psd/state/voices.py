@@ -1,4 +1,4 @@
-"""Who speaks for a round: by whose scalars its update is made. Must not know how gradients are added up."""
+"""The worker that speaks for a round: its scalars are used for the update. Must not know how gradients are added up."""
 
 from __future__ import annotations
 

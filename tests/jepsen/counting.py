@@ -18,7 +18,7 @@ import numpy as np
 from cells import TENSORS, Counts
 from history import CONFIRMING, PULLING, Call, Gradient, Histories, Life
 
-UNSAFE_END = "ends without knowing that its last push has been applied"
+UNSAFE_END = "ends without knowing whether its last push was applied"
 _GOES_BACK = re.compile(r"the shards go back to checkpoint \S+-step-(\d+)-\S+, timeline (\d+)")
 
 

@@ -180,7 +180,7 @@ def test_checks_when_a_program_was_told_or_could_not_be_then_a_lost_gradient_is_
     if excuse in ("killed", "unsafe end"):
         story.fault("shard-kill")
     if excuse == "unsafe end":
-        story.say("psd: worker 0: ends without knowing that its last push has been applied; ...")
+        story.say("psd: worker 0: ends without knowing whether its last push was applied; ...")
     if excuse == "rolled back":
         story.fault("shard-lose")
         story.call("pull", "RolledBack", detail={"timeline": 1, "step": 0})
@@ -254,7 +254,7 @@ def test_checks_when_a_call_takes_long_without_a_reason_then_they_find_that_and_
 def test_checks_when_a_program_says_whom_it_waits_for_then_it_is_not_silent(story: Story) -> None:
     story.fault("shard-stop", 30)
     story.call("barrier", "killed", took=5)
-    story.say("psd: worker 0: shard 1 at 127.0.0.1:1 does not answer since 5 s")
+    story.say("psd: worker 0: shard 1 at 127.0.0.1:1 has not answered for 5 s")
     story.t += 20
     story.end("restart", 1)
 

@@ -18,7 +18,7 @@ from wire import Outcome, Request
 from psd.contract.errors import PsdError
 from psd.rim.calls import Waiter
 from psd.rim.control_service import ControlService
-from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
@@ -134,10 +134,10 @@ class Desks:
             case kind:
                 raise AssertionError(kind)
 
-    def _answer(self, answers: Iterator[Answer | data_pb2.PushReply], clock: int) -> Outcome:
+    def _answer(self, answers: Iterator[PulledBlock | data_pb2.PushReply], clock: int) -> Outcome:
         body, versions = b"", []
         for answer in answers:
-            if isinstance(answer, Answer):
+            if isinstance(answer, PulledBlock):
                 self._history.on_read(answer.block, answer.version, answer.values, clock)
                 versions.append((answer.block, answer.version))
                 answer.release()
