@@ -86,6 +86,8 @@ class Admission:
             is_behind = self._core.life.has_values and request.timeline != self._core.timeline
             is_loading = self._core.life.now is Life.LOADING
             if request.resume and (self._core.is_tentative or is_behind or is_loading):
+                if self._core.membership is not None:
+                    self._core.membership.on_heard_again(request.rank, self._core.now())
                 raise RolledBack(
                     f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
                     timeline=self._core.timeline,
@@ -124,7 +126,7 @@ class Admission:
                 timeline=self._core.timeline,
                 checkpoint=self._core.restored_from,
                 is_tentative=self._core.is_tentative,
-                gone=members.gone(),
+                workers=[member.state.value for member in members.workers],  # type: ignore[misc]
             )
         self._core.settle()
         return reply
