@@ -18,7 +18,7 @@ from psd.contract import frames
 from psd.contract.errors import PsdError
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
 from psd.rim.bulk_connection import WorkerConnection
-from psd.rim.calls import Frame, Guard, frame_parser
+from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, data_pb2
@@ -136,7 +136,7 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
     assert guard.defects == []
 
 
-class StrictGuard(Guard):
+class StrictGuard(CallGuard):
     """Notes what it would log as a defect of the shard."""
 
     def __init__(self, shard: Any) -> None:
