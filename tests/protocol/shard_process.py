@@ -9,7 +9,6 @@ the call takes its nth lock, others have their turn. Must not know workers beyon
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,10 +87,6 @@ class WatchedStorage(Storage):
         return arena
 
 
-_ALL_LEVELS = [SimpleNamespace(level=level) for level in locks.Level]
-"""Locks that are held, to the checks of the suite, which knows threads and no fibers."""
-
-
 def _new_lock(level: locks.Level, index: int = 0) -> Any:
     del index
     return PausingLock() if level in (locks.Level.JOB, locks.Level.SHARD, locks.Level.BLOCK) else threading.Lock()
@@ -103,7 +98,6 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         (state_core, "Ticket", GreenTicket),
         (locks, "new", _new_lock),
-        *((checks, "held", lambda: _ALL_LEVELS) for name, checks in sys.modules.items() if name == "checked_locks"),
         (state_core, "secrets", secrets),
         (state_restoration, "secrets", secrets),
         (state_shard, "Storage", WatchedStorage),
