@@ -124,9 +124,8 @@ class DataPlane:
                 self._pass_gate(pull, pull.clock, waiter)
             for block in pending:
                 yield self._read(block, pull, waiter)
-            push.lent.clear()  # all rounds have closed
         finally:
-            self._exchange.take_over(push)
+            push.loan.end()
         self.counts.count_call("push_pull", self._now() - began)
         yield reply
 

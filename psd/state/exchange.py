@@ -137,7 +137,7 @@ class Exchange:
         """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
 
         Args:
-            is_lent: the payload stays as it is until `take_over`, or until the block's round has closed.
+            is_lent: the payload stays as it is until the push's loan has ended.
         """
         job = push.job
         block = job.block(index)
@@ -176,12 +176,10 @@ class Exchange:
             scalars,
             read,
             push.scale,
-            is_lent,
+            push.loan if is_lent else None,
             since=push.since,
             sent_by=push.session,
         )
-        if is_lent:
-            push.lent.append(block)
         try:
             outcome = block.contribute(part)
         except ArenaClosed:
@@ -195,12 +193,6 @@ class Exchange:
                 with self._core.lock:
                     job.agreement.on_counted(push.clock, push.worker.rank)
         return None
-
-    @staticmethod
-    def take_over(push: Push) -> None:
-        """The worker's memory is about to change, or to go: copy what is still needed of it."""
-        while push.lent:
-            push.lent.pop().take_over(push.worker.rank)
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
         """Finish a push, all of whose blocks have come; moves the worker's clock."""

@@ -18,12 +18,14 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import Verdict
 from psd.state.agreement import Agreement
-from psd.state.block import BlockState
+from psd.state.block import BlockServices, BlockState
 from psd.state.consistency import policy_of
 from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.decisions import KEPT, Decisions, StagedPushes
+from psd.state.exact_rounds import ExactRound, MeasuredRound
 from psd.state.membership import Membership
-from psd.state.rules import check_listed
+from psd.state.rounds import FastRound
+from psd.state.rules import BoundRule, check_listed
 from psd.state.staleness import bound_rule
 from psd.state.verdicts import Verdicts, VerdictStore
 from psd.state.voices import Scalars
@@ -34,7 +36,7 @@ class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockState.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockServices.
         rules: the users' own rules that are listed on this shard.
         verdicts: what keeps the verdicts beside the arena.
         now: monotonic seconds.
@@ -68,34 +70,37 @@ class Job:
         self.layout = Layout(spec, shard_count)
         self.policy = policy_of(spec)
         self.is_exact = spec.aggregation == "exact"
-        bound = [bound_rule(group, rules) for group in spec.groups]
+        bound = [
+            BoundRule(bound_rule(group, rules), group.rule, group.info.slot_starts(group.flags, group.constants))
+            for group in spec.groups
+        ]
         self._infos = [group.info for group in spec.groups]
-        starts = [info.slot_starts(group.flags, group.constants) for info, group in zip(self._infos, spec.groups, strict=True)]
         plans = self.layout.blocks_of(shard_index)
         first = next((plan for plan in plans if plan.trained), None)  # by which we say who is late; all see much the same
         self.arena = arena_of(
             self.layout,
-            [BlockShape(plan.dtype.name, plan.length, len(starts[plan.group]), len(plan.segment_ends)) for plan in plans],
+            [
+                BlockShape(plan.dtype.name, plan.length, len(bound[plan.group].slot_starts), len(plan.segment_ends))
+                for plan in plans
+            ],
+        )
+        services = BlockServices(
+            self.arena,
+            membership,
+            self.policy,
+            MeasuredRound if spec.has_verdicts else ExactRound if self.is_exact else FastRound,
+            is_mean=spec.reduction == "mean",
+            on_lost=on_lost,
+            tensor_at=self.layout.tensor_at,
         )
         self.blocks = {
             plan.index: BlockState(
                 plan,
-                arena=self.arena,
-                slot=slot,
-                rule=bound[plan.group],
-                rule_name=spec.groups[plan.group].rule,
-                slot_starts=starts[plan.group],
-                tensor_at=self.layout.tensor_at,
-                policy=self.policy,
-                is_mean=spec.reduction == "mean",
-                is_exact=self.is_exact,
-                has_verdicts=spec.has_verdicts,
-                ratio_places=self._ratio_places(plan),
-                waited_in=membership.waited_in,
-                session_of=membership.session_of,
-                may_void=membership.is_void,
-                on_lost=on_lost,
-                times=RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
+                slot,
+                bound[plan.group],
+                services,
+                RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
+                self._ratio_places(plan),
             )
             for slot, plan in enumerate(plans)
         }

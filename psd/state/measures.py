@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.verdicts import Squares, Verdict, measure_message, measures_gradients
+from psd.state.consistency import ranks_in
 from psd.state.core import ShardCore
 from psd.state.decisions import check_decisions
 from psd.state.job import Job
-from psd.state.measured import Unmeasured
+from psd.state.rounds import Unmeasured
 from psd.v1 import control_pb2
 
 
@@ -49,9 +50,7 @@ class Measures:
             if found is Unmeasured.CLOSED:
                 return control_pb2.MeasureReply(is_closed=True)
             if found is Unmeasured.OPEN:
-                missing = block.missing_in(round_)
-                ranks = [rank for rank in range(missing.bit_length()) if missing >> rank & 1]
-                return control_pb2.MeasureReply(is_open=True, missing=ranks)
+                return control_pb2.MeasureReply(is_open=True, missing=ranks_in(block.missing_in(round_)))
             if found is None or totals is None:
                 totals = None
             elif under is None or block.ratio_places is None:
