@@ -197,7 +197,7 @@ class ShardCore:
             arena_of=arena_of,
             on_lost=self._on_lost,
             rules=self.rules,
-            verdicts=self.storage,
+            storage=self.storage,
             now=self.now,
         )
 
@@ -316,8 +316,7 @@ class ShardCore:
     def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
         """EXACT: count the pushes whose rounds are decided, also by these decisions, as what they have turned out to be."""
         if self.job is not None and self.job.is_exact:
-            self.job.staged.learn(decisions)
-            counted, left_out = self.job.staged.count()
+            counted, left_out = self.job.participant.count(decisions)
             self.counters.pushes_accepted += counted
             self.counters.pushes_late += left_out
 
@@ -350,10 +349,9 @@ class ShardCore:
             self.open_gates()
             job = self.job if self.initial.is_set else None
             news: list[tuple[int, int]] = []
-            if job is not None and job.decisions is not None:
-                job.decisions.settle()
-                news, job.decisions.news = job.decisions.news, []
+            if job is not None and job.coordinator is not None:
+                news = job.coordinator.settle()
                 self.count_staged(news)
         if job is not None:
-            job.decide(news)
+            job.participant.follow(news)
             job.settle()

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
+from psd.state.agreement import Voice
 from psd.state.consistency import Policy
 from psd.state.lent import Accumulators, Loan, Sum
 from psd.state.rules import Gradient, Rule
-from psd.state.voices import Voice
 from psd_core.arena import Page
 
 

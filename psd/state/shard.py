@@ -21,9 +21,9 @@ from psd.state.admission import Admission
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, Snapshot, check_cuts
 from psd.state.exchange import Exchange
-from psd.state.measures import Measures
 from psd.state.membership import Worker, WorkerState
 from psd.state.restoration import Restoration
+from psd.state.settlement_desk import SettlementDesk
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2
@@ -76,7 +76,7 @@ class Shard:
         self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self.core, wall, self.restoration.redeclare)
         self.exchange = Exchange(self.core, self.cuts)
-        self.measures = Measures(self.core)
+        self.settlement = SettlementDesk(self.core)
         self.is_draining = False
         self._started = now()
 

@@ -28,8 +28,8 @@ from psd.rim.calls import Waiter
 from psd.rim.control_service import ControlService
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.state import core as state_core
-from psd.state.decisions import KEPT
 from psd.state.membership import WorkerState
+from psd.state.settlement import KEPT
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
