@@ -2,8 +2,8 @@
 
 An update has the scalars of the worker that has been in the job longest among those whose gradients it counts (rounds.py sees
 to that, block by block, by their `Voice`). A worker that came later, and whose schedule may therefore lag, gives way, and is
-told by a reply. Two that have been there from the start and disagree are a mistake in the configuration. Under the shard's lock;
-must not know blocks.
+told by a reply. Two that have been there from the start and disagree are a mistake in the configuration. Under the shard's
+lock; must not know blocks.
 """
 
 from __future__ import annotations
