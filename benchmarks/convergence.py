@@ -30,6 +30,7 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 import psd_client
 import psd_client.torch as psd
 from psd.contract.environment import memory_directory
+from psd_client.client import worker_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -108,7 +109,7 @@ def train(setting: Setting, servers: str, rank: int, args: argparse.Namespace) -
         until = args.pushes // WORKERS if setting.mode == "sync" else args.pushes
         ps.barrier("begin")
         begun = time.perf_counter()
-        while ps.parameters.versions[0] < until:
+        while worker_of(ps).parameters.versions[0] < until:
             due = time.perf_counter() + step_s
             images, labels = next(mine)
             optimizer.zero_grad()

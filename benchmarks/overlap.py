@@ -32,6 +32,7 @@ from _report import Criterion, ratio
 from torch import nn
 
 import psd_client
+from psd_client.client import worker_of
 from psd_client.torch import DistributedOptimizer, distribute
 
 WARM_UP = 3
@@ -118,7 +119,7 @@ def main() -> int:
                 if step >= WARM_UP:
                     times[name].append(taken)
         is_right = all(map(torch.equal, in_turn.model.parameters(), overlapped.model.parameters()))
-        blocks = len(in_turn.optimizer.ps.parameters.layout.blocks)
+        blocks = len(worker_of(in_turn.optimizer.ps).parameters.layout.blocks)
     median = {name: statistics.median(found) for name, found in times.items()}
     ideal = median["forward"] + max(median["backward"], median["communicate"]) + median["communicate"] / blocks
     criteria = [Criterion(6, "overlapped / ideal", ratio(median["overlapped"], ideal), 1.15)]

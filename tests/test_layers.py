@@ -23,7 +23,7 @@ LAYERS = {
 
 # What is not the project's own: who may import it.
 OUTSIDE = {
-    "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.grpc_lane", "psd_client.grpc_errors"),
+    "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.grpc_channel", "psd_client.grpc_errors"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),
@@ -140,3 +140,21 @@ def test_servers_start_without_a_framework():
 
     assert len(reached) > 20
     assert not [name for name in reached if is_within(name, "psd_client")]
+
+
+def test_the_core_of_a_shard_is_private_to_its_state():
+    """What others want of a shard they ask the `Shard` for."""
+    outside = {name: path for name, path in modules().items() if is_within(name, "psd.rim", "psd.cli")}
+    touched = [
+        f"{name}:{node.lineno}"
+        for name, path in outside.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("core", "_core")
+    ]
+    imported = [
+        f"{i.importer}:{i.line}"
+        for i in imports()
+        if is_within(i.module, "psd.state.core") and not is_within(i.importer, "psd.state")
+    ]
+
+    assert (touched, imported) == ([], [])

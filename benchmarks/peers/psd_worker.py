@@ -7,6 +7,7 @@ import work
 from turns import Turns
 
 import psd_client
+from psd_client.client import worker_of
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     except psd_client.ConfigError as error:
         turns.say(refused=f"psd_client.connect refuses it: {error}")
         return
+    worker = worker_of(connected)
     with connected as ps:
         ps.declare(
             {name: np.zeros(shape, told["dtype"]) for name, shape in zip(names, shapes, strict=True)},
@@ -35,18 +37,18 @@ def main() -> None:
         for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             stop = start + int(np.prod(shape))
             grads[name] = whole[start:stop].reshape(shape)
-            ps.gradients.views[index][...] = grads[name]
+            worker.gradients.views[index][...] = grads[name]
             start = stop
 
         def verify(pushes: list[int]) -> str:
             ps.barrier(f"after {sum(pushes)} pushes")
-            ps.pull_flat()
-            return work.difference(np.concatenate([view.ravel() for view in ps.parameters.views]), pushes)
+            worker.pull_flat()
+            return work.difference(np.concatenate([view.ravel() for view in worker.parameters.views]), pushes)
 
         steps = {
-            "flat": lambda: ps.push_pull_flat(scalars),
+            "flat": lambda: worker.push_pull_flat(scalars),
             "named": lambda: ps.push_pull(grads),
-            "push": lambda: ps.push_flat(scalars),
+            "push": lambda: worker.push_flat(scalars),
         }
         turns.work(steps[told["call"]], verify)
 

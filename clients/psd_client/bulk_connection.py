@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -21,11 +22,11 @@ from psd.contract.layout import Block
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.crew import Crew, Task
-from psd_client.feed import Aborted, Outgoing
+from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_errors import detail_of
 from psd_client.patience import Patience
-from psd_client.transport import CANCEL_S, Call, Cancelled, GradientPart
+from psd_client.transport import CANCEL_S, Call, Cancelled, GradientPart, Traffic
 
 logger = logging.getLogger("psd_client")
 
@@ -34,7 +35,6 @@ HELLO_S = 5.0
 """For the answer to a ticket, or to memory that is attached: a shard that takes longer is one that does not answer."""
 
 MessageT = TypeVar("MessageT", bound=Message)
-ResultT = TypeVar("ResultT")
 
 
 class NotGreeted(Exception):
@@ -46,37 +46,36 @@ class BulkConnection:
 
     Args:
         stream: connected; owned from now on. shard, address: for messages. ticket: from OpenBulk. call: in which it is opened.
+        traffic: where payload bytes are counted.
 
     Raises:
         NotGreeted: not within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as calls.
 
     Attributes:
-        is_open: False after the first failure. sent_bytes, received_bytes: payload bytes so far.
+        is_open: False after the first failure.
     """
 
-    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call) -> None:
+    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call, traffic: Traffic) -> None:
         self.is_open = True
-        self.sent_bytes = 0
-        self.received_bytes = 0
         self._stream = stream
         self._shard = shard
         self._address = address
+        self._traffic = traffic
         self._sender = Crew("psd-send")
         self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
         self._lock = threading.Lock()
         self._is_busy = False
+        self._is_closed = False
         self._patience = Patience(stream)
         try:
-            self._run(Call(HELLO_S, call.scope), lambda: self._greet(ticket))
+            with self._under_way(Call(HELLO_S, call.scope)):
+                self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
+                self._expect(Kind.WELCOME)
         except TimeoutError:
             raise NotGreeted from None
         except BaseException:
-            self.close()
+            self._end()
             raise
-
-    def _greet(self, ticket: bytes) -> None:
-        self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
-        self._expect(Kind.WELCOME)
 
     @property
     def is_local(self) -> bool:
@@ -87,29 +86,25 @@ class BulkConnection:
         """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
         if self._attached is not None and self._attached[0] is gradients:
             return
-        segment = gradients.segment
+        segment, local = gradients.segment, self._stream.local
         assert segment is not None
         assert segment is parameters.segment
-
-        def exchange() -> bytes:
-            message = bulk_pb2.BulkAttach(
-                layout_digest=gradients.layout.digest,
-                size=segment.nbytes,
-                gradient_starts=gradients.starts,
-                parameter_starts=parameters.starts,
-            )
-            self._stream.send(Kind.ATTACH, message.SerializeToString())
-            self._expect(Kind.SEND)
-            local = self._stream.local
-            assert local is not None
-            try:
-                socket.send_fds(local, [b"\0"], [segment.fd])
-            except OSError as error:
-                raise Disconnected(str(error)) from None
-            return self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
-
+        assert local is not None
+        message = bulk_pb2.BulkAttach(
+            layout_digest=gradients.layout.digest,
+            size=segment.nbytes,
+            gradient_starts=gradients.starts,
+            parameter_starts=parameters.starts,
+        )
         try:
-            nonce = self._run(Call(HELLO_S, call.scope), exchange)
+            with self._under_way(Call(HELLO_S, call.scope)):
+                self._stream.send(Kind.ATTACH, message.SerializeToString())
+                self._expect(Kind.SEND)
+                try:
+                    socket.send_fds(local, [b"\0"], [segment.fd])
+                except OSError as error:
+                    raise Disconnected(str(error)) from None
+                nonce = self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
         except TimeoutError:
             raise ShardUnavailable(
                 f"shard {self._shard} at {self._address}: has not mapped this worker's memory within {HELLO_S:g} s",
@@ -117,29 +112,39 @@ class BulkConnection:
                 address=self._address,
             ) from None
         if nonce != segment.nonce:
-            self.close()
+            self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped another memory than was sent")
         self._attached = gradients, parameters
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
-        """See Lane."""
-        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header, timeout_s=call.timeout_s)
-        reply: data_pb2.PushReply = self._run_call(call, lambda: self._call(message, part, (), None))
-        return reply
-
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
-        """See Lane."""
-        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header, timeout_s=call.timeout_s)
-        reply: data_pb2.PushReply = self._run_call(call, lambda: self._call(message, part, part.blocks, parameters))
-        return reply
-
-    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """See Lane."""
-        message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request, timeout_s=call.timeout_s)
-        awaited = () if request.versions_only else blocks
-        self._run_call(call, lambda: self._call(message, None, awaited, parameters))
+    def transfer(
+        self,
+        message: bulk_pb2.BulkCall,
+        part: GradientPart | None,
+        blocks: Sequence[Block],
+        parameters: FlatBuffers | None,
+        call: Call,
+    ) -> data_pb2.PushReply:
+        """Make the call `message`: send the gradients of `part`, if any, and receive `blocks` into the parameters."""
+        message.timeout_s = call.timeout_s
+        if parameters is not None:
+            message.into_memory = self._has(parameters)
+            message.announce = parameters.on_received is not None
+        try:
+            with self._under_way(call):
+                self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
+                sending = None
+                if part is not None and (part.is_small or (part.feed is None and self._has(part.buffers))):
+                    for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
+                        self._stream.send(Kind.BLOCKS, head, payload, more=is_more)
+                elif part is not None:
+                    sending = self._begin_sending(part)
+                return self._answer(sending, blocks, parameters, into_memory=message.into_memory)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
+            ) from None
 
     def _has(self, buffers: FlatBuffers) -> bool:
         return (
@@ -148,31 +153,54 @@ class BulkConnection:
             and not (buffers.segment is None or buffers.segment.is_given_up)
         )
 
-    def _call(
-        self,
-        message: bulk_pb2.BulkCall,
-        part: GradientPart | None,
-        awaited: Sequence[Block],
-        parameters: FlatBuffers | None,
-    ) -> data_pb2.PushReply:
-        if parameters is not None:
-            message.into_memory = self._has(parameters)
-            message.announce = parameters.on_received is not None
-        self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
-        sending = None
-        if part is not None:
-            if self._has(part.buffers) and part.feed is None:
-                self._send_names(part)
-            elif part.is_small:  # sent before anything is read, by one thread
-                self._send_blocks(part)
-            else:
-                sending = Task(lambda: self._send_blocks(part))
-                try:
-                    self._sender.begin(sending)
-                except RuntimeError:  # the interpreter exits, and has no threads: it pushes, but waits for no answers besides
-                    sending.run()
+    def _messages(self, part: GradientPart) -> Iterator[tuple[bytes, Any, bool]]:
+        """Heads and payloads of the messages that carry gradients, and whether another one follows at once.
+
+        Each block has one; blocks that are attached are only named, all in one message if they are all there.
+        """
+        in_memory, left = self._has(part.buffers), len(part.blocks)
+        if in_memory and part.feed is None:
+            names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=True)
+            if part.present is not None:
+                names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
+            yield names.SerializeToString(), b"", False
+            self._traffic.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
+            return
         try:
-            reply = self._receive(awaited, parameters, into_memory=message.into_memory)
+            for block, present in part.outgoing():
+                left -= 1
+                message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=left == 0)
+                payload: Any = b"" if in_memory else part.buffers.block(block.index)
+                if present is not None:
+                    message.present.append(frames.present_bits(present))
+                    if not present.any():
+                        payload = b""
+                yield message.SerializeToString(), payload, left > 0 and part.feed is None
+                self._traffic.sent_bytes += block.gradient_nbytes
+        except Aborted:
+            self._cancel()  # the other thread waits for its answer
+            raise
+
+    def _begin_sending(self, part: GradientPart) -> Task[None]:
+        """Send gradients in another thread, while answers come."""
+
+        def send() -> None:
+            for head, payload, is_more in self._messages(part):
+                self._stream.send(Kind.BLOCKS, head, payload, more=is_more)
+
+        sending = Task(send)
+        try:
+            self._sender.begin(sending)
+        except RuntimeError:  # the interpreter exits, and has no threads: it pushes, but waits for no answers besides
+            sending.run()
+        return sending
+
+    def _answer(
+        self, sending: Task[None] | None, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool
+    ) -> data_pb2.PushReply:
+        """The answer, once all has been sent, too."""
+        try:
+            reply = self._receive(blocks, parameters, into_memory=into_memory)
         except _Refused:
             if sending is not None and (failure := sending.wait()) is not None:  # the shard reads on to the push's end
                 raise failure from None
@@ -186,35 +214,6 @@ class BulkConnection:
             raise failure
         return reply
 
-    def _send_names(self, part: GradientPart) -> None:
-        message = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=True)
-        if part.present is not None:
-            message.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
-        self._stream.send(Kind.BLOCKS, message.SerializeToString())
-        self.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
-
-    def _send_blocks(self, part: GradientPart) -> None:
-        """One message per block; of those that are attached, their names."""
-        in_memory, left = self._has(part.buffers), len(part.blocks)
-        for block, present in self._outgoing(part):
-            left -= 1
-            message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=left == 0)
-            payload: Any = b"" if in_memory else part.buffers.block(block.index)
-            if present is not None:
-                message.present.append(frames.present_bits(present))
-                if not present.any():
-                    payload = b""
-            is_more = left > 0 and part.feed is None
-            self._stream.send(Kind.BLOCKS, message.SerializeToString(), payload, more=is_more)
-            self.sent_bytes += block.gradient_nbytes
-
-    def _outgoing(self, part: GradientPart) -> Iterator[Outgoing]:
-        try:
-            yield from part.outgoing()
-        except Aborted:
-            self._cancel()  # the other thread waits for its answer
-            raise
-
     def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
         awaited = {block.index: block for block in blocks}
         while True:
@@ -227,7 +226,7 @@ class BulkConnection:
                 assert parameters is not None
                 if not into_memory:
                     self._stream.read_into(parameters.block(block.index).data.cast("B"))
-                    self.received_bytes += block.nbytes
+                    self._traffic.received_bytes += block.nbytes
                 parameters.received(block.index, frame.version)
             elif kind is Kind.REPLY:
                 if awaited and not into_memory:
@@ -240,58 +239,48 @@ class BulkConnection:
                         raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
-                    self.received_bytes += sum(block.nbytes for block in blocks)
+                    self._traffic.received_bytes += sum(block.nbytes for block in blocks)
                 return reply.push
             elif kind is not Kind.ALIVE:
                 self._raise(kind, head)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _run_call(self, call: Call, exchange: Callable[[], ResultT]) -> ResultT:
-        try:
-            return self._run(call, exchange)
-        except TimeoutError:
-            raise WaitTimeout(
-                f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
-            ) from None
+    @contextmanager
+    def _under_way(self, call: Call) -> Iterator[None]:
+        """Messages of one call are exchanged; the connection is over if that ends in any other way than by an answer.
 
-    def _run(self, call: Call, exchange: Callable[[], ResultT]) -> ResultT:
-        """The result of an exchange of messages. TimeoutError: it has not ended in time."""
+        TimeoutError: it has not ended in time.
+        """
         with self._lock:
             if not self.is_open:
-                raise self._unavailable("the connection was closed")
+                raise Cancelled if self._is_closed else self._unavailable("the connection was closed")
             self._is_busy = True
+        refused: PsdError | None = None
         try:
             self._patience.begin(call.timeout_s)
             with call.scope.entered(self._cancel):
                 try:
-                    return self._guarded(exchange)
-                except _Refused as refused:  # in good order: the next call may begin
-                    error = refused.error
-            raise error
-        except (ShardUnavailable, TimeoutError):
-            if call.scope.is_cancelled:
+                    yield
+                except _Refused as error:  # in good order: the next call may begin
+                    refused = error.error
+                except BaseException:
+                    self._abandon()
+                    raise
+            if refused is not None:
+                raise refused
+        except (ShardUnavailable, Disconnected, TimeoutError) as error:
+            if call.scope.is_cancelled or self._is_closed:
                 raise Cancelled from None
+            if isinstance(error, Disconnected):
+                raise self._unavailable(f"the connection broke: {error}") from None
             raise
         finally:
             with self._lock:
                 self._is_busy = False
                 is_over = not self.is_open
             if is_over:
-                self._give_back()
-
-    def _guarded(self, exchange: Callable[[], ResultT]) -> ResultT:
-        """The result of an exchange of messages; the connection is over if it ends in any other way than by an answer."""
-        try:
-            return exchange()
-        except _Refused:
-            raise
-        except Disconnected as error:
-            self._abandon()
-            raise self._unavailable(f"the connection broke: {error}") from None
-        except BaseException:
-            self._abandon()
-            raise
+                self._release()
 
     def _unavailable(self, why: str) -> ShardUnavailable:
         where = {"shard": self._shard, "address": self._address}
@@ -317,9 +306,9 @@ class BulkConnection:
             except BaseException as error:
                 self._give_up(*self._attached)
                 if not isinstance(error, TimeoutError):  # a second Ctrl-C
-                    self.close()
+                    self._end()
                     raise
-        self.close()
+        self._end()
 
     def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
         """The shard has not let go of the memory: what it may still do there is not to be seen any more, nor is what comes."""
@@ -340,16 +329,20 @@ class BulkConnection:
         )
 
     def close(self) -> None:
-        """Give the connection back; a call in another thread ends. Idempotent."""
+        """Give the connection back; a call in another thread ends by Cancelled. Idempotent."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         with self._lock:
             self.is_open = False
             is_busy = self._is_busy
         self._stream.shut_down(socket.SHUT_RDWR)
         if not is_busy:
-            self._give_back()
+            self._release()
 
-    def _give_back(self) -> None:
-        """Nobody uses the connection any more."""
+    def _release(self) -> None:
+        """Give back what nobody uses any more."""
         self._sender.close()
         self._stream.close()
 

@@ -1,13 +1,14 @@
 """The public face: connect() and ParameterServer, for programs that hold named NumPy arrays.
 
-Adds names to worker.py: what a parameter is called, which group it is in, what its gradient must look like. Must not know
-shards, sessions or bytes.
+Adds names to a worker (worker.py, flat_calls.py): what a parameter is called, which group it is in, what its gradient must look
+like. Must not know shards, sessions or bytes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -17,11 +18,10 @@ from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
-from psd_client.bulk_lane import BulkLane
 from psd_client.flat_calls import FlatCalls
-from psd_client.grpc_lane import GrpcLane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
+from psd_client.shard_lane import ShardLane
 from psd_client.tensors import NamedTensors, fill, tensor_specs
 from psd_client.transport import Lane
 from psd_core.optimizer import Optimizer
@@ -126,17 +126,11 @@ def connect(
     credentials = Credentials(config.tls_ca, config.tls_cert, config.tls_key, config.token_file)
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
         logger.warning("psd: without tls_ca the token goes over the network in clear, for whoever can listen there to take")
-    lanes = [_lane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
+    lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
 
 
-def _lane(shard: int, address: str, transport: str, credentials: Credentials) -> Lane:
-    if transport == "grpc":
-        return GrpcLane(shard, address, credentials)
-    return BulkLane(shard, address, transport, credentials)
-
-
-class ParameterServer(FlatCalls):
+class ParameterServer:
     """One worker's connection to its job; made by `connect`. A context manager; used by one thread at a time.
 
     After any error but SessionFenced, ShardRestarted and the like, which end the session, the same call may be made again: a
@@ -148,8 +142,41 @@ class ParameterServer(FlatCalls):
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
-        super().__init__(config, lanes)
+        self._worker = FlatCalls(config, lanes)
         self._named: tuple[NamedTensors, ParamGroups] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._worker.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of the job."""
+        return self._worker.world_size
+
+    @property
+    def clock(self) -> int:
+        """Steps that this worker has finished; a worker that joins a running job begins at the others' clock."""
+        return self._worker.clock
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if the round of the last push has changed nothing on any shard, because a gradient or a norm was not finite.
+
+        Known after the pull that follows the push. Without rounds it is this worker's push that was left out.
+        """
+        return self._worker.is_skipped
+
+    @property
+    def nan_policy(self) -> str:
+        """The declared nan_policy: "refuse", "skip" or "allow"."""
+        return self._worker.nan_policy
+
+    @property
+    def transports(self) -> list[str]:
+        """Per shard, the transport of bulk data ("shm", "tcp", "grpc"), and why not a better one; empty before `declare`."""
+        return self._worker.transports
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -197,7 +224,7 @@ class ParameterServer(FlatCalls):
         """
         param_groups = ParamGroups(list(params), optimizer, groups, staleness)
         specs = tensor_specs(params, param_groups.group_of)
-        self.declare_tensors(
+        self._worker.declare_tensors(
             specs,
             param_groups.specs,
             initial=fill(params),
@@ -210,7 +237,7 @@ class ParameterServer(FlatCalls):
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
         self._named = named, param_groups
-        return named.copies(self.parameters)
+        return named.copies(self._worker.parameters)
 
     def push(self, grads: Mapping[str, Any], weight: float = 1) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
@@ -224,11 +251,11 @@ class ParameterServer(FlatCalls):
             WaitTimeout: synchronous: the round before has not closed until the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it.
         """
-        with self._operation("push"):
+        with self._worker.operation("push"):
             named, groups = self._by_name
-            self._declared.confirm()
-            present = named.write_gradients(grads, self.gradients)
-            self._declared.push(groups.scalars(), weight, present)
+            self._worker.declared.confirm()
+            present = named.write_gradients(grads, self._worker.gradients)
+            self._worker.declared.push(groups.scalars(), weight, present)
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters as new arrays; synchronous: after the round to which this worker has pushed last.
@@ -237,22 +264,89 @@ class ParameterServer(FlatCalls):
             WaitTimeout: the workers that it names have not pushed until the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have answered.
         """
-        with self._operation("pull"):
+        with self._worker.operation("pull"):
             named, _ = self._by_name
-            self._declared.pull()
-            return named.copies(self.parameters)
+            self._worker.declared.pull()
+            return named.copies(self._worker.parameters)
 
     def push_pull(self, grads: Mapping[str, Any], weight: float = 1) -> dict[str, NDArray[Any]]:
         """`push`, then `pull`, in one round trip."""
-        with self._operation("push_pull"):
+        with self._worker.operation("push_pull"):
             named, groups = self._by_name
-            self._declared.confirm()
-            present = named.write_gradients(grads, self.gradients)
-            self._declared.push_pull(groups.scalars(), weight, present)
-            return named.copies(self.parameters)
+            self._worker.declared.confirm()
+            present = named.write_gradients(grads, self._worker.gradients)
+            self._worker.declared.push_pull(groups.scalars(), weight, present)
+            return named.copies(self._worker.parameters)
+
+    def barrier(self, name: str) -> None:
+        """Wait until all workers that are in the job have called barrier with this name.
+
+        Raises:
+            BarrierTimeout: the workers that it names have not come until the wait timeout.
+        """
+        self._worker.barrier(name)
+
+    def stats(self) -> dict[str, int]:
+        """Statistics of this worker so far.
+
+        Returns:
+            Counts by name.
+
+            * pushes: pushes that all shards have.
+            * pushes_dropped: pushes given up, because their calls failed and another gradient was to be pushed.
+            * pushes_overruled: pushes whose learning rate or the like gave way to that of a worker longer in the job.
+            * blocks_counted: blocks that count the gradient of a push.
+            * blocks_duplicate: blocks that had counted it already when it came again.
+            * blocks_late: blocks that do not count it, because their round had closed without it.
+            * blocks_staged: blocks that have it but do not know yet whether it counts (exact aggregation).
+            * rounds_skipped: see `is_skipped`.
+            * rejoins: new sessions after the first.
+            * sent_bytes, received_bytes: bytes of gradients and parameters moved.
+        """
+        return self._worker.stats()
+
+    def save_client_state(self, state: bytes) -> None:
+        """Store in checkpoints what this worker needs to go on: its place in the data, the state of random numbers.
+
+        Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
+        restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
+        call it before that.
+        """
+        self._worker.save_client_state(state)
+
+    @property
+    def client_state(self) -> bytes:
+        """The state saved by a worker of this rank, as of the step at which this one goes on; empty if none.
+
+        Set by `declare`, and anew when the job goes back to a checkpoint.
+        """
+        return self._worker.client_state
+
+    def close(self) -> None:
+        """Finish and disconnect; nobody waits for this worker any more. Idempotent.
+
+        Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
+        killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
+        wait timeout. What prevents that is logged; so is a call that has failed since, after which nothing is waited for. A
+        program that ends without close() waits likewise. Only over gRPC, and if this Python starts no threads then, as some
+        3.12 do not, a killed shard gets no more than 31 MiB again, and nothing with exact aggregation; the log says then that
+        the gradient is lost.
+        """
+        self._worker.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._worker.close(error)
 
     @property
     def _by_name(self) -> tuple[NamedTensors, ParamGroups]:
         if self._named is None:
             raise NotDeclared("psd: no parameters are declared by name yet: call declare() first")
         return self._named
+
+
+def worker_of(ps: ParameterServer) -> FlatCalls:
+    """The worker behind a connection: the inner interface that the faces of frameworks build on."""
+    return ps._worker  # noqa: SLF001

@@ -52,12 +52,12 @@ def _close_all() -> None:
     # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     for worker in list(_open_workers):
-        worker._close(error)  # noqa: SLF001 - a worker's other half
+        worker.close(error)
 
 
 def _abort_feeds() -> None:
     for worker in list(_open_workers):
-        worker._abort_feed()  # noqa: SLF001 - a worker's other half
+        worker.abort_feed()
 
 
 # A program that ends in the middle of back-propagation: its executors wait for their threads, which wait for blocks, before

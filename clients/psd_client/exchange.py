@@ -97,19 +97,8 @@ class Exchange:
     def pull_all(self) -> None:
         """Fetch every block, static ones too."""
         self._resolve()
-        self._session.while_fenced(self._pull_all)
+        self._fetch([lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)], is_all=True)
         self._failed = None
-
-    def _pull_all(self) -> None:
-        self._learn()
-
-        def pull_at(lane: Lane, call: Call) -> None:
-            self._push_again(lane, call)
-            lane.pull(self._pull_request(lane, ()), self._layout.blocks_of(lane.shard), self.parameters, call)
-
-        lanes = [lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)]
-        self._shards.run(pull_at, self._timeout_s, lanes)
-        self._on_closed()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
@@ -124,7 +113,7 @@ class Exchange:
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
         self._resolve()
-        self._session.while_fenced(lambda: self._pull(self._lanes))
+        self._fetch(self._lanes)
         self._failed = None
 
     def confirm(self) -> None:
@@ -134,7 +123,7 @@ class Exchange:
         """
         self._resolve()
         if self.is_unconfirmed:
-            self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
+            self._await_closed()
 
     @property
     def is_unconfirmed(self) -> bool:
@@ -171,18 +160,25 @@ class Exchange:
         feed: gives the blocks, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
         sent = self._begin(scalars, weight, present, skip=skip, feed=feed, versions_read=versions_read)
+
+        def push_pull_at(lane: Lane, call: Call) -> None:
+            self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
+
         with self._call(sent):
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
-                self._session.while_fenced(lambda: self._pull(self._lanes))
+                self._fetch(self._lanes)
                 return
-            self._session.while_fenced(lambda: self._send_and_receive(sent))
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._shards.run(push_pull_at, self._timeout_s, self._lanes, is_bulk=True)
             self._finish(sent)
             # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
-            clock = self._session.clock
-            behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < clock]
+            behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
             if behind:
-                self._session.while_fenced(lambda: self._pull(behind))
+                for attempt in self._session.attempts():
+                    with attempt:
+                        self._pull(behind)
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
@@ -219,11 +215,13 @@ class Exchange:
                 failed.feed = feed
                 return failed
             self._give_up(failed)
-        self._session.while_fenced(lambda: self._session.await_decisions(self._timeout_s))
+        for attempt in self._session.attempts():
+            with attempt:
+                self._session.await_decisions(self._timeout_s)
         settlement = self._settlement
         if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
-            self._session.while_fenced(lambda: self._pull(self._lanes, versions_only=True))
+            self._await_closed()
         header = self._header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
@@ -283,9 +281,13 @@ class Exchange:
         """Have all shards take the push. and_wait: with exact aggregation, until its round is decided."""
         if sent.is_finished:
             return
-        self._session.while_fenced(lambda: self._send(sent))
+        for attempt in self._session.attempts():
+            with attempt:
+                self._send(sent)
         if self._is_exact:
-            self._session.while_fenced(lambda: self._commit(sent, without_waiting=not and_wait))
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._commit(sent, without_waiting=not and_wait)
         self._finish(sent)
 
     def _send(self, sent: SentPush) -> None:
@@ -295,15 +297,9 @@ class Exchange:
                 self._counts.on_reply(sent, lane.shard, lane.push(self._part(lane, sent), call))
                 sent.incarnations[lane.shard] = incarnation
 
-        self._shards.run_bulk(push_at, self._timeout_s, self._lanes)
+        self._shards.run(push_at, self._timeout_s, self._lanes, is_bulk=True)
         if self._has_rounds:
             self._unconfirmed = sent
-
-    def _send_and_receive(self, sent: SentPush) -> None:
-        def push_pull_at(lane: Lane, call: Call) -> None:
-            self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
-
-        self._shards.run_bulk(push_pull_at, self._timeout_s, self._lanes)
 
     def _finish(self, sent: SentPush) -> None:
         """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
@@ -388,19 +384,32 @@ class Exchange:
         if self._settlement is not None:
             self._settlement.settle()
 
-    def _pull(self, lanes: Sequence[Lane], *, versions_only: bool = False) -> None:
+    def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False) -> None:
+        """Have the round of the last push closed, and fetch the trained blocks, or all."""
+        for attempt in self._session.attempts():
+            with attempt:
+                self._pull(lanes, is_all=is_all)
+                self._on_closed()
+
+    def _await_closed(self) -> None:
+        """Wait until all shards have closed the round of the last push."""
+        for attempt in self._session.attempts():
+            with attempt:
+                self._pull(self._lanes, versions_only=True)
+                self._on_closed()
+
+    def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
+        """Fetch the blocks, or wait for their versions alone, of the worker's clock."""
         self._learn()
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
-            blocks = self._blocks[lane.shard]
-            request = self._pull_request(lane, blocks if self._has_static else ())
+            blocks = self._layout.blocks_of(lane.shard) if is_all else self._blocks[lane.shard]
+            request = self._pull_request(lane, blocks if self._has_static and not is_all else ())
             request.versions_only = versions_only
             lane.pull(request, blocks, self.parameters, call)
 
-        self._shards.run_bulk(pull_at, self._timeout_s, lanes)
-        if lanes is self._lanes:
-            self._on_closed()
+        self._shards.run(pull_at, self._timeout_s, lanes, is_bulk=True)
 
     def _on_closed(self) -> None:
         """All shards have closed the round of the last push."""

@@ -38,7 +38,7 @@ class FlatCalls(Worker):
         nan_policy: str = "refuse",
     ) -> None:
         """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
-        with self._operation("declare"):
+        with self.operation("declare"):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
             default = job_defaults()
@@ -77,7 +77,7 @@ class FlatCalls(Worker):
     @property
     def nan_policy(self) -> str:
         """As declared: "refuse", "skip" or "allow"."""
-        return self._declared.parameters.layout.spec.nan_policy
+        return self.declared.parameters.layout.spec.nan_policy
 
     @property
     def is_skipped(self) -> bool:
@@ -103,14 +103,14 @@ class FlatCalls(Worker):
             present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
         """
-        with self._operation("push"):
-            self._declared.confirm()
-            self._declared.push(scalars, weight, present, skip=skip)
+        with self.operation("push"):
+            self.declared.confirm()
+            self.declared.push(scalars, weight, present, skip=skip)
 
     def pull_flat(self) -> None:
         """Pull into `parameters`, whose contents are undefined if it fails."""
-        with self._operation("pull"):
-            self._declared.pull()
+        with self.operation("pull"):
+            self.declared.pull()
 
     def push_pull_flat(
         self,
@@ -121,8 +121,8 @@ class FlatCalls(Worker):
         skip: bool = False,
     ) -> None:
         """`push_flat`, then `pull_flat`, in one round trip."""
-        with self._operation("push_pull"):
-            self._declared.push_pull(scalars, weight, present, skip=skip)
+        with self.operation("push_pull"):
+            self.declared.push_pull(scalars, weight, present, skip=skip)
 
     def begin_feed(self, feed: Feed) -> None:
         """Before the thread begins that calls `push_pull_feed`: from now on other calls come after it."""
@@ -147,10 +147,10 @@ class FlatCalls(Worker):
             versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
         """
         try:
-            with self._operation("push_pull", feed=feed):
+            with self.operation("push_pull", feed=feed):
                 self.parameters.on_received = on_received
                 try:
-                    self._declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
+                    self.declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
                 finally:
                     self.parameters.on_received = None
         except Exception as error:

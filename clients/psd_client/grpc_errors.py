@@ -1,6 +1,6 @@
 """How a failed gRPC call becomes psd's error: the class that the shard raised, or else what the status means.
 
-One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is retry.py's to say.
+One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is shards.py's to say.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.v1 import control_pb2
 from psd_client.membership import Membership
-from psd_client.retry import RETRIED
 from psd_client.session import Session
+from psd_client.shards import RETRIED
 from psd_client.transport import Call, Cancelled, Lane, Scope
 from psd_client.waiting import Health, WaitReporter
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.staleness import parse_staleness
-from psd_client.client import ParameterServer, connect
+from psd_client.client import ParameterServer, connect, worker_of
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.tensors import check_gradient, fill, tensor_specs, write_gradient
 from psd_core.optimizer import Optimizer
@@ -86,8 +86,9 @@ def distribute(
     dtypes = [array.dtype for array in arrays.values()]
     shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.master_dtype) for tensor in tensors]
     connection = ps if ps is not None else connect(**(connect_args or {}))
+    worker = worker_of(connection)
     try:
-        connection.declare_tensors(tensors, [spec], initial=fill(arrays), **declare_args)
+        worker.declare_tensors(tensors, [spec], initial=fill(arrays), **declare_args)
     except BaseException:
         if ps is None:
             connection.close()
@@ -95,21 +96,21 @@ def distribute(
 
     def pulled(leaves: list[Any]) -> list[Any]:
         """The shards' parameters, in the dtypes of the given leaves; copies, since the next pull writes to the buffer."""
-        views = connection.parameters.views
+        views = worker.parameters.views
         return [jax.numpy.array(view).astype(leaf.dtype) for view, leaf in zip(views, leaves, strict=True)]
 
     def step(batch_size: Any, *gradients: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        for view, gradient in zip(connection.gradients.views, gradients, strict=True):
+        for view, gradient in zip(worker.gradients.views, gradients, strict=True):
             write_gradient(view, np.asarray(gradient))
         options = {**optimizer.option_values(), **stale_scalars}
         if learning_rate is not None:
-            options["lr"] = learning_rate(connection.clock)
-        connection.push_pull_flat([scalar_values(spec, options, 0)], float(batch_size))
-        return np.asarray(connection.clock, np.int32), *connection.parameters.views
+            options["lr"] = learning_rate(worker.clock)
+        worker.push_pull_flat([scalar_values(spec, options, 0)], float(batch_size))
+        return np.asarray(worker.clock, np.int32), *worker.parameters.views
 
     def init(params: Params) -> State:
         _leaves(params, tree, "params")
-        return jax.numpy.asarray(connection.clock, "int32")
+        return jax.numpy.asarray(worker.clock, "int32")
 
     def update(gradients: Params, state: State, params: Params = None, *, batch_size: Any = 1.0) -> tuple[Params, State]:
         given, old = _leaves(gradients, tree, "gradients"), _leaves(params, tree, "params")

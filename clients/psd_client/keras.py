@@ -176,7 +176,7 @@ class _Distributed:
 
     def pull(self) -> None:
         """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
-        self._link.ps.pull_flat()
+        self._link.worker.pull_flat()
         self._link.load()
         self.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
 

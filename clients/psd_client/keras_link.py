@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from psd_client.client import ParameterServer
+from psd_client.client import ParameterServer, worker_of
 from psd_client.flat import FlatBuffers
 from psd_client.keras_declaration import Declaration
 
@@ -32,12 +32,13 @@ class Link(ABC):
     def __init__(self, declaration: Declaration, connection: ParameterServer, **arguments: Any) -> None:
         self.declaration = declaration
         self.ps = connection
+        self.worker = worker_of(connection)
         self.batch_size = 1.0
         self.error: BaseException | None = None
         self.is_skipped: Any = False
         self.is_scaled = False
         self._lock = threading.Lock()
-        connection.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
+        self.worker.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
 
     @abstractmethod
     def _initialize(self, flat: FlatBuffers) -> None:
@@ -69,8 +70,8 @@ class Link(ABC):
         """
         with self._noting():
             scalars = self.declaration.scalars(learning_rate)
-            write(self.ps.gradients)
-            self.ps.push_pull_flat(scalars, float(self.batch_size), self.ps.gradients.present_but(missing))
+            write(self.worker.gradients)
+            self.worker.push_pull_flat(scalars, float(self.batch_size), self.worker.gradients.present_but(missing))
             return self.ps.clock, self.ps.is_skipped
 
     @contextmanager

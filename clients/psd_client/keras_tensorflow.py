@@ -81,7 +81,7 @@ class TensorFlowLink(Link):
                     begin += run.arrays
 
             clock, is_skipped = self.push_pull(float(rate), missing, write)
-            views = self.ps.parameters.views
+            views = self.worker.parameters.views
             return [np.int64(clock), np.bool_(is_skipped), *(views[index] for index in trained)]
 
         clock, is_skipped, *values = self._call(step, [rate, *arrays], [tf.int64, tf.bool], list(trained))
@@ -92,7 +92,7 @@ class TensorFlowLink(Link):
         """The gradients in the order of the flat spaces, flat and in the buffers' dtypes, and where runs of them go."""
         runs: list[_Run] = []
         arrays: list[Any] = []
-        for number, space in enumerate(self.ps.gradients.layout.spaces):
+        for number, space in enumerate(self.worker.gradients.layout.spaces):
             for index, start in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
                 if index not in gradients:
                     continue
@@ -112,7 +112,7 @@ class TensorFlowLink(Link):
 
     def _load(self) -> None:
         everything = list(range(len(self.declaration.tensors)))
-        views = self.ps.parameters.views
+        views = self.worker.parameters.views
         self._assign(everything, self._call(lambda: [views[index] for index in everything], [], [], everything))
 
     def _call(self, function: Callable[..., list[Any]], inputs: list[Any], first: list[Any], indices: list[int]) -> list[Any]:

@@ -24,10 +24,10 @@ class TorchLink(Link):
         super().__init__(*args, **kwargs)
         declared = self.declaration
         self._parameters = [variable.value for variable in declared.variables]
-        self._views = as_tensors(self.ps.parameters)
+        self._views = as_tensors(self.worker.parameters)
         trained = list(range(declared.trained))
         in_torch = Declaration(self._parameters, declared.tensors, declared.groups, (), trained, [])
-        self._gradients = Gradients(in_torch, self.ps.gradients, None)
+        self._gradients = Gradients(in_torch, self.worker.gradients, None)
 
     @torch.no_grad()
     def _initialize(self, flat: FlatBuffers) -> None:

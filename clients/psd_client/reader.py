@@ -7,6 +7,7 @@ version throughout, no worker waits, and no round counts the reader. Must not kn
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,8 +20,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
-from psd_client.retry import RetryPolicy
-from psd_client.shards import Shards, transfer_s
+from psd_client.shards import RetryPolicy, Shards, transfer_s
 from psd_client.transport import Call, Lane, Scope
 from psd_client.waiting import Health
 
@@ -44,7 +44,7 @@ class Reader:
         version: of the parameters that `pull` has fetched last: rounds closed, or, without rounds, the slowest worker's clock.
     """
 
-    def __init__(self, config: ClientConfig, lanes: list[Lane]) -> None:
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
         self._config = config
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), Health([lane.address for lane in lanes]))
         self._layout: Layout | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from types import TracebackType
 
 from psd.contract.config import ClientConfig
 from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
@@ -19,7 +19,7 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.declaration import Declaration
 from psd_client.flat import FlatBuffers
 from psd_client.joining import JOIN_TIMEOUT_S, Entrance
-from psd_client.membership import Memberships
+from psd_client.membership import Membership, Memberships
 from psd_client.shards import Shards
 from psd_client.transport import Call, Cancelled, Lane, Scope, Share
 
@@ -32,8 +32,6 @@ REJOINS_MAX = 5
 """In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
-
-ResultT = TypeVar("ResultT")
 
 
 class Session:
@@ -52,13 +50,13 @@ class Session:
         cuts: to be carried to all shards with the next push.
         stored_state: what a worker of this rank had saved for itself, as of the last declaration.
         rejoins: how often it has become a new session since the first, other than to go back to a checkpoint.
-        memberships: for the heartbeats. resume: see Entrance.
+        memberships: for the heartbeats. resume: see Entrance. now: as given.
     """
 
     def __init__(self, config: ClientConfig, shards: Shards, now: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._shards = shards
-        self._now = now
+        self.now = now
         self.memberships = Memberships()
         self._entrance = Entrance(config, shards, self.memberships)
         self._declaration: Declaration | None = None
@@ -112,7 +110,7 @@ class Session:
             self.memberships.give_up()
         self._barrier_seq = 0
 
-    def _join_anew(self) -> None:
+    def join_anew(self) -> None:
         """Join; before the job has values, also one that others have begun under another name that nobody has given."""
         try:
             self._join()
@@ -145,11 +143,10 @@ class Session:
 
     def _enter(self) -> None:
         """Join and, if there is a declaration, declare; again, if the new session's lease runs out on the way."""
-        deadline = self._now() + self._config.wait_timeout_s
-        attempts = 0
+        limit = Limit(self.now, self._config.wait_timeout_s)
         while True:
             try:
-                self._join_anew()
+                self.join_anew()
                 timeline = self.memberships.held.timeline
                 if self._followed not in (None, timeline):
                     raise RolledBack(
@@ -158,8 +155,7 @@ class Session:
                 if self._declaration is not None:
                     self._declare(self._declaration, is_first=False)
             except SessionFenced as error:
-                attempts += 1
-                if not _may_return(error) or self._is_over(attempts, deadline):
+                if limit.is_over() or not _may_return(error):
                     raise
                 logger.warning("psd: worker %d: %s, on its way into the job; joining again", self._config.rank, error)
                 Scope().sleep(REJOIN_PAUSE_S)
@@ -167,16 +163,12 @@ class Session:
                 self._is_entered = True
                 return
 
-    def _is_over(self, attempts: int, deadline: float) -> bool:
-        """True if an operation gives up: a worker that was itself suspended beyond the deadline still has some attempts."""
-        return attempts >= REJOINS_MAX and self._now() > deadline
-
     def go_back(self, fetch: Callable[[], None]) -> None:
         """Join anew after the job has gone back to a checkpoint, bringing all shards to it if need be; `fetch` what is there.
 
         Until that has succeeded every operation raises RolledBack: a program must not go on with what it had before.
         """
-        deadline = self._now() + self._config.wait_timeout_s
+        limit = Limit(self.now, self._config.wait_timeout_s)
         self._followed = None
         while True:
             try:
@@ -185,26 +177,16 @@ class Session:
                 fetch()
             except BaseException as error:
                 self._followed = None
-                if not isinstance(error, RolledBack) or self._now() > deadline:
+                if limit.is_over() or not isinstance(error, RolledBack):
                     raise
             else:
                 return
 
-    def while_fenced(self, operation: Callable[[], ResultT]) -> ResultT:
-        """The result of an operation that may be repeated as a new session."""
-        deadline = self._now() + self._config.wait_timeout_s
-        attempts = 0
-        self._catch_up()
-        while True:
-            try:
-                return operation()
-            except SessionFenced as error:
-                attempts += 1
-                if self._is_over(attempts, deadline):
-                    raise
-                self.rejoin(error)
+    def attempts(self) -> Attempts:
+        """Attempts at something that may be repeated as a new session."""
+        return Attempts(self, self._config.wait_timeout_s, is_beginning=False)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Do what an operation before has not brought to its end."""
         if self._declaration is None:
             return
@@ -218,16 +200,19 @@ class Session:
     def prepare_lanes(self) -> list[Share]:
         """Open the ways for bulk data; how to share memory with those shards that can see this process's."""
 
-        def prepare() -> list[Share | None]:
-            return self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
-
-        return [share for share in self.while_fenced(lambda: self._beginning(prepare)) if share is not None]
+        shares: list[Share | None] = []
+        for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
+            with attempt:
+                shares = self._shards.run(lambda lane, call: lane.prepare(self.caller(lane.shard), call), JOIN_TIMEOUT_S)
+        return [share for share in shares if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
         """Agree on the job, and provide `values` as its initial ones if it has none yet; else `fetch` those that it has."""
         declaration = Declaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
-        is_first = self._declaration is None
-        is_provided = self.while_fenced(lambda: self._beginning(lambda: self._declare(declaration, is_first=is_first)))
+        is_first, is_provided = self._declaration is None, False
+        for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
+            with attempt:
+                is_provided = self._declare(declaration, is_first=is_first)
         self._declaration, self._is_entered = declaration, True
         self._followed = self.memberships.held.timeline
         if is_provided:
@@ -246,25 +231,6 @@ class Session:
         self.clock = max(self.clock, declared.clock)
         self.stored_state = declared.client_state
         return declared.is_provided
-
-    def _beginning(self, operation: Callable[[], ResultT]) -> ResultT:
-        """The result of an operation of a worker that knows nothing of the job yet: if shards have forgotten it, or gone back,
-        it joins anew."""
-        deadline = self._now() + self._config.wait_timeout_s
-        rejoins = 0
-        while True:
-            before = self.memberships.latest
-            try:
-                return operation()
-            except (StateLost, ForeignRun, RolledBack):
-                if rejoins == REJOINS_MAX or self._now() > deadline:
-                    raise
-            # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning
-            # anew, however often it is killed; but if it has not been, that must end.
-            self._join_anew()
-            after = self.memberships.latest
-            if before is not None and after is not None:
-                rejoins += before.incarnations == after.incarnations
 
     # -- in the job ------------------------------------------------------------------------------------------------------
 
@@ -298,7 +264,9 @@ class Session:
             return lane.barrier(request, call)
 
         try:
-            self.while_fenced(lambda: self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1]))
+            for attempt in self.attempts():
+                with attempt:
+                    self._shards.run(arrive, self._config.wait_timeout_s, self._shards.lanes[:1])
         except (BarrierTimeout, RolledBack):  # the arrival was withdrawn, or nobody's counts any more
             self._open_barrier = None
             raise
@@ -327,6 +295,89 @@ class Session:
                 )
 
         self._shards.run_once(leave_at)
+
+
+class Limit:
+    """How often something is attempted: for some time, and REJOINS_MAX times in any case: the process may have been stopped."""
+
+    def __init__(self, now: Callable[[], float], timeout_s: float) -> None:
+        self._now = now
+        self._gives_up_at = now() + timeout_s
+        self._attempts = 0
+
+    def is_over(self) -> bool:
+        """True if the attempt that has just failed was the last one."""
+        self._attempts += 1
+        return self._attempts >= REJOINS_MAX and self._now() > self._gives_up_at
+
+
+class Attempts:
+    """Attempts at something that a session does: after one that has failed because the session is over, it goes on as another.
+
+        for attempt in session.attempts():
+            with attempt:
+                ...
+
+    Raises what ends a session for good, and the last error if that goes on for longer than `timeout_s`.
+
+    Args:
+        is_beginning: the worker knows nothing of the job yet: if shards have forgotten it, or gone back, it joins anew.
+    """
+
+    def __init__(self, session: Session, timeout_s: float, *, is_beginning: bool) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._is_beginning = is_beginning
+        self._limit = Limit(session.now, timeout_s)
+        self._begin_limit = Limit(session.now, timeout_s)
+        self._is_begun = False
+        self._error: PsdError | None = None
+        self._before: Membership | None = None
+        self._rejoins = 0
+
+    def __iter__(self) -> Attempts:
+        return self
+
+    def __next__(self) -> Attempts:
+        error, self._error = self._error, None
+        if not self._is_begun:
+            self._is_begun = True
+            self._session.catch_up()
+        elif error is None:
+            raise StopIteration
+        elif isinstance(error, SessionFenced):
+            self._rejoin(error)
+        else:
+            try:
+                self._begin_again(error)
+            except SessionFenced as fenced:
+                self._rejoin(fenced)
+        return self
+
+    def __enter__(self) -> None:
+        if self._is_beginning:
+            self._before = self._session.memberships.latest
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, SessionFenced) or (self._is_beginning and isinstance(error, (StateLost, ForeignRun, RolledBack))):
+            self._error = error
+        return self._error is not None
+
+    def _rejoin(self, error: SessionFenced) -> None:
+        if self._limit.is_over():
+            raise error
+        self._session.rejoin(error)
+        self._begin_limit, self._rejoins = Limit(self._session.now, self._timeout_s), 0
+
+    def _begin_again(self, error: PsdError) -> None:
+        if self._begin_limit.is_over() or self._rejoins == REJOINS_MAX:
+            raise error
+        # A shard that was killed before the job had its values comes back knowing nothing. Nothing is lost by beginning anew,
+        # however often it is killed; but if it has not been, that must end.
+        self._session.join_anew()
+        after = self._session.memberships.latest
+        if self._before is not None and after is not None:
+            self._rejoins += self._before.incarnations == after.incarnations
 
 
 def _may_return(error: SessionFenced) -> bool:

@@ -24,7 +24,7 @@ from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
 from psd_client import torch_amp
-from psd_client.client import ParameterServer, connect
+from psd_client.client import ParameterServer, connect, worker_of
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.optimizers import spec_of
@@ -132,7 +132,7 @@ def distribute(
             torch._foreach_copy_(as_tensors(flat), declaration.parameters)
 
     try:
-        connection.declare_tensors(
+        worker_of(connection).declare_tensors(
             declaration.tensors,
             declaration.groups,
             initial=initialize,
@@ -148,7 +148,7 @@ def distribute(
             connection.close()
         raise
     with torch.no_grad():
-        torch._foreach_copy_(declaration.parameters, as_tensors(connection.parameters))
+        torch._foreach_copy_(declaration.parameters, as_tensors(worker_of(connection).parameters))
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
 
@@ -170,17 +170,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_declared = True
         torch_amp.ignore_the_warning()
         self.ps = ps
+        worker = self._worker = worker_of(ps)
         self._given = optimizer
         self._groups = SharedGroups(optimizer, declaration)
         register(self, self, optimizer)
         self._declaration = declaration
-        self._parameters = Parameters(declaration, ps.parameters)
+        self._parameters = Parameters(declaration, worker.parameters)
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
         self.batch_size = 1.0
-        leaving = Overlap(self._prepare_push, ps.begin_feed, ps.told, goes_on=overlap == "forward") if overlap else None
-        self._gradients = Gradients(declaration, ps.gradients, leaving)
+        leaving = Overlap(self._prepare_push, worker.begin_feed, worker.told, goes_on=overlap == "forward") if overlap else None
+        self._gradients = Gradients(declaration, worker.gradients, leaving)
 
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
@@ -235,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             scalars = self._groups.scalars_now(self.param_groups)
             is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
             present = self._gradients.gather()
-            self.ps.push_pull_flat(scalars, size, present, skip=is_infinite)
+            self._worker.push_pull_flat(scalars, size, present, skip=is_infinite)
             self._parameters.copy()
             if grad_scaler is not None:
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
@@ -243,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def pull(self) -> None:
         """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
         self._gradients.settle()
-        self.ps.pull_flat()
+        self._worker.pull_flat()
         self._parameters.copy()
 
     @contextmanager
@@ -261,8 +262,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
         # After the job has gone back the model may be of versions that do not exist any more.
-        versions = [min(pair) for pair in zip(self._parameters.versions, self.ps.parameters.versions, strict=True)]
-        return lambda feed, on_received: self.ps.push_pull_feed(scalars, size, feed, on_received, versions)
+        versions = [min(pair) for pair in zip(self._parameters.versions, self._worker.parameters.versions, strict=True)]
+        return lambda feed, on_received: self._worker.push_pull_feed(scalars, size, feed, on_received, versions)
 
     def _finish_overlapped(self, size: float) -> None:
         sent, self._sent = self._sent, None

@@ -1,8 +1,8 @@
 """The transport interface: one lane per shard, which moves whole blocks between flat buffers and that shard.
 
 A lane sends what it is given, once, and raises the typed error that the shard raised (ShardUnavailable if none came). It knows
-nothing of retries, sessions, clocks or other shards; those are in retry.py, session.py and exchange.py. gRPC is in
-grpc_lane.py; bulk_lane.py has other ways for push, pull and push_pull, and keeps the rest.
+nothing of retries, sessions, clocks or other shards; those are in shards.py, session.py and exchange.py. shard_lane.py has the
+lanes of real shards.
 
 Every call runs in a `Scope`: cancelling the scope from another thread ends the call at once, with `Cancelled`.
 """
@@ -123,24 +123,33 @@ class GradientPart:
             yield block, None if self.present is None else self.present[block.segment_tensors]
 
 
+@dataclass
+class Traffic:
+    """Payload bytes of one lane so far."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
 class Lane(ABC):
     """The way to one shard. Bulk calls come from one thread at a time; control calls may run beside them.
 
     Attributes:
-        shard: index. address: HOST:PORT.
-        sent_bytes, received_bytes: payload bytes so far.
+        shard: index. address: HOST:PORT. traffic: so far.
         transport: how bulk data travels, and why not better, for status.
     """
 
     transport: str
-    is_interruptible = False
-    """True if a bulk call made now may be interrupted by an exception out of a signal handler, as Ctrl-C raises."""
 
     def __init__(self, shard: int, address: str) -> None:
         self.shard = shard
         self.address = address
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self.traffic = Traffic()
+
+    @property
+    def is_interruptible(self) -> bool:
+        """True if a bulk call made now may be interrupted by an exception out of a signal handler, as Ctrl-C raises."""
+        return False
 
     def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
         """Open what bulk calls need; how to share memory with the shard, None if it cannot see this process's."""

@@ -1,8 +1,8 @@
 """One worker's connection: the order of things (connected, declared, closed), one thread at a time, and the end.
 
 A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
-exits. flat_calls.py adds what the faces of frameworks build on: flat buffers in, flat buffers out; client.py adds names.
-ending.py is for those that nobody closes. The work is done below: session.py (who takes part) and exchange.py (bytes).
+exits (ending.py). Programs hold a ParameterServer, which has a worker; flat_calls.py adds what all faces build on: flat buffers
+in, flat buffers out. The work is done below: session.py (who takes part) and exchange.py (bytes).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TypeVar
 
 from psd.contract.config import ClientConfig
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, WaitTimeout
@@ -24,17 +22,14 @@ from psd_client.exchange import Exchange
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.heartbeat import Heartbeats
-from psd_client.retry import RetryPolicy
 from psd_client.session import Session
-from psd_client.shards import Shards
+from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Cancelled, Lane
 from psd_client.waiting import Health, WaitReporter
 
 logger = logging.getLogger("psd_client")
 
 CLIENT_STATE_BYTES_MAX = 1 << 20
-
-WorkerT = TypeVar("WorkerT", bound="Worker")
 
 
 class Worker:
@@ -63,10 +58,10 @@ class Worker:
         ending.remember(self)
         heartbeats.start()
         try:
-            with self._operation("connect"):
+            with self.operation("connect"):
                 self._session.join()
         except BaseException as error:
-            self._close(error)
+            self.close(error)
             raise
         heartbeats.wake()
 
@@ -82,75 +77,42 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Steps that this worker has finished; a worker that joins a running job begins at the others' clock."""
+        """See ParameterServer.clock."""
         return self._session.clock
 
     def barrier(self, name: str) -> None:
-        """Wait until all workers that are in the job have called barrier with this name.
-
-        Raises:
-            BarrierTimeout: the workers that it names have not come until the wait timeout.
-        """
-        with self._operation(f"barrier {name!r}"):
+        """See ParameterServer.barrier."""
+        with self.operation(f"barrier {name!r}"):
             self._session.barrier(name)
 
     def stats(self) -> dict[str, int]:
-        """What this worker has done so far.
-
-        Returns:
-            pushes: that all shards have. pushes_dropped: given up, because their calls had failed and another gradient was to
-            be pushed. pushes_overruled: whose learning rate or the like gave way to that of a worker that has been in the job
-            for longer. blocks_counted, blocks_duplicate: blocks of pushes that have the gradient; those that had it already
-            when it came again are the latter. blocks_late: that do not, because their round had closed without it.
-            blocks_staged: exact aggregation: of which that is not decided yet. rounds_skipped: see `is_skipped`. rejoins: new
-            sessions after the first. sent_bytes, received_bytes: numbers moved.
-        """
+        """See ParameterServer.stats."""
         counts = dict(self._exchange.counts) if self._exchange is not None else {}
         lanes = self._shards.lanes
         return counts | {
             "rejoins": self._session.rejoins,
-            "sent_bytes": sum(lane.sent_bytes for lane in lanes),
-            "received_bytes": sum(lane.received_bytes for lane in lanes),
+            "sent_bytes": sum(lane.traffic.sent_bytes for lane in lanes),
+            "received_bytes": sum(lane.traffic.received_bytes for lane in lanes),
         }
 
     @property
     def transports(self) -> list[str]:
-        """Per shard, how bulk data travels ("shm", "tcp", "grpc"), and why not better; empty before `declare`."""
+        """See ParameterServer.transports."""
         return [lane.transport for lane in self._shards.lanes]
 
     def save_client_state(self, state: bytes) -> None:
-        """Have checkpoints hold what this worker needs to go on: where it is in its data, the state of random numbers.
-
-        Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
-        restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
-        call it before that.
-        """
+        """See ParameterServer.save_client_state."""
         if len(state) > CLIENT_STATE_BYTES_MAX:
             raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
-        self._declared.client_state = bytes(state)
+        self.declared.client_state = bytes(state)
 
     @property
     def client_state(self) -> bytes:
-        """What a worker of this rank had saved, as of the step at which this one goes on; empty if nothing.
-
-        Set by `declare`, and anew when the job goes back to a checkpoint.
-        """
+        """See ParameterServer.client_state."""
         return self._session.stored_state
 
-    def close(self) -> None:
-        """Say that this worker has finished, and disconnect; nobody waits for it any more. Idempotent.
-
-        Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
-        killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
-        wait timeout. What prevents that is logged; so is a call that has failed since, after which nothing is waited for. A
-        program that ends without close() waits likewise. Only over gRPC, and if this Python starts no threads then, as some
-        3.12 do not, a killed shard gets no more than 31 MiB again, and nothing with exact aggregation; the log says then that
-        the gradient is lost.
-        """
-        self._close(None)
-
-    def _close(self, error: BaseException | None) -> None:
-        """Leave as one who has finished, or has failed by `error`."""
+    def close(self, error: BaseException | None = None) -> None:
+        """See ParameterServer.close. Leave as one who has finished, or has failed by `error`. Idempotent."""
         if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
             self._shut_down.detach()
             return
@@ -176,7 +138,7 @@ class Worker:
                 self._session.has_failed = not is_success
                 ending.shut_down(*arguments[2])
 
-    def _abort_feed(self) -> None:
+    def abort_feed(self) -> None:
         """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
 
         One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
@@ -199,7 +161,7 @@ class Worker:
             return
         self._session.is_leaving = True
         try:
-            with self._operation("close"):
+            with self.operation("close"):
                 exchange.confirm()
         except (PsdError, RuntimeError) as error:
             self._warn_unconfirmed(str(error))
@@ -212,24 +174,23 @@ class Worker:
             why,
         )
 
-    def __enter__(self: WorkerT) -> WorkerT:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._close(error)
-
     @property
     def gradients(self) -> FlatBuffers:
         """Where the gradients of the next push are to be written."""
-        return self._declared.gradients
+        return self.declared.gradients
 
     @property
     def parameters(self) -> FlatBuffers:
         """Where pulls leave the parameters."""
-        return self._declared.parameters
+        return self.declared.parameters
 
     @property
-    def _declared(self) -> Exchange:
+    def declared(self) -> Exchange:
+        """The data plane, once there is a job.
+
+        Raises:
+            NotDeclared: there is none yet.
+        """
         if self._exchange is None:
             raise NotDeclared("psd: nothing is declared yet: call declare() first")
         return self._exchange
@@ -246,7 +207,7 @@ class Worker:
         )
 
     @contextmanager
-    def _operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
+    def operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
         """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
         if os.getpid() != self._pid:
             raise RuntimeError(

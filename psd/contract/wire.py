@@ -116,23 +116,18 @@ class Stream:
                 self._kept_back = front + bytes(view)
                 return
             self._kept_back = b""
-            sent = self._sent(lambda: self.socket.sendmsg((front, view) if view.nbytes else (front,)))
-            if sent < len(front):
-                self._send_all(memoryview(front)[sent:])
-                sent = len(front)
-            if sent - len(front) < view.nbytes:
-                self._send_all(view[sent - len(front) :])
-
-    def _send_all(self, view: memoryview) -> None:
-        while view.nbytes:
-            view = view[self._sent(lambda view=view: self.socket.send(view)) :]  # type: ignore[misc]
-
-    def _sent(self, send: Callable[[], int]) -> int:
-        while True:
-            try:
-                return send()
-            except OSError as error:
-                self._pause_after(error)
+            while front:
+                try:
+                    sent = self.socket.sendmsg((front, view) if view.nbytes else (front,))
+                except OSError as error:
+                    self._pause_after(error)
+                    continue
+                front, view = front[sent:], view[max(0, sent - len(front)) :]
+            while view.nbytes:
+                try:
+                    view = view[self.socket.send(view) :]
+                except OSError as error:
+                    self._pause_after(error)
 
     def send_if_idle(self, kind: Kind) -> None:
         """Send a message of 16 bytes, unless another one is being sent or the peer does not read; never waits."""

@@ -7,6 +7,7 @@ know tickets or listeners.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -35,6 +36,8 @@ Admit = Callable[["BulkConnection", bytes], int]
 
 HELLO_BYTES_MAX = 1024
 """Of a head, until the ticket has been shown."""
+
+_PUSHES = (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
 
 
 class BulkConnection:
@@ -77,7 +80,7 @@ class BulkConnection:
             self._stream.set_deadline(hello_s)
             self._welcome(admit)
             self._stream.set_deadline(None)
-            self._stream.head_bytes_max = self._shard.core.config.limits.message_bytes_max
+            self._stream.head_bytes_max = self._shard.config.limits.message_bytes_max
             self._scratch = memoryview(np.empty(BLOCK_BYTES_MAX // 8)).cast("B")  # type: ignore[arg-type]  # aligned
             while self._begin_message():
                 kind, head, payload_bytes = self._stream.receive()
@@ -170,7 +173,7 @@ class BulkConnection:
         try:
             if len(descriptors) != 1:
                 raise InvalidRequest("descriptor: the byte after SEND came without one")
-            job = self._shard.core.declared()
+            job = self._shard.declared()
             if attach.layout_digest != job.layout.digest:
                 raise LayoutMismatch("layout_digest: is not this job's")
             self._memory = WorkerMemory(descriptors[0], attach, job.layout)
@@ -192,15 +195,26 @@ class BulkConnection:
         return descriptors
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
-        method = call.method
-        is_push = method in (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
-        pushed = _Pushed(self._stream, self._scratch, self._attached, self.rank) if is_push else None
+        """Answer one call: with blocks as they are there, and then its reply or its error."""
+        pushed = _Pushed(self._stream, self._scratch, self._attached, self.rank) if call.method in _PUSHES else None
+        has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
+        reply = bulk_pb2.BulkReply()
         try:
             self._shard.check_draining()
-            self._check_caller(call.push.caller if is_push else call.pull.caller)
+            self._check_caller(call.pull.caller if pushed is None else call.push.caller)
             self._is_in_call = True
-            blocks = iter(()) if pushed is None else pushed.blocks()
-            reply = self._answered(call, blocks, Waiter(self._shard, _Deadline(self, call.timeout_s)))
+            with self._way_out() as put, contextlib.closing(self._answers(call, pushed)) as answers:
+                for item in answers:
+                    if not isinstance(item, Answer):
+                        reply.push.CopyFrom(item)
+                    elif has_payload:
+                        self._plane.counts.count_bytes(sent=item.nbytes)
+                        if call.into_memory:
+                            reply.blocks.append(item.block)
+                            reply.versions.append(item.version)
+                        put(_Outgoing(item, call.into_memory, call.announce))
+                    else:
+                        item.release()
         except (Disconnected, TimeoutError):
             raise
         except Exception as error:
@@ -217,45 +231,29 @@ class BulkConnection:
             with self._lock:
                 self._callbacks.clear()
 
-    def _answered(self, call: bulk_pb2.BulkCall, blocks: Iterator[PushedBlock], waiter: Waiter) -> bulk_pb2.BulkReply:
-        reply = bulk_pb2.BulkReply()
-        if call.method == bulk_pb2.BULK_METHOD_PUSH:
-            reply.push.CopyFrom(self._plane.push(call.push, blocks, waiter))
-            return reply
-        if call.method == bulk_pb2.BULK_METHOD_PULL:
-            answers: Generator[Answer | data_pb2.PushReply] = self._plane.pull(call.pull, waiter)
-        elif call.method == bulk_pb2.BULK_METHOD_PUSH_PULL:
-            answers = self._plane.push_pull(call.push, blocks, waiter)
-        else:
-            raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
-        has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
-        is_large = len(self._shard.core.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
-        outbox = self._outbox() if is_large and self._has_core_to_spare() else None
-        sent = 0
-        put = self._deliver if outbox is None else outbox.put
-        try:
-            for item in answers:
-                if not isinstance(item, Answer):
-                    reply.push.CopyFrom(item)
-                elif has_payload:
-                    sent += item.nbytes
-                    if call.into_memory:
-                        reply.blocks.append(item.block)
-                        reply.versions.append(item.version)
-                    put(_Outgoing(item, call.into_memory, call.announce))
-                else:
-                    item.release()
-        finally:
-            answers.close()
-            if outbox is not None:
-                outbox.flush()
-            self._plane.counts.count_bytes(sent=sent)
-        return reply
+    def _answers(self, call: bulk_pb2.BulkCall, pushed: _Pushed | None) -> Generator[Answer | data_pb2.PushReply]:
+        """Begin the call on the data plane."""
+        waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
+        if pushed is None:
+            if call.method != bulk_pb2.BULK_METHOD_PULL:
+                raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
+            return self._plane.pull(call.pull, waiter)
+        begin = self._plane.push if call.method == bulk_pb2.BULK_METHOD_PUSH else self._plane.push_pull
+        return begin(call.push, pushed.blocks(), waiter)
 
-    def _outbox(self) -> Outbox[_Outgoing]:
+    @contextlib.contextmanager
+    def _way_out(self) -> Iterator[Callable[[_Outgoing], None]]:
+        """Where answers go: to a second thread, where there are many and a core to spare. In the end they have left."""
+        is_large = len(self._shard.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
+        if not (is_large and self._has_core_to_spare()):
+            yield self._deliver
+            return
         if self._second_thread is None:
             self._second_thread = Outbox(self._deliver, lambda out: out.answer.release(), "psd-bulk-out")
-        return self._second_thread
+        try:
+            yield self._second_thread.put
+        finally:
+            self._second_thread.flush()
 
     def _check_caller(self, caller: job_pb2.Caller) -> None:
         if caller.rank != self.rank:
@@ -280,7 +278,7 @@ class BulkConnection:
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
             raise InvalidRequest("in_memory: nothing is attached to this connection")
-        if self._memory.layout_digest != self._shard.core.declared().layout.digest:
+        if self._memory.layout_digest != self._shard.declared().layout.digest:
             raise LayoutMismatch("in_memory: the memory was attached for another job")
         return self._memory
 

@@ -30,7 +30,6 @@ from psd.rim.calls import Guard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
-from psd.state.membership import WorkerState
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -155,8 +154,7 @@ class BulkServer:
     def open(self, request: control_pb2.OpenBulkRequest, metadata: Metadata = ()) -> control_pb2.OpenBulkReply:
         """See ControlService.OpenBulk. `metadata`: of the call; its token must stay good as long as the connection is used."""
         is_welcome = (lambda: True) if self._access is None else self._access.holder(metadata)
-        with self._shard.core.lock:
-            worker = self._shard.core.check_caller(request.caller)
+        worker = self._shard.check_caller(request.caller)
         ticket, now = secrets.token_bytes(32), time.monotonic()
         with self._lock:
             self._forget_old_tickets(now)
@@ -272,13 +270,7 @@ class BulkServer:
 
     def _is_current(self, connection: BulkConnection) -> bool:
         """False if its worker does not take part any more, or as another session that has not called on it."""
-        membership = self._shard.core.membership
-        if membership is None or connection.rank < 0:
-            return True
-        if connection.rank >= len(membership.workers):  # of a job that there was before
-            return False
-        worker = membership.workers[connection.rank]
-        return worker.state is WorkerState.LIVE and worker.session == connection.session
+        return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
 
     def connections(self) -> dict[str, LaneConnections]:
         """By lane."""

@@ -6,12 +6,10 @@ INVALID_ARGUMENT with the field's name instead of gRPC's anonymous INTERNAL.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -108,15 +106,6 @@ def wait_s(context: Caller) -> float:
     return WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
 
 
-def settle(future: Future[Any], outcome: Any) -> None:
-    """Give a future its result or, if `outcome` is an error, its exception; the first one holds."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(outcome, PsdError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-
 def forget_frames(error: BaseException) -> None:
     """Drop the tracebacks of an error and of those before it, and what their frames hold.
 
@@ -151,10 +140,9 @@ class Guard:
         told = error
         if not isinstance(told, PsdError):
             logger.error("a request failed by a defect of the shard", exc_info=error)
-            told = InternalError(f"shard {self._shard.core.config.shard_index} failed; its log has the traceback")
+            told = InternalError(f"shard {self._shard.config.shard_index} failed; its log has the traceback")
         forget_frames(error)
-        with self._shard.core.lock:
-            self._shard.core.counters.count_error(told)
+        self._shard.count_error(told)
         return told
 
     def _refuse(self, context: grpc.ServicerContext, error: Exception) -> NoReturn:

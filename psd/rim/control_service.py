@@ -136,11 +136,9 @@ class ControlService:
 
     def barrier(self, request: control_pb2.BarrierRequest, context: grpc.ServicerContext) -> control_pb2.BarrierReply:
         """See ControlService.Barrier."""
-        core = self._shard.core
-        began = core.now()
+        began = self._shard.now()
         generation = Waiter(self._shard, context).wait(self._shard.arrive(request))
-        with core.lock:
-            core.counters.barriers.observe(core.now() - began)
+        self._shard.count_barrier(self._shard.age_s(began))
         return control_pb2.BarrierReply(generation=generation)
 
     def describe(self, request: control_pb2.DescribeRequest, context: grpc.ServicerContext) -> control_pb2.DescribeReply:

@@ -74,19 +74,21 @@ class DataPlane:
     """
 
     def __init__(self, shard: Shard, lane: str) -> None:
-        self.counts = shard.core.counters.lanes[lane]
-        self._now = shard.core.now
+        self.counts = shard.lane_counts(lane)
+        self._now = shard.now
         self._exchange = shard.exchange
 
-    def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> data_pb2.PushReply:
-        """See DataService.Push."""
+    def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> Generator[data_pb2.PushReply]:
+        """See DataService.Push: the push's reply."""
         began = self._now()
         push = self._begin(header, waiter)
-        for block in blocks:
-            self._take(push, block._replace(is_lent=False), waiter)  # who only pushes does not wait for the round
+        for block in self._arriving(push, blocks):
+            # Nothing is lent: who only pushes does not wait for the round.
+            while (ticket := self._exchange.push_block(push, block.block, block.present, block.payload)) is not None:
+                waiter.wait(ticket)
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
-        return reply
+        yield reply
 
     def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[Answer]:
         """See DataService.Pull."""
@@ -94,7 +96,9 @@ class DataPlane:
         pull, blocks = self._exchange.begin_pull(request)
         self._pass_gate(pull, pull.clock, waiter)
         for block in blocks:
-            yield self._read(block, pull, waiter)
+            while not isinstance(found := self._exchange.read(block, pull), tuple):
+                waiter.wait(found)
+            yield Answer(block, found)
         self.counts.count_call("pull", self._now() - began)
 
     def push_pull(
@@ -110,12 +114,13 @@ class DataPlane:
         pull = self._exchange.begin_answer(push)
         pending: deque[BlockState] = deque()
         try:
-            for pushed in blocks:
+            for index, present, payload, is_lent, is_followed in self._arriving(push, blocks):
                 covered = len(push.covered)
-                self._take(push, pushed, waiter)
+                while (ticket := self._exchange.push_block(push, index, present, payload, is_lent=is_lent)) is not None:
+                    waiter.wait(ticket)
                 if len(push.covered) > covered:
-                    pending.append(push.job.block(pushed.block))
-                if pushed.is_followed and pull.has_rounds:
+                    pending.append(push.job.block(index))
+                if is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     yield Answer(pending.popleft(), found)
@@ -123,7 +128,9 @@ class DataPlane:
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for block in pending:
-                yield self._read(block, pull, waiter)
+                while not isinstance(read := self._exchange.read(block, pull), tuple):
+                    waiter.wait(read)
+                yield Answer(block, read)
         finally:
             push.loan.end()
         self.counts.count_call("push_pull", self._now() - began)
@@ -134,21 +141,13 @@ class DataPlane:
         self._pass_gate(push, push.clock, waiter)
         return push
 
-    def _take(self, push: Push, block: PushedBlock, waiter: Waiter) -> None:
-        self._exchange.check_arrival(push)
-        while (
-            ticket := self._exchange.push_block(push, block.block, block.present, block.payload, is_lent=block.is_lent)
-        ) is not None:
-            waiter.wait(ticket)
-        self.counts.count_bytes(received=block.payload.nbytes)
+    def _arriving(self, push: Push, blocks: Iterator[PushedBlock]) -> Iterator[PushedBlock]:
+        """The blocks of a push, each counted when the next one is asked for."""
+        for block in blocks:
+            self._exchange.check_arrival(push)
+            yield block
+            self.counts.count_bytes(received=block.payload.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:
             waiter.wait(ticket)
-
-    def _read(self, block: BlockState, pull: Pull, waiter: Waiter) -> Answer:
-        while True:
-            found = self._exchange.read(block, pull)
-            if isinstance(found, tuple):
-                return Answer(block, found)
-            waiter.wait(found)

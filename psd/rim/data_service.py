@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
-from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, settle, wait_s
+from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import Answer, DataPlane, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
-from psd.state.cuts import Snapshot
+from psd.state.cuts import Done
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
@@ -35,7 +34,7 @@ class DataService:
         self._shard = shard
         self._guard = guard
         self._plane = plane
-        self._reads = threading.BoundedSemaphore(shard.core.config.limits.reads_max)
+        self._reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -71,7 +70,8 @@ class DataService:
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
         """See DataService.Push."""
         frame = _next(requests)
-        return self._plane.push(_header(frame), _blocks(frame, requests), Waiter(self._shard, context))
+        (reply,) = self._plane.push(_header(frame), _blocks(frame, requests), Waiter(self._shard, context))
+        return reply
 
     def pull(self, request: data_pb2.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Pull."""
@@ -81,7 +81,7 @@ class DataService:
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Read."""
         if not self._reads.acquire(blocking=False):
-            limit = self._shard.core.config.limits.reads_max
+            limit = self._shard.config.limits.reads_max
             raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
         try:
             yield from self._read(request, context)
@@ -89,22 +89,19 @@ class DataService:
             self._reads.release()
 
     def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        ready: Future[Snapshot] = Future()
-
-        def miss(cut: data_pb2.Cut, why: str) -> None:
-            settle(ready, CutMissed(f"cut.step: {cut.step} is too early: {why}"))
-
-        def hang_up() -> None:
-            settle(ready, InvalidRequest("the reader hung up"))
-
-        snapshot = self._shard.begin_read(request, lambda complete: settle(ready, complete), miss)
+        done: Done = SimpleQueue()
+        snapshot = self._shard.begin_read(request, done)
         try:
-            if not context.add_callback(hang_up):
+            if not context.add_callback(lambda: done.put(None)):
                 return
             try:
-                ready.result(wait_s(context))
-            except FutureTimeoutError:
+                is_done = done.get(timeout=wait_s(context)) is not None
+            except Empty:
                 raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+            if not is_done:
+                raise InvalidRequest("the reader hung up")
+            if snapshot.why_missed:
+                raise CutMissed(f"cut.step: {request.cut.step} is too early: {snapshot.why_missed}")
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
                 yield self._frame(Answer(snapshot.job.blocks[index], (page.version, page)))
@@ -125,7 +122,7 @@ class DataService:
 
     def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
         """See DataService.PushPullSmall."""
-        count_max = max(1, len(self._shard.core.initialized().blocks))
+        count_max = max(1, len(self._shard.initialized().blocks))
         if len(request.frames) > count_max:
             raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
         if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:

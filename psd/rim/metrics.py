@@ -18,8 +18,10 @@ import psd
 from psd.rim.bulk_server import LaneConnections
 from psd.rim.checkpointer import Progress
 from psd.state.counts import SECONDS, Histogram
+from psd.state.job import Job
 from psd.state.membership import Worker, WorkerState
-from psd.state.shard import Shard, ShardState
+from psd.state.shard import Shard
+from psd.state.status import ShardState, ShardStatus
 from psd.state.tickets import WaitKind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,7 +69,7 @@ class _ShardCollector(Collector):
         self._shard = shard
         self._progress = progress
         self._connections = connections
-        self._index = str(shard.core.config.shard_index)
+        self._index = str(shard.config.shard_index)
 
     def describe(self) -> list[Metric]:
         """Nothing: what there is depends on the job."""
@@ -75,11 +77,12 @@ class _ShardCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, now."""
-        yield from self._identity()
-        yield from self._calls()
-        yield from self._waits()
-        yield from self._workers()
-        yield from self._job()
+        now = self._shard.status()
+        yield from self._identity(now)
+        yield from self._calls(now)
+        yield from self._workers(now)
+        if now.job is not None:
+            yield from self._job(now.job)
         yield from self._checkpoints()
         yield from self._bulk()
 
@@ -108,48 +111,39 @@ class _ShardCollector(Collector):
 
     # -- groups of metrics -----------------------------------------------------------------------------------------------
 
-    def _identity(self) -> Iterator[Metric]:
-        shard = self._shard
-        core = shard.core
+    def _identity(self, now: ShardStatus) -> Iterator[Metric]:
         build = GaugeMetricFamily("psd_build_info", "1; the version of psd and of Python.", labels=("version", "python"))
         build.add_metric((psd.__version__, platform.python_version()), 1)
         yield build
         yield self._gauge(
             "psd_shard_info",
             "1; the number of shards, and the shard's incarnation, another one after each restart.",
-            ((str(core.config.shard_count), f"{core.incarnation:x}"), 1),
+            ((str(self._shard.config.shard_count), f"{now.incarnation:x}"), 1),
             labels=("shards", "incarnation"),
         )
-        state = shard.state
         yield self._gauge(
             "psd_shard_state",
             "1 for the state that the shard is in, 0 for the others; it can be trained while it is serving.",
-            *(((each.name.lower(),), float(each is state)) for each in ShardState),
+            *(((each.name.lower(),), float(each is now.state)) for each in ShardState),
             labels=("state",),
         )
-        arena = core.storage.arena
-        restarts = arena.word("restarts") if arena is not None else 0
-        yield self._counter("psd_shard_restarts_total", "Processes that have gone on with this arena.", ((), restarts))
-        yield self._gauge("psd_timeline", "How often the job has gone back to a checkpoint.", ((), core.timeline))
+        yield self._counter("psd_shard_restarts_total", "Processes that have gone on with this arena.", ((), now.restarts))
+        yield self._gauge("psd_timeline", "How often the job has gone back to a checkpoint.", ((), now.timeline))
 
-    def _calls(self) -> Iterator[Metric]:
-        core = self._shard.core
-        counters = core.counters
-        with core.lock:
-            results = (
-                (("accepted",), counters.pushes_accepted),
-                (("duplicate",), counters.pushes_duplicate),
-                (("late",), counters.pushes_late),
-            )
-            errors = sorted(counters.errors.items())
-            barriers = counters.barriers.copy()
-            barriers_opened = core.barriers.opened_count
+    def _calls(self, now: ShardStatus) -> Iterator[Metric]:
+        counters = now.counters
+        results = (
+            (("accepted",), counters.pushes_accepted),
+            (("duplicate",), counters.pushes_duplicate),
+            (("late",), counters.pushes_late),
+        )
+        errors = sorted(counters.errors.items())
+        lanes = counters.lanes
         yield self._counter("psd_pushes_total", "Pushes, by what became of them.", *results, labels=("result",))
         yield self._counter("psd_pulls_total", "Pulls that were begun.", ((), counters.pulls))
         yield self._counter(
             "psd_request_errors_total", "Requests that ended in an error, by its kind.", *errors, labels=("reason", "code")
         )
-        lanes = {name: lane.copy() for name, lane in counters.lanes.items()}
         yield self._seconds(
             "psd_call_seconds",
             "From the begin of a call to its end, waits for other workers included; without calls that failed.",
@@ -168,11 +162,11 @@ class _ShardCollector(Collector):
             *(((name,), lane.bytes_sent) for name, lane in lanes.items()),
             labels=("lane",),
         )
-        yield self._seconds("psd_barrier_seconds", "From a worker's arrival at a barrier to its opening.", ((), barriers))
-        yield self._counter("psd_barriers_opened_total", "How often a barrier has opened.", ((), barriers_opened))
-
-    def _waits(self) -> Iterator[Metric]:
-        kinds = [ticket.kind for ticket in self._shard.core.waiting.open()]
+        yield self._seconds(
+            "psd_barrier_seconds", "From a worker's arrival at a barrier to its opening.", ((), counters.barriers)
+        )
+        yield self._counter("psd_barriers_opened_total", "How often a barrier has opened.", ((), now.barriers_opened))
+        kinds = [ticket.kind for ticket in now.waits]
         yield self._gauge(
             "psd_waits",
             "Calls that wait for other workers, by what they wait for.",
@@ -180,20 +174,21 @@ class _ShardCollector(Collector):
             labels=("kind",),
         )
 
-    def _workers(self) -> Iterator[Metric]:
-        core = self._shard.core
-        with core.lock:
-            expired, sessions = core.counters.leases_expired, core.counters.sessions
-            workers = list(core.membership.workers) if core.membership is not None else []
-            states = [worker.state for worker in workers]
+    def _workers(self, now: ShardStatus) -> Iterator[Metric]:
+        counters, workers = now.counters, now.workers
+        states = [worker.state for worker in workers]
         yield self._gauge(
             "psd_workers",
             "Workers of the job, by state.",
             *(((state.name.lower(),), states.count(state)) for state in WorkerState),
             labels=("state",),
         )
-        yield self._counter("psd_worker_leases_expired_total", "Workers that were silent for too long.", ((), expired))
-        yield self._counter("psd_worker_sessions_total", "Joins of workers, also of those that came back.", ((), sessions))
+        yield self._counter(
+            "psd_worker_leases_expired_total", "Workers that were silent for too long.", ((), counters.leases_expired)
+        )
+        yield self._counter(
+            "psd_worker_sessions_total", "Joins of workers, also of those that came back.", ((), counters.sessions)
+        )
         yield self._counter(
             "psd_worker_awaited_seconds_total",
             "How long others have waited for the worker: in rounds, from the first gradient to its own, as the shard's first "
@@ -215,10 +210,7 @@ class _ShardCollector(Collector):
             labels=("worker",),
         )
 
-    def _job(self) -> Iterator[Metric]:
-        job = self._shard.core.job
-        if job is None:
-            return
+    def _job(self, job: Job) -> Iterator[Metric]:
         yield self._seconds(
             "psd_round_seconds", "From the first gradient of a block's round to its update; per block.", ((), job.round_times)
         )

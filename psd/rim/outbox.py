@@ -1,4 +1,4 @@
-"""Sends a call's answers from a second thread, so that they leave while the first one takes in what still comes.
+"""A second thread that sends what a first one puts, so that answering goes on beside what still comes in.
 
 On a connection that moves many blocks, receiving and applying takes one core and answering the other. What is queued is
 bounded, since each answer pins a page. Must not know what sending an answer means.
@@ -7,11 +7,12 @@ bounded, since each answer pins a page. Must not know what sending an answer mea
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import Queue
 from typing import Generic, TypeVar
 
 QUEUED_MAX = 8
+"""Items that wait or are being sent."""
 
 ItemT = TypeVar("ItemT")
 
@@ -26,63 +27,40 @@ class Outbox(Generic[ItemT]):
     def __init__(self, send: Callable[[ItemT], None], discard: Callable[[ItemT], None], name: str) -> None:
         self._send = send
         self._discard = discard
-        self._queue: deque[ItemT] = deque()
-        self._changed = threading.Condition()
-        self._pending = 0  # queued, or being sent
+        self._queue: Queue[ItemT | None] = Queue(QUEUED_MAX - 1)  # beside the one that is being sent
         self._error: BaseException | None = None
-        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, item: ItemT) -> None:
-        """Queue an item; waits while QUEUED_MAX are queued. It is sent or discarded in any case.
+        """Queue an item; waits while QUEUED_MAX are there. It is sent or discarded in any case.
 
         Raises:
             the error with which sending has failed.
         """
-        with self._changed:
-            while self._pending >= QUEUED_MAX and self._error is None:
-                self._changed.wait()
-            if self._error is None:
-                self._queue.append(item)
-                self._pending += 1
-                self._changed.notify_all()
-                return
-            error = self._error
-        self._discard(item)
-        raise error
+        if self._error is not None:
+            self._discard(item)
+            raise self._error
+        self._queue.put(item)
 
     def flush(self) -> None:
         """Wait until everything is sent; raises the error with which sending has failed."""
-        with self._changed:
-            while self._pending:
-                self._changed.wait()
-            error, self._error = self._error, None
+        self._queue.join()
+        error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
         """Send what is queued, and end the thread."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._is_closed:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                item = self._queue.popleft()
-                has_failed = self._error is not None
-            error = None
+        while (item := self._queue.get()) is not None:
             try:
-                (self._discard if has_failed else self._send)(item)
-            except BaseException as caught:  # noqa: BLE001 - raised in the thread that put the item
-                error = caught
-            with self._changed:
-                self._pending -= 1
+                (self._send if self._error is None else self._discard)(item)
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that puts the items
                 self._error = self._error or error
-                self._changed.notify_all()
+            finally:
+                del item  # or it would be kept until the next one comes
+                self._queue.task_done()

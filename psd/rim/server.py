@@ -35,7 +35,8 @@ from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
 from psd.state.membership import tick_s
-from psd.state.shard import Shard, ShardState
+from psd.state.shard import Shard
+from psd.state.status import ShardState
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,6 @@ class ShardServer:
         )
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
         self._checkpointer = Checkpointer(self.shard, config, directory) if directory is not None else None
-        if self._checkpointer is not None:
-            self.shard.cuts.hand_to(self._checkpointer.on_ready, self._checkpointer.on_missed, self._checkpointer.announce_due)
         self.done = threading.Event()
         self.address = config.listen
         self.metrics_port = 0
@@ -154,11 +153,11 @@ class ShardServer:
             ) from error
         self.address = f"{host}:{bound}"
         if self.shard.is_recovered:
-            job = self.shard.core.declared()
+            job = self.shard.declared()
             logger.warning(
                 "the shard goes on where an earlier process of it ended",
                 extra={
-                    "run_id": self.shard.core.run_id,
+                    "run_id": self.shard.run_id,
                     "version_min": job.version_min,
                     "version_max": job.version_max,
                 },
@@ -166,7 +165,7 @@ class ShardServer:
         elif self.shard.restored_from is not None:
             logger.warning(
                 "the shard begins with a checkpoint",
-                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.core.run_id},
+                extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.run_id},
             )
         if self._config.metrics_port is not None:
             self._metrics = self._metrics_server(host.strip("[]"), self._config.metrics_port)
@@ -216,13 +215,11 @@ class ShardServer:
                     "rank": worker.rank,
                     "step": worker.clock,
                     "lease_s": self._config.lease_s,
-                    "run_id": self.shard.core.run_id,
+                    "run_id": self.shard.run_id,
                 },
             )
         self._check_done()
         self._update_readiness()
-        if self._checkpointer is not None:
-            self._checkpointer.announce_due()
 
     def _check_done(self) -> None:
         if self.shard.is_done:
@@ -257,7 +254,7 @@ class ShardServer:
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
             if self.done.is_set():
-                self._checkpointer.take_final()
+                self.shard.schedule.announce_final()
             self._checkpointer.stop()
         # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
         self.shard.close(keep=not self.done.is_set())

@@ -53,26 +53,23 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
 
 def shard_status(shard: Shard, address: str, progress: Progress | None) -> control_pb2.StatusReply:
     """Everything that psdctl shows of this shard. `progress`: of its checkpoints, if it takes any."""
-    core = shard.core
+    now = shard.status()
+    job = now.job
     reply = control_pb2.StatusReply(
-        shard_index=core.config.shard_index,
-        shard_count=core.config.shard_count,
-        state=shard.state.value,  # type: ignore[arg-type]
-        run_id=core.run_id,
-        incarnation=core.incarnation,
+        shard_index=shard.config.shard_index,
+        shard_count=shard.config.shard_count,
+        state=now.state.value,  # type: ignore[arg-type]
+        run_id=now.run_id,
+        incarnation=now.incarnation,
         address=address,
-        uptime_s=shard.uptime_s,
+        uptime_s=now.uptime_s,
         version=psd.__version__,
-        waits=[wait_status(shard, ticket) for ticket in core.waiting.open()],
+        waits=[wait_status(shard, ticket) for ticket in now.waits],
+        world_size=len(now.workers),
+        min_clock=now.min_clock,
+        workers=[worker_status(shard, worker) for worker in now.workers],
+        **{name: getattr(now.counters, name) for name in COUNTERS},
     )
-    with core.lock:
-        for name in COUNTERS:
-            setattr(reply, name, getattr(core.counters, name))
-        if core.membership is not None:
-            reply.world_size = len(core.membership.workers)
-            reply.min_clock = core.membership.min_clock() or 0
-            reply.workers.extend(worker_status(shard, w) for w in core.membership.workers)
-        job = core.job
     if job is not None:
         reply.parameter_bytes = job.parameter_bytes
         reply.slot_bytes = job.slot_bytes
@@ -85,11 +82,11 @@ def shard_status(shard: Shard, address: str, progress: Progress | None) -> contr
         reply.reduction = job.spec.reduction
         reply.quorum = job.spec.quorum
         reply.aggregation = job.spec.aggregation
-        reply.timeline = core.timeline
-        reply.restored_from = core.restored_from
+        reply.timeline = now.timeline
+        reply.restored_from = now.restored_from
         reply.arena_bytes = job.arena.used_bytes
         reply.ages.extend(job.ages)
-        reply.state_dir = str(core.storage.directory)
+        reply.state_dir = str(now.directory)
     if progress is not None:
         reply.checkpoint_dir = progress.location
         reply.checkpoint_last = progress.last

@@ -6,6 +6,7 @@ whoever asks pays for adding up. Must not know Prometheus, messages or lanes' ca
 
 from __future__ import annotations
 
+import copy
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -106,6 +107,14 @@ class Counters:
         """Note that a call has ended in an error. There are as many reasons as classes of errors."""
         key = (error.reason, error.code)
         self.errors[key] = self.errors.get(key, 0) + 1
+
+    def copy(self) -> Counters:
+        """As they are now."""
+        found = copy.copy(self)
+        found.errors = dict(self.errors)
+        found.barriers = self.barriers.copy()
+        found.lanes = {name: lane.copy() for name, lane in self.lanes.items()}
+        return found
 
     @property
     def requests_refused(self) -> int:

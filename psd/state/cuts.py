@@ -4,17 +4,20 @@ A shard announces a cut, workers carry it to the others. With rounds it is a ver
 hears of it before its blocks get there; each block's page is pinned when the block reaches that version. Without rounds each
 shard pins all its blocks at one instant. Training goes on meanwhile: an update writes to another page.
 
-A cut that is complete here is handed over as a `Snapshot`. Thread-safe; called under the blocks' locks, so it takes no other
-lock than its own.
+A `Snapshot` that is complete, or that cannot be completed any more, is put into the queue of whoever began it, who takes it
+from there in a thread of its own. Nobody is called back, since pages come under the blocks' locks. Thread-safe.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeAlias
 
 from psd.contract.errors import InvalidRequest
 from psd.state.job import Job
@@ -24,6 +27,12 @@ from psd_core.arena import ArenaClosed, Page
 AHEAD = 3
 """Rounds between announcing a cut and its version. If the announcing shard is in round r, every worker hears of it with the
 reply to its push of round r + 1 at the latest, and tells the others with its push of round r + 2, before that can close."""
+
+UNWRITTEN_MAX = 2
+"""Snapshots to be stored: one that is being written and one that waits. Each may pin another version of every block."""
+
+FINAL_ID = "final"
+"""Id of the cut that is taken when all workers have left."""
 
 CUTS_MAX = 8
 TIME_S_MAX = 253_402_300_799.0
@@ -35,6 +44,11 @@ GOES_BACK = "the job goes back to a checkpoint"
 """Why a cut is missed then."""
 
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
+
+
+def new_id() -> str:
+    """An id for another cut."""
+    return secrets.token_hex(4)
 
 
 def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
@@ -60,20 +74,25 @@ class Snapshot:
 
     Attributes:
         job, timeline: that it belongs to; the shard may have gone back to a checkpoint meanwhile.
-        on_ready, on_missed: told when all pages are there, or that they cannot be had. They return at once.
+        done: where the snapshot is put, once, when all pages are there or cannot be had.
+        why_missed: why they cannot; empty if they are there.
         pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         worker_clocks, client_states: by rank.
     """
 
     cut: data_pb2.Cut
     job: Job
-    on_ready: Callable[[Snapshot], None]
-    on_missed: Callable[[data_pb2.Cut, str], None]
+    done: Done
+    why_missed: str = ""
     timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
     is_complete: bool = False
     worker_clocks: dict[int, int] = field(default_factory=dict)
     client_states: dict[int, bytes] = field(default_factory=dict)
+
+
+Done: TypeAlias = "SimpleQueue[Snapshot | None]"
+"""Snapshots that are complete, or missed; None comes from those who wait themselves, to wake up."""
 
 
 class ClientStates:
@@ -109,10 +128,6 @@ class ClientStates:
             self._states = {rank: {step: state} for rank, state in states.items()}
 
 
-def _nothing() -> None:
-    pass
-
-
 class Cuts:
     """The cuts of a job that this shard takes part in.
 
@@ -122,26 +137,38 @@ class Cuts:
 
     def __init__(self, surroundings: Callable[[Snapshot], None]) -> None:
         self._surroundings = surroundings
-        self._on_ready: Callable[[Snapshot], None] | None = None
-        self._on_missed: Callable[[data_pb2.Cut, str], None] | None = None
-        self._on_progress: Callable[[], None] = _nothing
+        self._to_store: Done | None = None
+        self._unwritten = 0
         self._lock = threading.Lock()
         self._known: dict[str, data_pb2.Cut] = {}
-        self._open: dict[str, Snapshot] = {}
+        self._open: dict[Snapshot, None] = {}
         self._gone: weakref.WeakSet[Job] = weakref.WeakSet()
 
-    def hand_to(
-        self,
-        on_ready: Callable[[Snapshot], None],
-        on_missed: Callable[[data_pb2.Cut, str], None],
-        on_progress: Callable[[], None],
-    ) -> None:
-        """Tell who takes complete snapshots, hears of cuts that cannot be completed here, and of pushes; all return at once."""
-        self._on_ready, self._on_missed, self._on_progress = on_ready, on_missed, on_progress
+    def take_part(self) -> Done:
+        """Store what is announced from now on: the queue from which the snapshots are to be taken, and then `release`d.
 
-    def on_push(self) -> None:
-        """A push has ended: a cut may be due, which its reply should carry."""
-        self._on_progress()
+        Before that the shard ignores cuts; the checkpoints stay incomplete.
+        """
+        if self._to_store is None:
+            self._to_store = SimpleQueue()
+        return self._to_store
+
+    @property
+    def unwritten(self) -> int:
+        """Snapshots that were handed over to be stored and are not released."""
+        return self._unwritten
+
+    @property
+    def is_collecting(self) -> bool:
+        """True if pages are being collected to be stored."""
+        with self._lock:
+            return any(snapshot.done is self._to_store for snapshot in self._open)
+
+    @property
+    def open(self) -> list[data_pb2.Cut]:
+        """Cuts that this shard's blocks have not reached yet."""
+        with self._lock:
+            return [snapshot.cut for snapshot in self._open]
 
     def latest(self) -> list[data_pb2.Cut]:
         """The cuts to be carried around."""
@@ -150,8 +177,8 @@ class Cuts:
 
     def learn(self, job: Job, cuts: Iterable[data_pb2.Cut]) -> None:
         """Take part in cuts that a worker brings, or that this shard announces. Known ones are ignored."""
-        if self._on_ready is None or self._on_missed is None:
-            return  # this shard stores nothing; the checkpoint stays incomplete
+        if self._to_store is None:
+            return
         for cut in cuts:
             with self._lock:
                 if cut.id in self._known:
@@ -160,46 +187,71 @@ class Cuts:
                 forgotten = list(self._known)[: -2 * CUTS_MAX]
                 for old in forgotten:
                     del self._known[old]
-                given_up = [self._open[old] for old in forgotten if old in self._open]
+                given_up = [snapshot for snapshot in self._open if snapshot.cut.id in forgotten]
             for snapshot in given_up:
                 self._miss(snapshot, f"{2 * CUTS_MAX} others have been named since")
-            self.begin(Snapshot(cut, job, self._on_ready, self._on_missed))
+            self.begin(Snapshot(cut, job, self._to_store))
 
     def begin(self, snapshot: Snapshot) -> None:
         """Collect the pages of a cut: as the blocks reach its version, or now if there are no rounds."""
+        job = snapshot.job
         with self._lock:
-            is_gone = snapshot.job in self._gone
-            if not is_gone:
-                self._open[snapshot.cut.id] = snapshot
-        if is_gone:
-            snapshot.on_missed(snapshot.cut, GOES_BACK)
-            return
+            is_gone = job in self._gone
+            self._open[snapshot] = None
         try:
-            if snapshot.job.policy.has_rounds:
-                self._wait_for_versions(snapshot.job, snapshot)
-            else:
-                self._take_now(snapshot.job, snapshot)
-        except ArenaClosed:  # since a moment ago; so the cut may have been given up meanwhile, and its owner told
-            if self._is_open(snapshot):
+            if is_gone:
                 self._miss(snapshot, GOES_BACK)
+            elif job.policy.has_rounds:
+                self._wait_for_versions(snapshot)
+            else:
+                self._add(snapshot, job.pin_all())
+        except ArenaClosed:  # since a moment ago
+            self._miss(snapshot, GOES_BACK)
+
+    def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
+        """Take the blocks as they are, now that nothing changes them any more."""
+        assert self._to_store is not None
+        snapshot = Snapshot(cut, job, self._to_store)
+        pages = job.pin_all()
+        versions = {page.version for index, page in pages.items() if job.blocks[index].plan.trained}
+        with self._lock:
+            self._open[snapshot] = None
+        if job.policy.has_rounds and not versions <= {cut.step}:
+            job.unpin_all(pages)
+            self._miss(snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
+        else:
+            self._add(snapshot, pages)
 
     def abandon(self, snapshot: Snapshot) -> None:
         """Give up a snapshot that nobody waits for any more, and its pages."""
         with self._lock:
-            self._open.pop(snapshot.cut.id, None)
-            pages, snapshot.pages = snapshot.pages, {}
-        # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
-        for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
-            snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
-        snapshot.job.unpin_all(pages)
+            self._open.pop(snapshot, None)
+        self._give_back(snapshot)
 
-    def _wait_for_versions(self, job: Job, snapshot: Snapshot) -> None:
-        if not job.blocks:
-            self._finish(snapshot)
-        for index, block in job.blocks.items():
+    def release(self, snapshot: Snapshot) -> None:
+        """Give back what a snapshot still holds that was to be stored."""
+        self._give_back(snapshot)
+        snapshot.job.arena.trim()
+        with self._lock:
+            self._unwritten -= 1
+
+    def forget(self, job: Job, why: str = GOES_BACK) -> None:
+        """Give up all open cuts, and those that anybody still begins: the job ends here."""
+        with self._lock:
+            self._gone.add(job)
+            snapshots = list(self._open)
+            self._known = {}
+        for snapshot in snapshots:
+            self._miss(snapshot, why)
+
+    def _wait_for_versions(self, snapshot: Snapshot) -> None:
+        blocks = snapshot.job.blocks
+        if not blocks:
+            self._add(snapshot, {})
+        for index, block in blocks.items():
 
             def take(page: Page, index: int = index) -> None:
-                self._take(job, snapshot, index, page)
+                self._add(snapshot, {index: page})
 
             if not block.plan.trained:
                 take(block.pin())
@@ -207,66 +259,44 @@ class Cuts:
                 self._miss(snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
                 return
 
-    def _take_now(self, job: Job, snapshot: Snapshot) -> None:
-        pages = job.pin_all()
+    def _add(self, snapshot: Snapshot, pages: Mapping[int, Page]) -> None:
+        """Take pages for an open snapshot, and with the last ones hand it over; give them back if it is not open any more."""
+        is_to_store = snapshot.done is self._to_store
+        is_taken = True
         with self._lock:
-            is_open = self._open.get(snapshot.cut.id) is snapshot
+            is_open = snapshot in self._open
             if is_open:
                 snapshot.pages.update(pages)
-        if is_open:
-            self._finish(snapshot)
-        else:
-            job.unpin_all(pages)
-
-    def _is_open(self, snapshot: Snapshot) -> bool:
-        with self._lock:
-            return self._open.get(snapshot.cut.id) is snapshot
-
-    def _take(self, job: Job, snapshot: Snapshot, index: int, page: Page) -> None:
-        with self._lock:
-            is_open = self._open.get(snapshot.cut.id) is snapshot
-            if is_open:
-                snapshot.pages[index] = page
-            is_complete = is_open and len(snapshot.pages) == len(job.blocks)
+                snapshot.is_complete = len(snapshot.pages) == len(snapshot.job.blocks)
+            if snapshot.is_complete and is_open:
+                del self._open[snapshot]
+                is_taken = not is_to_store or self._unwritten < UNWRITTEN_MAX or snapshot.cut.id == FINAL_ID
+                self._unwritten += is_to_store and is_taken
         if not is_open:
-            job.arena.unpin(page)
-        elif is_complete:
-            self._finish(snapshot)
-
-    def _finish(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            self._open.pop(snapshot.cut.id, None)
-            snapshot.is_complete = True
-        self._surroundings(snapshot)
-        snapshot.on_ready(snapshot)
+            snapshot.job.unpin_all(pages)
+        elif not is_taken:
+            self._hand_over(snapshot, "those before are not written yet: the storage is too slow for this pace")
+        elif snapshot.is_complete:
+            self._surroundings(snapshot)
+            self._hand_over(snapshot)
 
     def _miss(self, snapshot: Snapshot, why: str) -> None:
-        self.abandon(snapshot)
-        snapshot.on_missed(snapshot.cut, why)
-
-    def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
-        """Take the blocks as they are, now that nothing changes them any more."""
-        pages = job.pin_all()
-        versions = {page.version for index, page in pages.items() if job.blocks[index].plan.trained}
-        assert self._on_ready is not None
-        assert self._on_missed is not None
-        snapshot = Snapshot(cut, job, self._on_ready, self._on_missed, pages=pages)
-        if job.policy.has_rounds and not versions <= {cut.step}:
-            self._miss(snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
-        else:
-            self._finish(snapshot)
-
-    @property
-    def open(self) -> list[data_pb2.Cut]:
-        """Cuts that this shard's blocks have not reached yet."""
         with self._lock:
-            return [snapshot.cut for snapshot in self._open.values()]
+            if snapshot not in self._open:
+                return  # it is complete, or was given up
+            del self._open[snapshot]
+        self._hand_over(snapshot, why)
 
-    def forget(self, job: Job, why: str = GOES_BACK) -> None:
-        """Give up all open cuts, and those that anybody still begins: the job ends here."""
+    def _hand_over(self, snapshot: Snapshot, why_missed: str = "") -> None:
+        if why_missed:
+            self._give_back(snapshot)
+        snapshot.why_missed = why_missed
+        snapshot.done.put(snapshot)
+
+    def _give_back(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._gone.add(job)
-            snapshots = list(self._open.values())
-            self._known = {}
-        for snapshot in snapshots:
-            self._miss(snapshot, why)
+            pages, snapshot.pages = snapshot.pages, {}
+        # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
+        for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
+            snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
+        snapshot.job.unpin_all(pages)

@@ -22,6 +22,7 @@ from psd.state.cuts import Cuts, check_client_state, check_cuts
 from psd.state.job import Job
 from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
+from psd.state.schedule import CutSchedule
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
 from psd.v1 import data_pb2
@@ -31,9 +32,10 @@ from psd_core.arena import ArenaClosed
 class Exchange:
     """The desk for gradients and parameters."""
 
-    def __init__(self, core: ShardCore, cuts: Cuts) -> None:
+    def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule) -> None:
         self._core = core
         self._cuts = cuts
+        self._schedule = schedule
 
     # -- push ----------------------------------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
-        self._cuts.on_push()
+        self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
             blocks_counted=counted,
@@ -275,20 +277,18 @@ class Exchange:
         """
         self._check_session(pull)
         version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
-        found = self._found(block, version_min, pull.reader)
-        if found is not None:
-            return found
-        return self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
+        try:
+            found = block.read(version_min, pull.reader)
+        except ArenaClosed:
+            raise self._gone_back() from None
+        return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
         """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
-        if pull.has_rounds:
-            return self._found(block, pull.clock, None)
-        return self._found(block, 0, pull.reader) if pull.job.policy.lag(pull.clock) == 0 else None
-
-    def _found(self, block: BlockState, version_min: int, reader: int | None) -> Found | None:
+        if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
+            return None
         try:
-            return block.read(version_min, reader)
+            return block.read(pull.clock, None) if pull.has_rounds else block.read(0, pull.reader)
         except ArenaClosed:
             raise self._gone_back() from None
 

@@ -19,7 +19,7 @@ from psd.contract.config import ClientConfig
 from psd.contract.errors import PsdError, ShardUnavailable
 from psd.rim.server import ShardServer
 from psd_client.client import ParameterServer
-from psd_client.grpc_lane import GrpcLane
+from psd_client.shard_lane import ShardLane
 
 
 class Faults:
@@ -63,11 +63,11 @@ def _raise(error: PsdError) -> None:
     raise error
 
 
-class FaultyLane(GrpcLane):
+class FaultyLane(ShardLane):
     """A gRPC lane whose calls meet the faults."""
 
     def __init__(self, shard: int, address: str, faults: Faults) -> None:
-        super().__init__(shard, address)
+        super().__init__(shard, address, "grpc")
         self._faults = faults
 
     def join(self, *args: Any) -> Any:
@@ -129,7 +129,7 @@ class Restartable:
         self.shards[index] = self._start(index, self.shards[index].address)
 
     def version(self, index: int) -> int:
-        version: int = self.shards[index].shard.core.declared().version_max
+        version: int = self.shards[index].shard._core.declared().version_max
         return version
 
 
@@ -143,7 +143,7 @@ def connect_faulty(servers: str, rank: int = 0, world_size: int = 1, **config: A
 
 def expire(server: ShardServer, rank: int) -> None:
     """Let a worker's lease run out now."""
-    core = server.shard.core
+    core = server.shard._core
     with core.lock:
         core.members.worker(rank).last_seen -= 1000
         assert [worker.rank for worker in server.shard.tick()] == [rank]

@@ -23,9 +23,8 @@ from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.heartbeat import Heartbeats
-from psd_client.retry import RetryPolicy
 from psd_client.session import Session
-from psd_client.shards import Shards
+from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Call
 from psd_client.waiting import Health, WaitReporter
 
@@ -105,13 +104,13 @@ class World:
     def expire(self) -> None:
         """The worker is suspended for longer than its lease."""
         for _ in range(4):
-            self.now += self.shards[0].core.config.lease_s / 2
+            self.now += self.shards[0]._core.config.lease_s / 2
             for shard in self.shards:
-                shard.core.members._last_tick = self.now
+                shard._core.members._last_tick = self.now
                 shard.tick()
 
     def worker(self, shard: int) -> Worker:
-        return self.shards[shard].core.members.worker(0)
+        return self.shards[shard]._core.members.worker(0)
 
     def seen_as(self) -> list[tuple[str, int]]:
         """State and session of the worker at each shard."""

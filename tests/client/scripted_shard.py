@@ -15,7 +15,7 @@ from psd.contract.errors import ShardUnavailable
 from psd.contract.wire import Kind, Stream
 from psd.v1 import bulk_pb2, control_pb2
 from psd_client.bulk_connection import HEAD_BYTES_MAX
-from psd_client.bulk_lane import BulkLane
+from psd_client.shard_lane import ShardLane
 from psd_client.transport import Call
 
 Script = Callable[["Conversation"], None]
@@ -84,7 +84,7 @@ class ScriptedShard:
             conversation.stream.close()
 
 
-class ToldLane(BulkLane):
+class ToldLane(ShardLane):
     """Does not ask a shard where its bulk port is. Every answer after the first `answers` is missing."""
 
     def __init__(self, port: int, *, local_name: str = "", transport: str = "tcp", answers: int = 1000) -> None:

@@ -145,14 +145,14 @@ def failed_flat_push(c: Any, aggregation: str) -> tuple[ParameterServer, Paramet
     ps, faults, peer = pair(c.servers, aggregation=aggregation)
 
     def fail() -> None:
-        until(lambda: c.shards[0].shard.core.declared().open_rounds > 0)
+        until(lambda: c.shards[0].shard._core.declared().open_rounds > 0)
         raise ShardUnavailable("cut")
 
     faults.run_before("push_pull" if aggregation == "fast" else "push", shard=1, action=fail)
-    ps.gradients.views[0][...] = 1
+    ps._worker.gradients.views[0][...] = 1
     with pytest.raises(ShardUnavailable):
-        ps.push_pull_flat(SCALARS)
-    ps.gradients.views[0][...] = 10
+        ps._worker.push_pull_flat(SCALARS)
+    ps._worker.gradients.views[0][...] = 10
     return ps, peer
 
 
@@ -165,7 +165,7 @@ def test_flat_push_that_has_failed_when_its_gradient_is_gone_then_what_has_count
     with ps, peer:
         peer.push(gradient(100))
         pushing = Thread(lambda: peer.push_pull(gradient(1000)))
-        ps.push_pull_flat(SCALARS)
+        ps._worker.push_pull_flat(SCALARS)
 
         assert everywhere(pushing.result()) == {-1111, -1110}
         assert (ps.clock, ps.stats()["pushes"], ps.stats()["pushes_dropped"]) == (2, 1, 1)
@@ -178,7 +178,7 @@ def test_flat_push_that_has_failed_when_its_gradient_is_gone_and_aggregation_is_
     ps, peer = failed_flat_push(cluster(2), "exact")
     with ps, peer:
         pushing = Thread(lambda: peer.push_pull(gradient(100)))
-        ps.push_pull_flat(SCALARS)
+        ps._worker.push_pull_flat(SCALARS)
 
         assert everywhere(pushing.result()) == {-110}
         assert (ps.clock, ps.stats()["pushes"], ps.stats()["pushes_dropped"]) == (1, 1, 1)
@@ -240,7 +240,7 @@ def test_push_that_was_acknowledged_when_a_successor_pushes_too_then_both_count(
         dying = connect(c.servers, 0, 2)
         in_threads(lambda: declare(dying, aggregation=aggregation), lambda: declare(peer, aggregation=aggregation))
         dying.push(gradient(1))
-        assert dying._shut_down.detach() is not None  # it dies without a word
+        assert dying._worker._shut_down.detach() is not None  # it dies without a word
 
         with connect(c.servers, 0, 2) as successor:
             declaring = Thread(lambda: declare(successor, aggregation=aggregation))
@@ -280,22 +280,22 @@ def test_fed_push_that_has_failed_when_fed_again_then_goes_on_if_the_gradient_is
         ps, faults = connect_faulty(cluster(2).servers, retry_timeout_s=0)
         with ps:
             declare(ps)
-            ps.gradients.views[0][...] = 1
+            ps._worker.gradients.views[0][...] = 1
             faults.lose_reply("push_pull", shard=1)
 
             def fed(value: float, ps: ParameterServer = ps) -> Feed:
-                feed = Feed(ps.gradients.layout)
-                ps.begin_feed(feed)
-                ps.gradients.views[0][...] = value
+                feed = Feed(ps._worker.gradients.layout)
+                ps._worker.begin_feed(feed)
+                ps._worker.gradients.views[0][...] = value
                 feed.ready(0)
                 feed.finish(None)
                 return feed
 
             with pytest.raises(ShardUnavailable):
-                ps.push_pull_feed(SCALARS, 1.0, fed(1.0), lambda _: None)
-            ps.push_pull_feed(SCALARS, 1.0, fed(value), lambda _: None)
+                ps._worker.push_pull_feed(SCALARS, 1.0, fed(1.0), lambda _: None)
+            ps._worker.push_pull_feed(SCALARS, 1.0, fed(value), lambda _: None)
 
-            params = set(ps.parameters.views[0].ravel().tolist())
+            params = set(ps._worker.parameters.views[0].ravel().tolist())
             assert (params == {expected}) or (expected is None and len(params) == 1)
             assert ps.stats()["pushes_dropped"] == dropped
 

@@ -100,8 +100,8 @@ def test_push_pull_when_a_worker_returns_with_a_schedule_that_begins_anew_then_n
     def die_and_return() -> Any:
         ps = worker(1)
         train(ps, 0, returns_at)
-        ps._session.has_failed = True
-        ps._close(RuntimeError("dies"))
+        ps._worker._session.has_failed = True
+        ps._worker.close(RuntimeError("dies"))
         with worker(1) as ps:
             assert ps.clock == returns_at
             has_returned.set()

@@ -42,17 +42,16 @@ def test_push_when_the_shard_makes_it_wait_then_little_is_under_way(cluster: Cal
 
     workers = [Thread(lambda rank=rank: connected(rank)) for rank in range(2)]
     with workers[0].result() as ps, workers[1].result() as other:
-        lane: Any = ps._shards.lanes[0]
-        connection = lane if transport == "grpc" else lane._bulk
+        lane: Any = ps._worker._shards.lanes[0]
         ones = {"w": np.ones(ELEMENTS, np.float32)}
         for _ in range(3):
             ps.push(ones)
-        before = connection.sent_bytes
+        before = lane.traffic.sent_bytes
 
         waiting = Thread(lambda: ps.push(ones))
-        until(lambda: [wait.kind for wait in running.shards[0].shard.core.waiting.open(0)] == [WaitKind.STALENESS])
+        until(lambda: [wait.kind for wait in running.shards[0].shard._core.waiting.open(0)] == [WaitKind.STALENESS])
         threading.Event().wait(STALL_S)
 
-        assert 0 < connection.sent_bytes - before <= UNDER_WAY_MAX[transport]
+        assert 0 < lane.traffic.sent_bytes - before <= UNDER_WAY_MAX[transport]
         other.push(ones)
         waiting.result()

@@ -73,7 +73,7 @@ def test_status_when_a_worker_trains_then_shows_its_transport(cluster: Callable[
     running = cluster(1, lease_s=0.3)
     with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
         ps.declare(SMALL, psd_client.SGD(lr=1.0))
-        worker = running.shards[0].shard.core.members.worker(0)
+        worker = running.shards[0].shard._core.members.worker(0)
         until(lambda: worker.transport == transport)
 
 
@@ -135,7 +135,7 @@ def test_pull_when_the_connection_breaks_while_it_waits_then_goes_on(cluster: Ca
 
     may_push = threading.Event()
     workers = [Thread(lambda rank=rank: work(rank)) for rank in range(2)]
-    core = running.shards[0].shard.core
+    core = running.shards[0].shard._core
     for _ in range(3):
         until(lambda: [wait.kind for wait in core.waiting.open(0)] == [WaitKind.ROUND])
         (waiting,) = core.waiting.open(0)
@@ -179,7 +179,7 @@ def test_push_pull_when_it_has_failed_then_the_gradient_that_counts_is_the_one_t
     with ps, other:
         with pytest.raises(WaitTimeout, match="worker 1"):
             ps.push_pull({"w": np.full(ELEMENTS, -1.0)})
-        for space in ps.gradients.spaces:
+        for space in ps._worker.gradients.spaces:
             space[...] = 77
 
         assert set(other.push_pull({"w": np.full(ELEMENTS, -3.0)})["w"].tolist()) == {2.0}
@@ -191,7 +191,7 @@ def test_close_when_another_thread_waits_then_ends_its_call(cluster: Callable[..
     pair = [Thread(lambda rank=rank: _declared(running.servers, rank, transport)) for rank in range(2)]
     ps, other = (thread.result() for thread in pair)
     waiting = Thread(lambda: ps.push_pull({"w": np.zeros(ELEMENTS)}))
-    until(lambda: running.shards[0].shard.core.waiting.open(0) != [])
+    until(lambda: running.shards[0].shard._core.waiting.open(0) != [])
 
     ps.close()
 
@@ -213,7 +213,7 @@ def test_push_when_a_gradient_is_refused_by_the_shard_then_the_next_is_taken(
     with psd_client.connect(cluster(1).servers, 0, 1, transport=transport) as ps:
         ps.declare({"w": np.zeros(ELEMENTS)}, psd_client.SGD(lr=1.0))
         # A client that does not look, and does not say that it has.
-        monkeypatch.setattr(type(ps.gradients), "first_nonfinite", lambda _: None)
+        monkeypatch.setattr(type(ps._worker.gradients), "first_nonfinite", lambda _: None)
         monkeypatch.setattr(data_pb2, "PushHeader", lambda is_finite=False, **fields: PushHeader(**fields))
         with pytest.raises(NonFiniteGradient, match="'w'"):
             ps.push_pull({"w": np.full(ELEMENTS, np.nan)})

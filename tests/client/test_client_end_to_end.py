@@ -233,7 +233,7 @@ def test_connect_when_nobody_listens_then_names_shard_and_address() -> None:
 def test_calls_when_out_of_order_then_say_what_is_missing(cluster: Start) -> None:
     """Not declared, declared twice, closed."""
     ps = connect(cluster(1).servers, 0, 1)
-    for call in (lambda: ps.push({}), ps.pull, lambda: ps.param_groups, ps.pull_flat, lambda: ps.gradients):
+    for call in (lambda: ps.push({}), ps.pull, lambda: ps.param_groups, ps._worker.pull_flat, lambda: ps._worker.gradients):
         with pytest.raises(NotDeclared, match="declare"):
             call()
     ps.declare({"w": np.zeros(1)}, SGD(lr=1))
@@ -255,7 +255,7 @@ def test_calls_when_two_threads_use_one_worker_then_the_second_is_told(cluster: 
     c = cluster(1)
     ps = connect(c.servers, 0, 2)
     waiting = Thread(lambda: ps.barrier("b"))
-    until(lambda: bool(c.shards[0].shard.core.waiting.open()))
+    until(lambda: bool(c.shards[0].shard._core.waiting.open()))
 
     with pytest.raises(RuntimeError, match="another thread is using"):
         ps.barrier("c")
@@ -268,7 +268,7 @@ def test_calls_when_two_threads_use_one_worker_then_the_second_is_told(cluster: 
 def test_calls_when_in_a_forked_child_then_say_so(cluster: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC does not survive a fork; the child's end is not the worker's."""
     ps = declared(cluster(1).servers)
-    lane = ps._shards.lanes[0]
+    lane = ps._worker._shards.lanes[0]
 
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
@@ -301,7 +301,7 @@ def test_pull_when_interrupted_then_ends_at_once(cluster: Start, shard_count: in
         ps.push(ones(50_000))
         main = threading.main_thread().ident
         assert main is not None
-        waits = [shard.shard.core.waiting for shard in c.shards]
+        waits = [shard.shard._core.waiting for shard in c.shards]
 
         def interrupt() -> None:
             until(lambda: all(wait.open() for wait in waits))
@@ -346,13 +346,13 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
                 view[...] = 4
 
         with connect(servers, rank, 2) as ps:
-            ps.declare_tensors(specs, groups, initial=initial)
+            ps._worker.declare_tensors(specs, groups, initial=initial)
             for _ in range(2):
-                ps.gradients.views[0][:] = 1
-                ps.push_pull_flat([[1.0, 0, 0, 0], []], 1.0, np.array([True, False]))
-            ps.push_flat([[1.0, 0, 0, 0], []])
-            ps.pull_flat()
-            return float(ps.parameters.views[0][-1]), float(ps.parameters.views[1][0])
+                ps._worker.gradients.views[0][:] = 1
+                ps._worker.push_pull_flat([[1.0, 0, 0, 0], []], 1.0, np.array([True, False]))
+            ps._worker.push_flat([[1.0, 0, 0, 0], []])
+            ps._worker.pull_flat()
+            return float(ps._worker.parameters.views[0][-1]), float(ps._worker.parameters.views[1][0])
 
     assert in_threads(lambda: work(0), lambda: work(1)) == [(1, 4), (1, 4)]
 

@@ -1,4 +1,4 @@
-"""The same operation at several shards: all end, or are left behind; and the threads that do it."""
+"""The same call to several shards: all end, or are left behind; and the threads that make them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from client_faults import Thread, until
 
-from psd_client import fanout
+from psd_client import shards
 from psd_client.crew import Crew, Task, can_start_threads
-from psd_client.fanout import Fanout
-from psd_client.transport import Cancelled, Lane, Scope
+from psd_client.shards import RetryPolicy, Shards
+from psd_client.transport import Call, Cancelled, Lane, Scope
+from psd_client.waiting import Health
 
 
 class FakeLane:
@@ -23,78 +24,78 @@ class FakeLane:
     def __init__(self, shard: int) -> None:
         self.shard = shard
 
+    def close(self) -> None:
+        pass
+
 
 LANES: Any = [FakeLane(0), FakeLane(1), FakeLane(2)]
 
 
 @pytest.fixture
-def fan() -> Iterator[Fanout]:
-    made = Fanout()
+def fan() -> Iterator[Shards]:
+    made = Shards(LANES, RetryPolicy(0), Health(["", "", ""]))
     yield made
     made.close()
 
 
-def at(*actions: Callable[[], Any]) -> Callable[[Lane], Any]:
+def at(*actions: Callable[[Scope], Any]) -> Callable[[Lane, Call], Any]:
     """What is done at each shard."""
-    return lambda lane: actions[lane.shard]()
+    return lambda lane, call: actions[lane.shard](call.scope)
 
 
 def fail(error: BaseException) -> None:
     raise error
 
 
-def test_run_when_all_end_then_gives_their_results_in_order(fan: Fanout) -> None:
+def test_run_when_all_end_then_gives_their_results_in_order(fan: Shards) -> None:
     """Whichever is the first."""
     first = threading.Event()
 
-    results = fan.run(at(lambda: first.wait(30), lambda: first.set() or 1, lambda: 2), LANES, Scope())
+    results = fan.run(at(lambda _: first.wait(30), lambda _: first.set() or 1, lambda _: 2), 60)
 
     assert results == [True, 1, 2]
-    assert fan.run(at(), [], Scope()) == []
+    assert fan.run(at(), 60, []) == []
 
 
-def test_run_when_one_fails_then_cancels_the_others_and_raises_the_first_cause(fan: Fanout) -> None:
+def test_run_when_one_fails_then_cancels_the_others_and_raises_the_first_cause(fan: Shards) -> None:
     """Those that were cancelled are not the cause."""
-    scope = Scope()
-
     with pytest.raises(ZeroDivisionError):
-        fan.run(at(lambda: scope.sleep(60), lambda: fail(ZeroDivisionError()), lambda: scope.sleep(60)), LANES, scope)
+        fan.run(at(lambda scope: scope.sleep(60), lambda _: fail(ZeroDivisionError()), lambda scope: scope.sleep(60)), 60)
 
 
-def test_run_when_interrupted_then_cancels_the_others(fan: Fanout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_when_interrupted_then_cancels_the_others(fan: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C strikes the thread that waits for them."""
-    scope = Scope()
     ended: list[int] = []
 
-    def wait() -> None:
+    def wait(scope: Scope) -> None:
         try:
             scope.sleep(60)
         except Cancelled:
             ended.append(1)
             raise
 
-    class Interrupted(fanout.SimpleQueue):  # type: ignore[type-arg]
+    class Interrupted(shards.SimpleQueue):  # type: ignore[type-arg]
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
             if timeout is None:
                 raise KeyboardInterrupt
             return super().get(block, timeout)
 
-    monkeypatch.setattr(fanout, "SimpleQueue", Interrupted)
+    monkeypatch.setattr(shards, "SimpleQueue", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fan.run(at(wait, wait, wait), LANES, scope)
+        fan.run(at(wait, wait, wait), 60)
 
     assert len(ended) == 3
 
 
-def test_run_when_an_operation_does_not_end_then_goes_on_without_it(fan: Fanout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_when_an_operation_does_not_end_then_goes_on_without_it(fan: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server that does not answer, say; the threads that are left suffice for what comes next."""
-    monkeypatch.setattr(fanout, "ENDING_S", 0.05)
+    monkeypatch.setattr(shards, "ENDING_S", 0.05)
     hangs = threading.Event()
 
     with pytest.raises(ZeroDivisionError):
-        fan.run(at(lambda: hangs.wait(60), lambda: fail(ZeroDivisionError()), lambda: 0), LANES, Scope())
+        fan.run(at(lambda _: hangs.wait(60), lambda _: fail(ZeroDivisionError()), lambda _: 0), 60)
 
-    assert fan.run(at(lambda: 1, lambda: 2, lambda: 3), LANES, Scope()) == [1, 2, 3]
+    assert fan.run(at(lambda _: 1, lambda _: 2, lambda _: 3), 60) == [1, 2, 3]
     hangs.set()
 
 

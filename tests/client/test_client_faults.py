@@ -57,7 +57,7 @@ def test_call_when_a_shard_fails_for_a_moment_then_is_sent_again(cluster: Start,
     with ps:
         faults.fail(method, shard=0, error=error)
         if method == "join":
-            ps._session.join()
+            ps._worker._session.join()
         declare(ps)
         ps.push(ones())
         ps.pull()
@@ -76,7 +76,7 @@ def test_call_when_the_reply_of_the_start_is_lost_then_is_repeated(cluster: Star
     with ps:
         faults.lose_reply(method, shard=shard)
         if method == "join":
-            ps._session.join()
+            ps._worker._session.join()
         params = ps.declare({"w": np.full(SIZE, 3, np.float32)}, SGD(lr=1.0))
         assert set(params["w"].tolist()) == {3.0}
         assert ps.push_pull(ones())["w"][-1] == 2
@@ -120,7 +120,7 @@ def test_declare_when_the_initializer_dies_then_the_next_one_provides_the_values
 
     def die() -> None:
         chosen.append(Thread(lambda: peer.declare({"w": np.full(SIZE, 2, np.float32)}, SGD(lr=1.0))))
-        until(lambda: bool(c.shards[0].shard.core.waiting.open()))
+        until(lambda: bool(c.shards[0].shard._core.waiting.open()))
         raise ZeroDivisionError
 
     faults.run_before("initialize", shard=0, action=die)  # shard 1 has its values already
@@ -188,7 +188,7 @@ def test_push_pull_when_the_lease_ran_out_before_the_decision_then_counts(
         declare(ps, aggregation="exact")
         other.result()
         pushing = Thread(lambda: ps.push_pull(ones()))
-        until(lambda: bool(c.shards[0].shard.core.waiting.open()))
+        until(lambda: bool(c.shards[0].shard._core.waiting.open()))
         for shard in c.shards:
             expire(shard, 0)
         until(lambda: ps.stats()["rejoins"] == 1)
@@ -239,7 +239,7 @@ def test_pull_when_fenced_while_it_waits_then_goes_on(cluster: Start) -> None:
             declare(peer)
             ps.push(ones())
             waiting = Thread(ps.pull)
-            until(lambda: all(s.shard.core.waiting.open() for s in c.shards))
+            until(lambda: all(s.shard._core.waiting.open() for s in c.shards))
             for s in c.shards:
                 expire(s, 0)
             peer.push_pull(ones())
@@ -268,14 +268,14 @@ def test_call_when_somebody_else_has_the_rank_then_is_refused(cluster: Start, st
     first.push(ones())
     if state == "waiting":
         waiting = Thread(first.pull)
-        until(lambda: all(s.shard.core.waiting.open() for s in c.shards))
+        until(lambda: all(s.shard._core.waiting.open() for s in c.shards))
     with connect(c.servers, 0, 2):
         with pytest.raises(SessionFenced, match="joined again from") as caught:
             waiting.result() if state == "waiting" else first.pull()
 
         assert caught.value.detail["cause"] == "superseded"
         first.close()
-        assert c.shards[0].shard.core.members.worker(0).state is WorkerState.LIVE
+        assert c.shards[0].shard._core.members.worker(0).state is WorkerState.LIVE
 
 
 def test_close_when_called_then_nobody_waits_for_the_worker(cluster: Start) -> None:
@@ -299,7 +299,7 @@ def test_worker_when_forgotten_then_leaves(cluster: Start) -> None:
     ps = connect(c.servers, 0, 1)
     del ps
 
-    until(lambda: c.shards[0].shard.core.members.worker(0).state is WorkerState.FINISHED)
+    until(lambda: c.shards[0].shard._core.members.worker(0).state is WorkerState.FINISHED)
 
 
 def test_with_when_an_exception_escapes_then_leaves_as_failed(cluster: Start) -> None:
@@ -309,7 +309,7 @@ def test_with_when_an_exception_escapes_then_leaves_as_failed(cluster: Start) ->
         raise ZeroDivisionError
 
     for shard in c.shards:
-        assert shard.shard.core.members.worker(0).state is WorkerState.EXPIRED
+        assert shard.shard._core.members.worker(0).state is WorkerState.EXPIRED
 
 
 def test_close_when_a_shard_is_gone_then_ends_and_logs(cluster: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +321,7 @@ def test_close_when_a_shard_is_gone_then_ends_and_logs(cluster: Start, caplog: p
     ps.close()
 
     assert [m for m in caplog.messages if "could not tell shard 1" in m]
-    assert c.shards[0].shard.core.members.worker(0).state is WorkerState.FINISHED
+    assert c.shards[0].shard._core.members.worker(0).state is WorkerState.FINISHED
 
 
 PROGRAM = """
@@ -366,7 +366,7 @@ def test_program_when_it_ends_without_close_then_leaves(
 
     subprocess.run([sys.executable, str(script)], timeout=60, check=False, stderr=subprocess.DEVNULL)
 
-    assert [shard.shard.core.members.worker(0).state for shard in c.shards] == [state, state]
+    assert [shard.shard._core.members.worker(0).state for shard in c.shards] == [state, state]
 
 
 @pytest.mark.process
@@ -376,8 +376,8 @@ def test_program_when_interrupted_in_a_wait_then_leaves_as_failed(cluster: Start
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(servers=c.servers, end="pass", main="work()").replace(", 0, 1)", ", 0, 2)"))
     with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL) as process:
-        until(lambda: all(s.shard.core.waiting.open() for s in c.shards))
+        until(lambda: all(s.shard._core.waiting.open() for s in c.shards))
         process.send_signal(signal.SIGINT)
         assert process.wait(30) != 0
 
-    assert [shard.shard.core.members.worker(0).state for shard in c.shards] == [WorkerState.EXPIRED] * 2
+    assert [shard.shard._core.members.worker(0).state for shard in c.shards] == [WorkerState.EXPIRED] * 2

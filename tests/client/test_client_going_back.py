@@ -83,7 +83,7 @@ def test_declare_when_the_job_goes_back_meanwhile_then_begins_there(lost: Callab
             declare(ps)
             for _ in range(8):
                 ps.push_pull(gradient(1.0))
-            ps._close(RuntimeError("it crashes"))
+            ps._worker.close(RuntimeError("it crashes"))
         late.append(connect(servers, 0, 1))
 
     lost(train)

@@ -128,7 +128,7 @@ def test_the_next_worker_settles_a_round_whose_worker_has_died(cluster: Start) -
         start = np.linspace(-1, 1, SIZE, dtype=np.float32)
         np.testing.assert_allclose(params["w"], start - 2 / np.sqrt(SIZE), rtol=0, atol=1e-6)
         assert ps.clock == 1
-    dying._close(RuntimeError("it has died"))
+    dying._worker.close(RuntimeError("it has died"))
 
 
 def test_a_worker_that_lost_its_push_settles_the_round_before_the_next(cluster: Start) -> None:
@@ -149,14 +149,14 @@ def test_a_worker_that_lost_its_push_settles_the_round_before_the_next(cluster: 
         faults.run_before("commit", shard=0, action=expire_all)
         ps.push({"w": np.ones(SIZE, np.float32)})
         assert (ps.clock, ps.stats()["blocks_late"]) == (1, 2)
-        assert [shard.shard.core.declared().version_max for shard in shards.shards] == [0, 0]
+        assert [shard.shard._core.declared().version_max for shard in shards.shards] == [0, 0]
         ps.push({"w": np.zeros(SIZE, np.float32)})
         params = ps.pull()
 
     faults.assert_all_fired()
     start, step = np.linspace(-1, 1, SIZE, dtype=np.float32), 2 / np.sqrt(SIZE)
     np.testing.assert_allclose(params["w"], start - step - 0.9 * step, rtol=0, atol=1e-6)
-    dying._close(RuntimeError("it has died"))
+    dying._worker.close(RuntimeError("it has died"))
 
 
 def test_a_skipped_round_is_told_to_all_and_counted(cluster: Start, caplog: Any) -> None:
@@ -219,4 +219,4 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_declared(cl
             ps.declare({"w": np.zeros(3)}, LAMB(), consistency="async")
         ps.declare({"w": np.zeros(3)}, SGD(lr=1.0))
         with pytest.raises(InvalidRequest, match='skip: the job was declared with nan_policy="refuse"'):
-            ps.push_flat([[1.0, 0.0, 0.0, 0.0]], skip=True)
+            ps._worker.push_flat([[1.0, 0.0, 0.0, 0.0]], skip=True)

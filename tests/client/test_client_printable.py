@@ -54,4 +54,4 @@ def test_join_when_the_machine_has_a_strange_name_then_it_is_escaped(
 
     ps, _ = connect_faulty(running.servers)
     with ps:
-        assert running.shards[0].shard.core.members.worker(0).host == "h\\x1b]0;owned\\x07\\u202e\\n"
+        assert running.shards[0].shard._core.members.worker(0).host == "h\\x1b]0;owned\\x07\\u202e\\n"

@@ -89,8 +89,8 @@ def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has
         other.result()
         ps.push(gradient(2.0))
         second = Thread(lambda: ps.push(gradient(100.0)))
-        until(lambda: all(shard.shard.core.waiting.open(0) for shard in job.shards[:1]))
-        assert set(ps.gradients.views[0].tolist()) == {2.0}
+        until(lambda: all(shard.shard._core.waiting.open(0) for shard in job.shards[:1]))
+        assert set(ps._worker.gradients.views[0].tolist()) == {2.0}
 
         job.restart(index)
         peer.push(gradient(4.0))
@@ -115,7 +115,7 @@ def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_t
         other.result()
         ps.push(gradient(2.0))
         closing = Thread(ps.close)
-        until(lambda: bool(job.shards[0].shard.core.waiting.open(0)))
+        until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
 
         job.restart(index)
         peer.push(gradient(4.0))
@@ -138,7 +138,7 @@ def test_program_when_it_ends_after_a_push_then_stays_until_the_round_has_closed
     script.write_text(PROGRAM.format(servers=job.servers, size=SIZE))
     with connect(job.servers, 1, 2) as peer, subprocess.Popen([sys.executable, str(script)]) as process:
         declare(peer)
-        until(lambda: any(wait.kind.name == "ROUND" for wait in job.shards[0].shard.core.waiting.open(0)))
+        until(lambda: any(wait.kind.name == "ROUND" for wait in job.shards[0].shard._core.waiting.open(0)))
 
         job.restart(0)
         peer.push(gradient(4.0))
@@ -231,7 +231,7 @@ def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(restar
         declare(ps)
         other.result()
         waiting = Thread(lambda: ps.barrier("b"))
-        until(lambda: bool(job.shards[0].shard.core.waiting.open(0)))
+        until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
         job.restart(0)
         peer.barrier("b")
         waiting.result()
@@ -325,7 +325,7 @@ def test_declare_when_shard_zero_dies_before_it_has_values_and_a_new_worker_come
             pulled = Thread(lambda: early.push_pull(gradient(1.0)))
             assert set(late[0].push_pull(gradient(3.0))["w"].tolist()) == {-2.0}
             assert set(pulled.result()["w"].tolist()) == {-2.0}
-    assert len({shard.shard.core.run_id for shard in job.shards}) == 1
+    assert len({shard.shard._core.run_id for shard in job.shards}) == 1
 
 
 def test_declare_when_the_others_have_begun_under_another_name_then_joins_them(restartable: Callable[..., Restartable]) -> None:
@@ -358,7 +358,7 @@ def test_rejoin_when_shard_zero_has_come_back_blank_then_is_told(cluster: Start)
         cluster(2, only=0, listen=job.shards[0].address)
 
         with pytest.raises(StateLost, match=r"shard 0 at .* has come back without what it held, and the others have not"):
-            ps._session.join()
+            ps._worker._session.join()
 
 
 def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(
@@ -369,9 +369,9 @@ def test_rejoin_when_the_job_has_gone_back_meanwhile_then_is_told(
     with connect(job.servers, 0, 1) as ps:
         declare(ps)
         for server in job.shards:
-            server.shard.core.timeline = 3
+            server.shard._core.timeline = 3
         told = []
-        monkeypatch.setattr(ps, "_go_back", lambda error: told.append(error.detail) or error)
+        monkeypatch.setattr(ps._worker, "_go_back", lambda error: told.append(error.detail) or error)
 
         expire(job.shards[0], 0)
         with pytest.raises(RolledBack, match="went back to a checkpoint while worker 0 was out of it"):
@@ -385,7 +385,7 @@ def test_leave_when_a_shard_was_restarted_meanwhile_then_is_heard(restartable: C
     job = restartable()
     ps = connect(job.servers, 0, 1)
     declare(ps)
-    memberships = ps._session.memberships
+    memberships = ps._worker._session.memberships
     memberships._held, known = None, memberships._held  # no heartbeat resumes
     job.restart(1)
     memberships._held = known
@@ -410,7 +410,7 @@ def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards
             expire(server, 0)
 
         pulled = Thread(ps.pull)
-        until(lambda: ps._session.rejoins == 1)
+        until(lambda: ps._worker._session.rejoins == 1)
         peer.close()
 
         assert set(pulled.result()["w"].tolist()) == {-2.0}
@@ -423,6 +423,6 @@ def test_rejoin_when_somebody_has_the_rank_then_raises(cluster: Start) -> None:
         error = SessionFenced("x", cause="superseded")
 
         with pytest.raises(SessionFenced) as caught:
-            ps._session.rejoin(error)
+            ps._worker._session.rejoin(error)
 
     assert caught.value is error

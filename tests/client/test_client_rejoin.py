@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,18 +22,25 @@ def world() -> Iterator[World]:
     made.close()
 
 
+def operate(world: World, action: Callable[[], object] = lambda: None) -> None:
+    """Do something as the worker's session does, whichever that is by then."""
+    for attempt in world.session.attempts():
+        with attempt:
+            action()
+
+
 def fence(world: World) -> SessionFenced:
     """Let the worker's lease run out; what its next call is told."""
     world.expire()
     with pytest.raises(SessionFenced) as caught:
-        world.shards[0].core.check_caller(world.session.caller(0))
+        world.shards[0]._core.check_caller(world.session.caller(0))
     return caught.value
 
 
 def assert_is_in(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """All shards know the session, and nobody else was blamed."""
     assert world.seen_as() == [("LIVE", world.session.number)] * len(world.shards)
-    world.session.while_fenced(lambda: None)
+    operate(world)
     assert "same rank" not in caplog.text
 
 
@@ -97,12 +104,12 @@ def test_rejoin_when_the_lease_always_runs_out_then_says_so_at_the_deadline(
         world.faults.run_before("declare", shard=1, action=world.expire)  # 4 s each
 
     with pytest.raises(SessionFenced, match="its lease of 2 s ran out"):
-        world.session.while_fenced(lambda: raise_once(error))
+        operate(world, lambda: raise_once(error))
 
     assert 20 < world.now - before < 30
     assert "same rank" not in caplog.text
     world.faults._before.clear()
-    world.session.while_fenced(lambda: None)
+    operate(world)
     assert_is_in(world, caplog)
 
 
@@ -148,11 +155,11 @@ def test_rejoin_when_it_fails_then_the_next_operation_does_it(
     for lane in world.lanes:
         lane.joins.clear()
 
-    world.session.while_fenced(lambda: None)
+    operate(world)
 
     assert [len(lane.joins) for lane in world.lanes] == [1, 1]
     assert_is_in(world, caplog)
-    world.session.while_fenced(lambda: None)
+    operate(world)
     assert len(world.lanes[0].joins) == 1
 
 
@@ -171,6 +178,25 @@ def test_rejoin_when_all_shards_have_come_back_blank_then_is_told(world: World) 
     blank.close()
 
 
+def test_declare_when_a_shard_was_away_for_longer_than_the_wait_timeout_and_comes_back_blank_then_begins_anew() -> None:
+    """Nobody has built on anything; and how long the shard was away says nothing of how long beginning anew takes."""
+    world, blank = World(wait_timeout_s=2.0), World()
+
+    def come_back() -> None:
+        world.shards[1], blank.shards[1] = blank.shards[1], world.shards[1]
+        world.now += 6
+
+    world.session.join()
+    world.faults.run_before("declare", shard=1, action=come_back)
+
+    world.declare(lambda: None)
+
+    assert world.session.clock == 0
+    assert [name for name, _ in world.seen_as()] == ["LIVE", "LIVE"]
+    for each in (world, blank):
+        each.close()
+
+
 def test_begin_anew_then_nothing_of_the_session_before_counts(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A worker fences itself, and nobody is blamed for it."""
     before = world.session.number, world.session.caller(1)
@@ -180,7 +206,7 @@ def test_begin_anew_then_nothing_of_the_session_before_counts(world: World, capl
     assert_is_in(world, caplog)
     assert (world.session.number > before[0], world.session.rejoins, caplog.messages) == (True, 1, [])
     with pytest.raises(SessionFenced, match="its worker has joined again") as caught:
-        world.shards[1].core.check_caller(before[1])
+        world.shards[1]._core.check_caller(before[1])
     assert caught.value.detail["cause"] == "expired"
 
 
@@ -205,8 +231,8 @@ def test_begin_anew_when_the_lease_runs_out_on_the_way_then_is_repeated(
 def move_on(world: World, timeline: int) -> None:
     """All shards go back to a checkpoint, as far as workers can see."""
     for shard in world.shards:
-        shard.core.timeline = timeline
-        shard.core.incarnation += 1
+        shard._core.timeline = timeline
+        shard._core.incarnation += 1
 
 
 @pytest.mark.parametrize(("method", "shard"), [("join", 0), ("join", 1), ("declare", 0), ("declare", 1), ("fetch", 0)])
@@ -218,7 +244,7 @@ def test_go_back_when_it_fails_then_every_operation_says_so_until_it_has_succeed
     fetched: list[int] = []
 
     def fetch() -> None:
-        world.session.while_fenced(lambda: None)
+        operate(world)
         with world.faults.around("fetch", 0):
             fetched.append(world.session.clock)
 
@@ -228,7 +254,7 @@ def test_go_back_when_it_fails_then_every_operation_says_so_until_it_has_succeed
 
     for _ in range(2):
         with pytest.raises(RolledBack, match="has not followed it there yet"):
-            world.session.while_fenced(lambda: None)
+            operate(world)
     world.session.go_back(fetch)
 
     assert len(fetched) == 1
@@ -244,7 +270,7 @@ def test_go_back_when_disturbed_on_the_way_then_is_repeated(world: World, caplog
     world.session.go_back(lambda: None)
 
     assert_is_in(world, caplog)
-    assert world.session.memberships.held.timeline == world.shards[0].core.timeline
+    assert world.session.memberships.held.timeline == world.shards[0]._core.timeline
 
 
 def test_declare_when_the_job_goes_back_meanwhile_then_follows_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -289,8 +315,8 @@ def test_join_when_a_shard_answers_nonsense_then_is_a_typed_error(world: World, 
 
 def test_go_back_when_a_shard_cannot_read_the_checkpoint_then_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The typed error of that shard."""
-    world.shards[1].core.is_tentative = True
-    world.shards[1].core.restored_from = "c1"
+    world.shards[1]._core.is_tentative = True
+    world.shards[1]._core.restored_from = "c1"
 
     def rollback(request: Any, call: Any) -> None:
         raise CheckpointFailed("no network")

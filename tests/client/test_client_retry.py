@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from psd.contract.errors import Draining, InvalidRequest, Overloaded, PsdError, SessionFenced, ShardUnavailable
-from psd_client.retry import BACKOFF_MAX_S, RetryPolicy
+from psd_client.shards import BACKOFF_MAX_S, Operation, RetryPolicy
+from psd_client.waiting import Health
 
 
 class World:
@@ -34,7 +37,10 @@ class World:
 
     def run(self, attempt: Callable[[], str], timeout_s: float = 30.0, uniform: float = 1.0) -> str:
         policy = RetryPolicy(timeout_s, clock=lambda: self.now, uniform=lambda: uniform)
-        return policy.run(attempt, shard=3, address="10.0.0.1:7000", sleep=self.sleep)
+        operation = Operation(lambda lane, call: attempt(), 1000, policy, Health([""] * 4))
+        operation.scope.sleep = self.sleep  # type: ignore[method-assign]
+        lane: Any = SimpleNamespace(shard=3, address="10.0.0.1:7000")
+        return operation.at(lane)
 
 
 @pytest.mark.parametrize("error", [ShardUnavailable("x"), Overloaded("x"), Draining("x")])

@@ -262,8 +262,8 @@ def test_train_when_token_and_certificate_are_changed_then_goes_on(
         train(ps, 1)
         if transport == "tcp":
             cut(shard)
-        ps._shards.lanes[0]._channel.close()  # which the lane takes for a broken one
-        ps._shards.lanes[0]._channel = None
+        ps._worker._shards.lanes[0]._channel._channel.close()  # which the lane takes for a broken one
+        ps._worker._shards.lanes[0]._channel._channel = None
         values = train(ps, 1)
 
         after = ssl.get_server_certificate((HOST, int(shard.address.rpartition(":")[2])))
@@ -301,14 +301,14 @@ def test_train_when_the_certificate_is_wrong_for_a_while_then_goes_on_with_the_r
         declare(ps)
         train(ps, 1)
         place.certificate("shard", HOST, days=-1)
-        lane = ps._shards.lanes[0]
+        lane = ps._worker._shards.lanes[0]
         if transport == "tcp":
             cut(shard)
-        lane._channel.close()
-        lane._channel = None
+        lane._channel._channel.close()
+        lane._channel._channel = None
 
         step = Thread(lambda: train(ps, 1))
-        until(lambda: bool(ps._shards._health.silent()))
+        until(lambda: bool(ps._worker._shards._health.silent()))
         place.certificate("shard", HOST)
 
         assert set(step.result().tolist()) == {-2.0}
@@ -320,8 +320,8 @@ def test_train_when_the_wrong_certificate_stays_then_the_last_error_says_why(clu
         declare(ps)
         train(ps, 1)
         place.certificate("shard", HOST, by="theirs")
-        ps._shards.lanes[0]._channel.close()
-        ps._shards.lanes[0]._channel = None
+        ps._worker._shards.lanes[0]._channel._channel.close()
+        ps._worker._shards.lanes[0]._channel._channel = None
 
         with pytest.raises(psd_client.ShardUnavailable, match="is signed by none of the authorities in tls_ca"):
             train(ps, 1)
@@ -340,12 +340,12 @@ def test_train_when_the_authority_is_changed_then_the_worker_reads_the_new_one(
 
         place.certificate("shard", HOST, by="theirs")
         shard._tls._files.refresh()
-        lane = ps._shards.lanes[0]
-        channel = lane._channel
+        lane = ps._worker._shards.lanes[0]
+        channel = lane._channel._channel
         place.write("ca.pem", place.authorities["ours"].pem + place.authorities["theirs"].pem)
-        lane._renew()
+        lane._channel._renew()
 
-        assert lane._channel is not channel
+        assert lane._channel._channel is not channel
         assert set(train(ps, 1).tolist()) == {-2.0}
 
 

@@ -240,7 +240,7 @@ def test_call_when_cancelled_then_ends_whatever_the_shard_does(
     shard, scope = scripted(deaf), Scope()
     lane = told(shard.port)
     calling = Thread(lambda: make_call(lane, scope))
-    until(lambda: lane._bulk is not None and lane._bulk._is_busy)
+    until(lambda: lane._bulk._open is not None and lane._bulk._open._is_busy)
 
     scope.cancel()
 
@@ -300,7 +300,7 @@ def test_call_when_cancelled_then_no_shard_reaches_what_the_worker_sees(
     gradients.spaces[0][...], parameters.spaces[0][...] = 1, 2
     calling = Thread(lambda: push(lane, scope, buffers=gradients))
     until(lambda: bool(shard.conversations) and shard.conversations[0].memory_fd >= 0)
-    until(lambda: lane._bulk is not None and lane._bulk._attached is not None)
+    until(lambda: lane._bulk._open is not None and lane._bulk._open._attached is not None)
 
     scope.cancel()
 

@@ -34,13 +34,13 @@ def test_connect_when_the_shard_is_blocked_sending_to_the_one_before_then_gets_i
         monkeypatch.setattr(exchange, "share_memory", lambda _: None)
     running = cluster(1)
     before = connected(running.servers, transport)
-    lane: Any = before._shards.lanes[0]
-    caller, gradients = before._session.caller(0), before.gradients
+    lane: Any = before._worker._shards.lanes[0]
+    caller, gradients = before._worker._session.caller(0), before._worker.gradients
     digest = gradients.layout.digest
     scalars = [data_pb2.GroupScalars(values=(1, 0, 0, 0))]
     header = data_pb2.PushHeader(caller=caller, weight=1, layout_digest=digest, scalars=scalars)
     pull = data_pb2.PullRequest(caller=caller, layout_digest=digest)
-    stream = lane._bulk._stream
+    stream = lane._bulk._open._stream
     stream.send(Kind.CALL, bulk_pb2.BulkCall(method=method, push=header, pull=pull, timeout_s=1000).SerializeToString())
     ours = running.shards[0]._bulk._by_rank[0]
     for block in gradients.layout.blocks if method == bulk_pb2.BULK_METHOD_PUSH_PULL else ():

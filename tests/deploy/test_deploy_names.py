@@ -16,7 +16,7 @@ from name_server import HOST, NameServer
 import psd_client
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
-from psd_client import grpc_lane
+from psd_client import grpc_channel
 
 NAME = "psd-0.psd"
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -39,7 +39,7 @@ class AskedServer(NameServer):
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[AskedServer]:
     """A name server that this process asks: gRPC's own resolver as well as Python's."""
     server = AskedServer()
-    open_channel, getaddrinfo = grpc_lane.open_channel, socket.getaddrinfo
+    open_channel, getaddrinfo = grpc_channel.open_channel, socket.getaddrinfo
 
     def opened(address: str, *args: Any) -> Any:
         server.opened += 1
@@ -50,7 +50,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[AskedServer]:
         is_stale = server.stale and host in server.names
         return getaddrinfo(server.stale.pop() if is_stale else server.names.get(host, host), *args, **kwargs)
 
-    monkeypatch.setattr(grpc_lane, "open_channel", opened)
+    monkeypatch.setattr(grpc_channel, "open_channel", opened)
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     yield server
     server.close()
@@ -107,7 +107,7 @@ def test_a_shard_that_returns_at_another_address_is_found_there_and_has_lost_not
 
 def test_a_channel_that_does_not_reach_its_shard_is_replaced(names, life, monkeypatch):
     """The resolver of a new channel asks at once; that of the old one had learnt to be patient."""
-    monkeypatch.setattr(grpc_lane, "UNREACHED_S", 0.2)
+    monkeypatch.setattr(grpc_channel, "UNREACHED_S", 0.2)
     shard = life(ADDRESSES[0])
     names.on_open = lambda count: count == 2 and names.names.update({NAME: ADDRESSES[0]})
 

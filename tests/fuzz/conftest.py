@@ -36,7 +36,7 @@ def target() -> Iterator[Callable[..., Target]]:
                 used.close()
             made.clear()
         uses += 1
-        if is_exact in made and made[is_exact].shard.core.members.worker(ME).state is not WorkerState.LIVE:
+        if is_exact in made and made[is_exact].shard._core.members.worker(ME).state is not WorkerState.LIVE:
             made.pop(is_exact).close()
         if is_exact not in made:
             made[is_exact] = Target(spec=EXACT, steps=((0, 0), (0, 1))) if is_exact else Target()

@@ -13,7 +13,7 @@ from psd.v1 import data_pb2
 
 def known_fields(target: Target) -> dict[str, Any]:
     """Of worker ME, now; see `messages`."""
-    core = target.shard.core
+    core = target.shard._core
     is_exact = core.declared().spec.aggregation == "exact"
     session = core.members.worker(ME).session
     spec = core.declared().spec.to_message()

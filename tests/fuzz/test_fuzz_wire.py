@@ -24,7 +24,7 @@ from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.bulk_connection import BulkConnection as ClientConnection
 from psd_client.flat import FlatBuffers
-from psd_client.transport import Call, Scope
+from psd_client.transport import Call, Scope, Traffic
 
 HEAD_BYTES_MAX = 1 << 16
 
@@ -163,11 +163,12 @@ sent_by_a_shard = st.lists(
 @given(sent_by_a_shard, st.booleans())
 def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
     """A worker's end: parameters, or an error of psd's that the caller can handle."""
-    parameters, request = FlatBuffers(LAYOUT), data_pb2.PullRequest(blocks=[0])
+    parameters = FlatBuffers(LAYOUT)
+    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=data_pb2.PullRequest(blocks=[0]))
     with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
-        connection = ClientConnection(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()))
+        connection = ClientConnection(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
         if into_memory:
             connection._attached = (parameters, parameters)
 
-        ends_in(PsdError, lambda: connection.pull(request, [LAYOUT.blocks[0]], parameters, Call(5.0, Scope())))
+        ends_in(PsdError, lambda: connection.transfer(call, None, [LAYOUT.blocks[0]], parameters, Call(5.0, Scope())))
         connection.close()

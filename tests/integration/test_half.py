@@ -79,7 +79,7 @@ def test_backward_when_a_parameter_is_half_then_its_gradient_lies_where_it_is_se
         layer = nn.Linear(4, 3).bfloat16()
         optimizer = psd.distribute(layer, torch.optim.SGD(layer.parameters(), lr=1.0), ps=ps, overlap=overlap)
         layer(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
-        places = [view.ctypes.data for view in ps.gradients.views]
+        places = [view.ctypes.data for view in ps._worker.gradients.views]
         is_there = [p.grad.data_ptr() for p in layer.parameters()] == places
         optimizer.step()
         return is_there, layer.weight.grad.dtype
@@ -101,7 +101,7 @@ def test_step_when_async_then_what_is_done_to_gradients_is_done_in_float32(run_w
             for step in range(STEPS):
                 layer.weight.grad = gradient(layer.weight.to(dtype), 0, step).to(kind)
                 optimizer.step()
-            return ps.parameters.views[0].copy()
+            return ps._worker.parameters.views[0].copy()
 
         return body
 

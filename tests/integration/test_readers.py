@@ -54,7 +54,7 @@ def test_a_reader_sees_one_version_while_others_train(cluster: Callable[..., Any
         for version, params in found:
             assert {float(x) for value in params.values() for x in np.unique(value)} == {-2.0 * version}
     # The job did not wait for the reader, nor count it.
-    assert all(len(shard.shard.core.members.workers) == 2 for shard in running.shards)
+    assert all(len(shard.shard._core.members.workers) == 2 for shard in running.shards)
 
 
 def test_a_reader_reads_a_job_that_rests(cluster: Callable[..., Any]) -> None:

@@ -225,7 +225,8 @@ class _Trial:
 
     def _start(self, worker: WorkerActor) -> None:
         servers = ",".join(self._links[worker.rank, shard.index].address for shard in self._shards)
-        if sum(len(each.lives) for each in self._workers) >= LIVES or (self._directory / "stop").exists():
+        is_known = any(map(_has_declared, worker.lives))  # else the others wait for it to come
+        if ((self._directory / "stop").exists() and is_known) or sum(len(each.lives) for each in self._workers) >= LIVES:
             worker.is_wanted = False
             return
         worker.is_wanted = True
@@ -348,6 +349,12 @@ class _Trial:
                 process.kill()
         worker.is_wanted = False
         self._at(fault.seconds, lambda: self._end(fault, lambda: self._start(worker)))
+
+
+def _has_declared(life: tuple[Process, Options]) -> bool:
+    """The others know it, and its shards do, whatever becomes of them."""
+    path = Path(life[1].history)
+    return path.exists() and '"e": "ok", "op": "declare"' in path.read_text()
 
 
 def _has_begun(worker: WorkerActor) -> bool:

@@ -112,7 +112,7 @@ def test_large_arrays_pass_through_jit(run_workers):
             updates, _ = update(params, jnp.int32(0))
             params = params + updates
             kept.append(params)
-        return [float(value[-1, -1]) for value in kept], ps.parameters.layout.spec.tensors[0].name
+        return [float(value[-1, -1]) for value in kept], ps._worker.parameters.layout.spec.tensors[0].name
 
     assert run_workers(1, 2, worker) == [([0.75, 0.5625, 0.421875], "params")]
 
@@ -129,7 +129,7 @@ def test_gradients_of_16_bits_travel_as_they_are(run_workers, wrap):
             updates, state = update(jax.tree.map(lambda p: jnp.full_like(p, 1.5), params), state, params)
         with pytest.raises(psd_client.InvalidTensor, match=r"gradients\['h'\]: dtype must be float16, got float32"):
             update({**params, "h": jnp.ones(3)}, state, params)
-        return ps.stats()["sent_bytes"], [float(view.min()) for view in ps.parameters.views], updates["h"].dtype
+        return ps.stats()["sent_bytes"], [float(view.min()) for view in ps._worker.parameters.views], updates["h"].dtype
 
     ((sent, masters, dtype),) = run_workers(1, 1, worker)
 

@@ -185,7 +185,7 @@ def test_variables_of_low_precision_have_a_float32_master(run_workers):
         optimizer = psd.distribute(model, keras.optimizers.SGD(1e-4), ps=ps)
         model.compile(optimizer=optimizer, loss="mse")
         fit(model)
-        master = ps.parameters.views[0]
+        master = ps._worker.parameters.views[0]
         return master.dtype.name, keras.ops.convert_to_numpy(keras.ops.cast(model.weights[0], "float32")), master.copy()
 
     ((dtype, mine, master),) = run_workers(1, 1, worker)

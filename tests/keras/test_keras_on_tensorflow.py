@@ -96,10 +96,10 @@ def test_variables_do_not_share_memory_with_the_buffers(run_workers):
         for apply in (optimizer.apply, tf.function(optimizer.apply)):
             apply([tf.ones((64, 64))])
             before = model.get_weights()[0]
-            ps.parameters.views[0][...] = 99
+            ps._worker.parameters.views[0][...] = 99
             assert np.array_equal(model.get_weights()[0], before)
             model.weights[0].assign_add(tf.ones((64, 64)))
-            assert (ps.parameters.views[0] == 99).all()
+            assert (ps._worker.parameters.views[0] == 99).all()
         return True
 
     assert run_workers(1, 1, worker) == [True]

@@ -18,7 +18,7 @@ def test_gradients_lie_in_the_buffers(run_workers):
         model = small_model()
         model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1), ps=ps), loss="mse")
         fit(model)
-        starts = [view.ctypes.data for view in ps.gradients.views]
+        starts = [view.ctypes.data for view in ps._worker.gradients.views]
         return [v.value.grad.data_ptr() for v in model.trainable_variables] == starts
 
     assert run_workers(1, 1, worker) == [True]
@@ -53,7 +53,7 @@ def test_close_leaves_the_parameters_alone(run_workers):
     def worker(ps):
         model = small_model()
         optimizer = psd.distribute(model, keras.optimizers.SGD(0.1), ps=ps)
-        buffers = ps.gradients
+        buffers = ps._worker.gradients
         optimizer.close()
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
         fit(model)

@@ -38,7 +38,6 @@ LEFT_OUT_TYPES = frozenset(
         "Counters",
         "Cuts",
         "Executor",
-        "Fanout",
         "GroupSpec",
         "Heartbeats",
         "Health",
@@ -65,6 +64,7 @@ LEFT_OUT_TYPES = frozenset(
         "Scanner",
         "Call",
         "FlatCalls",
+        "Operation",
         "Program",
         "Setting",
         "WorkerProcess",
@@ -88,6 +88,7 @@ LEFT_OUT_ATTRIBUTES = frozenset(
         "transport",
         "times",
         "_busy",
+        "_gives_up_at",
         "counts",
         "rejoins",
         "sent_bytes",
@@ -137,7 +138,7 @@ LEFT_OUT_LOCALS = frozenset(
         "clock_before",
     ]
 )
-"""Of `clock`, see _walk_frame: retry.py has the function that tells the time by that name."""
+"""Of `clock`, see _walk_frame: shards.py has the function that tells the time by that name."""
 
 _ATOMS = (type(None), bool, int, float, str, bytes, complex)
 _CALLABLES = (

@@ -100,7 +100,7 @@ class Program:
                 is_confirmed = True
 
             exchange.confirm = watched  # type: ignore[method-assign]
-        self.ps._close(error)
+        self.ps.close(error)
         if is_confirmed:
             self.confirmed()
 

@@ -172,7 +172,7 @@ class ShardProcess:
     def _watch(self) -> None:
         """Have the arena tell the history what is published."""
         assert self._shard is not None
-        arena = self._shard.core.storage.arena
+        arena = self._shard._core.storage.arena
         if arena is not None and "publish" not in vars(arena):
             publish = arena.publish
             blocks = list(range(self._index, self._setting.blocks, self._setting.shards))
@@ -197,7 +197,7 @@ class ShardProcess:
 
     def _front(self) -> bytes:
         """What the disk holds beside the pages' contents, which the block table stands for."""
-        arena = self._shard.core.storage.arena if self._shard is not None else None
+        arena = self._shard._core.storage.arena if self._shard is not None else None
         return b"" if arena is None else arena._file.read(arena._front.size, 0)
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class ShardProcess:
     def _expire(self, rank: int) -> None:
         """Everybody else has been heard of just now."""
         assert self._shard is not None
-        members = self._shard.core.members
+        members = self._shard._core.members
         for worker in members.workers:
             worker.last_seen = self._now
         members._last_tick = self._now
@@ -281,7 +281,7 @@ class ShardProcess:
     def _die(self) -> None:
         """What the kernel does: memory is gone, locks are released, the arena's file stays as it is."""
         assert self._shard is not None
-        arena = self._shard.core.storage.arena
+        arena = self._shard._core.storage.arena
         if arena is not None:
             arena._directory.close()
         self._abandoned.append(self._fibers)  # nothing of it runs any more, not even to clear up
@@ -379,7 +379,7 @@ class ShardProcess:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def view(self) -> ShardView:
-        members = self._shard.core.membership if self._shard is not None else None
+        members = self._shard._core.membership if self._shard is not None else None
         workers = members.workers if members is not None else []
         return ShardView(
             is_up=self._shard is not None,
@@ -398,7 +398,7 @@ class ShardProcess:
         if self._shard is None:
             self._walk_disk(walker)
             return walker
-        core = self._shard.core
+        core = self._shard._core
         if core.storage.arena is not None:
             self._walk_arena(walker, core.storage.arena)
         walker.walk([core, self._shard.admission._last_session])

@@ -25,7 +25,7 @@ from psd.contract.config import ClientConfig
 from psd.v1 import control_pb2
 from psd_client.flat_calls import FlatCalls
 from psd_client.heartbeat import Heartbeats
-from psd_client.retry import RetryPolicy
+from psd_client.shards import RetryPolicy
 from psd_client.transport import Cancelled, Scope
 
 Slot = tuple[int, str]

@@ -40,19 +40,19 @@ class Half(Feed):
 
 def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int, before: int) -> None:
     """Returns when shard 0, which has received all its blocks `before` times, has so many more; the call stays open."""
-    layout = ps._exchange._layout
+    layout = ps._worker._exchange._layout
     header = data_pb2.PushHeader(
-        caller=ps._session.caller(0),
+        caller=ps._worker._session.caller(0),
         clock=ps.clock,
         weight=1,
         layout_digest=layout.digest,
         scalars=[data_pb2.GroupScalars(values=half_push_job.SCALARS)],
-        decisions=ps._session.decisions,
+        decisions=ps._worker._session.decisions,
     )
-    ps.gradients.views[0][...] = grads["w"]  # the job has a single tensor
-    part = GradientPart(header, layout.blocks_of(0), ps.gradients, None, Half(layout, blocks))
+    ps._worker.gradients.views[0][...] = grads["w"]  # the job has a single tensor
+    part = GradientPart(header, layout.blocks_of(0), ps._worker.gradients, None, Half(layout, blocks))
     sent = before * sum(block.nbytes for block in part.blocks) + sum(block.nbytes for block in part.blocks[:blocks])
-    lane = ps._shards.lanes[0]
+    lane = ps._worker._shards.lanes[0]
     pushing = threading.Thread(target=lane.push, args=(part, Call(100, Scope())), daemon=True)
     pushing.start()
     while half_push_job.bytes_received(server) < sent:

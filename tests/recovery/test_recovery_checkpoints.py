@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_a_worker_whose_lease_ran_out_while_a_shard_lost_its_memory_is_told_too(
             params = step(params)
         while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
             ps.barrier("until the first checkpoint is complete")
-        core = running.shards[0].shard.core
+        core = running.shards[0].shard._core
         with core.lock:
             core.members.worker(0).last_seen -= 1000
             assert [worker.rank for worker in running.shards[0].shard.tick()] == [0]
@@ -181,12 +182,17 @@ def test_all_roll_back_when_a_shard_and_a_worker_are_lost_in_one_round(cluster: 
         ps = psd_client.connect(servers, rank, 2, wait_timeout=60)
         return ps, ps.declare(initial_values(), psd_client.SGD(lr=0.1, momentum=0.9), **EXACT)
 
+    found: list[bool] = []
+    both_look = threading.Barrier(
+        2, lambda: found.append(any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()))
+    )
+
     def until_round_12(rank: int) -> psd_client.ParameterServer:
         ps, params = begin(rank)
         while ps.clock < 12:
             params = step(ps, params)
-        while not any(i.state is CheckpointState.VALID for i in CheckpointDirectory(url).checkpoints()):
-            ps.barrier("until the first checkpoint is complete")
+        while not found or not found[-1]:  # each for itself might find it a moment before the other, who would wait for it
+            both_look.wait(60)
         step(ps, params, pulls=False)
         return ps
 
@@ -194,7 +200,7 @@ def test_all_roll_back_when_a_shard_and_a_worker_are_lost_in_one_round(cluster: 
         survivor, dying = pool.map(until_round_12, range(2))
         shards[1].stop()
         start(1, shards[1].address)  # decided at shard 0, and not heard of here
-        dying._close(RuntimeError("it crashes"))
+        dying._worker.close(RuntimeError("it crashes"))
         with survivor:
             with pytest.raises(psd_client.RolledBack, match="went back to a checkpoint at step") as caught:
                 survivor.pull()

@@ -106,7 +106,7 @@ def test_without_rounds_each_push_is_an_update(cluster: Callable[..., Any], cons
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, range(2))) == [1, 1]
     for shard in running.shards:
-        job = shard.shard.core.declared()
+        job = shard.shard._core.declared()
         assert (job.version_min, job.version_max) == (20, 20)
         assert sum(job.ages) == 20 * job.trained_count
 

@@ -37,7 +37,7 @@ def test_a_barrier_on_a_full_disk_is_refused_by_name_and_passed_when_it_is_calle
 ) -> None:
     """The other worker waits meanwhile."""
     running = cluster(1, state_dir=str(tmp_path / "state"), lease_s=60)
-    core = running.shards[0].shard.core
+    core = running.shards[0].shard._core
 
     def other() -> None:
         with psd_client.connect(running.servers, 1, 2, wait_timeout=60) as ps:
@@ -64,7 +64,7 @@ def test_a_worker_that_ends_on_a_full_disk_has_ended_and_the_others_are_told_wha
 ) -> None:
     """Its leaving completes a barrier that cannot be noted."""
     running = cluster(1, state_dir=str(tmp_path / "state"), lease_s=60)
-    core = running.shards[0].shard.core
+    core = running.shards[0].shard._core
 
     with ThreadPoolExecutor(1) as pool, psd_client.connect(running.servers, 0, 2, wait_timeout=60) as ps:
         with psd_client.connect(running.servers, 1, 2, wait_timeout=60) as leaving:
@@ -85,7 +85,7 @@ def test_a_worker_that_ends_on_a_full_disk_has_ended_and_the_others_are_told_wha
 def test_a_job_is_declared_again_when_there_is_room(cluster: Callable[..., Any], tmp_path: Path, shards: int) -> None:
     """Also when another shard has it already."""
     running = cluster(shards, lease_s=60)
-    storage = running.shards[-1].shard.core.storage
+    storage = running.shards[-1].shard._core.storage
 
     def full(step: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), step)
@@ -109,7 +109,7 @@ def test_a_job_that_cannot_go_back_for_lack_of_room_goes_back_when_there_is_some
     url = str(tmp_path / "checkpoints")
     settings: dict[str, Any] = {"checkpoint_dir": url, "checkpoint_steps": 5, "lease_s": 60}
     running = cluster(2, **settings)
-    storage = running.shards[0].shard.core.storage
+    storage = running.shards[0].shard._core.storage
 
     def full(step: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), step)
@@ -144,7 +144,7 @@ def test_another_kind_of_job_goes_on_from_a_checkpoint_when_there_is_room(cluste
     assert first.done.wait(60)
     first.drain(5)
     running = cluster(1, **settings)
-    storage = running.shards[0].shard.core.storage
+    storage = running.shards[0].shard._core.storage
 
     def full(step: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), step)

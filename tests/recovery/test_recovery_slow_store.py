@@ -105,7 +105,7 @@ def test_a_shard_goes_back_while_its_checkpoint_is_written_slowly(
         checkpointer = shards[0]._checkpointer
         assert checkpointer is not None
         with checkpointer._idle:
-            assert checkpointer._idle.wait_for(lambda: checkpointer._unwritten == 0, 60)
+            assert checkpointer._idle.wait_for(lambda: checkpointer._shard.cuts.unwritten == 0, 60)
         params = ps.pull()
         for _ in range(10):
             params = step(ps, params)

@@ -17,7 +17,7 @@ import pytest
 from shard_processes import ShardProcess, servers_of
 
 import psd_client
-from psd_client.grpc_lane import GrpcLane
+from psd_client.shard_lane import ShardLane
 
 pytestmark = pytest.mark.process
 
@@ -131,9 +131,9 @@ def test_worker_when_a_shard_is_suspended_as_it_opens_the_lane_then_goes_on(
             resumed.start()
         return reply
 
-    open_bulk = GrpcLane.open_bulk
+    open_bulk = ShardLane.open_bulk
     with psd_client.connect(shard.address, 0, 1, transport=transport, retry_timeout=60) as ps:
-        monkeypatch.setattr(GrpcLane, "open_bulk", suspend)
+        monkeypatch.setattr(ShardLane, "open_bulk", suspend)
 
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
 

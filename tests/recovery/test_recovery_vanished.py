@@ -78,10 +78,10 @@ def test_worker_when_the_shard_vanishes_while_it_sends_then_goes_on_over_another
 ) -> None:
     """Blocked in the middle of its gradient; the control plane is of no help where it works."""
     with connect(proxy.address) as ps:
-        lane: Any = ps._shards.lanes[0]
+        lane: Any = ps._worker._shards.lanes[0]
         shard.signal(signal.SIGSTOP)
         pushing = pushed(ps)
-        until(lane._bulk._stream._sending.locked)
+        until(lane._bulk._open._stream._sending.locked)
         proxy.vanish(shard.bulk_port if only_bulk else None)
         shard.signal(signal.SIGCONT)
 
@@ -95,12 +95,12 @@ def test_worker_when_the_shard_vanishes_while_it_waits_then_goes_on_over_another
     """Everything has arrived, and it waits for another worker."""
     others = Thread(lambda: connect(shard.address, 1, 2))
     with connect(proxy.address, 0, 2) as ps, others.result() as other:
-        lane: Any = ps._shards.lanes[0]
+        lane: Any = ps._worker._shards.lanes[0]
         pulling = pushed(ps)
         until(lambda: len(shard.status().waits) == 1)
-        before = lane._bulk
+        before = lane._bulk._open
         proxy.vanish(shard.bulk_port if only_bulk else None)
-        until(lambda: lane._bulk is not before)
+        until(lambda: lane._bulk._open is not before)
         pushing = pushed(other)
 
         assert (pulling.result(), pushing.result()) == ({2.0}, {2.0})

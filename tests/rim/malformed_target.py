@@ -103,13 +103,13 @@ class Target:
         self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
         guard = Guard(self.shard, Pace())
-        bulk = BulkServer(self.shard, planes, guard, self.shard.core.config)
+        bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
         control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
         self._handlers = (control, DataService(self.shard, planes["grpc"], guard).handler())
         self.callers = [self._join(rank) for rank in range(WORLD)]
         for caller in self.callers:
             self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=spec.to_message()))
-        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest, self.shard.core.initial.choice)
+        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest, self.shard._core.initial.choice)
         for index in (TRAINED, STATIC):
             block = LAYOUT.blocks[index]
             self.shard.admission.initialize_block(init, index, memoryview(np.arange(block.length, dtype=block.dtype).tobytes()))
@@ -156,7 +156,7 @@ class Target:
 
     def fingerprint(self) -> Any:
         """All that a refused request must leave as it is: pages, rounds, dedup windows, members, scalars, arrivals, waits."""
-        core = self.shard.core
+        core = self.shard._core
         assert core.job is not None
         assert core.membership is not None
         blocks = []

@@ -90,8 +90,8 @@ def test_a_deadline_ends_a_wait_with_the_missing_workers_name(cluster, dial):
         assert reason(error) == name, error.details()
         assert words in error.details()
         assert detail(error) == {"missing": [1]}
-    assert shard.shard.core.waiting.open() == []
-    assert shard.shard.core.barriers._barriers["epoch-1"].arrived == {}
+    assert shard.shard._core.waiting.open() == []
+    assert shard.shard._core.barriers._barriers["epoch-1"].arrived == {}
 
 
 def test_a_declaration_that_waits_names_the_initializer(cluster, dial):
@@ -111,7 +111,7 @@ def test_a_call_without_a_deadline_waits(cluster, dial, eventually):
     shard = cluster(1).shards[0]
     a, b = two_workers(shard, dial)
     call = a.control.Barrier.future(a.barrier_request("x"))
-    eventually(lambda: len(shard.shard.core.waiting.open()) == 1, "the call waits")
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
 
     b.control.Barrier(b.barrier_request("x"), timeout=TIMEOUT_S)
 
@@ -122,7 +122,7 @@ def test_a_call_without_a_deadline_waits(cluster, dial, eventually):
 def test_a_caller_that_hangs_up_frees_its_ticket(cluster, dial, eventually, kind):
     """A cancelled call leaves no open wait and no arrival behind, and the shard serves on."""
     shard = cluster(1).shards[0]
-    waiting = shard.shard.core.waiting
+    waiting = shard.shard._core.waiting
     if kind == "declare":
         channel = dial(shard.address)
         a, b = RawWorker(channel, 0), RawWorker(channel, 1)
@@ -143,7 +143,7 @@ def test_a_caller_that_hangs_up_frees_its_ticket(cluster, dial, eventually, kind
     call.cancel()
 
     eventually(lambda: waiting.open() == [], "the wait has ended")
-    eventually(lambda: not any(x.arrived for x in shard.shard.core.barriers._barriers.values()), "nobody has arrived")
+    eventually(lambda: not any(x.arrived for x in shard.shard._core.barriers._barriers.values()), "nobody has arrived")
     assert a.heartbeat().waits == []
 
 
@@ -153,7 +153,7 @@ def test_a_heartbeat_says_what_its_worker_waits_for(cluster, dial, eventually):
     a, b = two_workers(shard, dial)
     a.push(0, [[1.0] * 3])
     call = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
-    eventually(lambda: len(shard.shard.core.waiting.open()) == 1, "the call waits")
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
 
     (wait,) = a.heartbeat(1).waits
     status = a.control.Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
@@ -196,7 +196,7 @@ def test_draining_ends_waits_and_refuses_new_work_but_hears_goodbyes(cluster, di
     a, b = two_workers(shard, dial)
     a.push(0, [[1.0] * 3])
     pull = a.data.Pull(a.pull_request(1), timeout=TIMEOUT_S)
-    eventually(lambda: len(shard.shard.core.waiting.open()) == 1, "the call waits")
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 1, "the call waits")
 
     shard.shard.drain()
 
@@ -341,7 +341,7 @@ def test_a_push_refused_in_its_second_block_leaves_the_first_counted(cluster, di
 
     error = failure(worker.push, 0, [[1.0] * 3, [np.inf] * 3, [1.0] * 3])
     assert reason(error) == "NonFiniteGradient"
-    assert [b.version for b in shard.shard.core.job.blocks.values()] == [1, 0, 0]
+    assert [b.version for b in shard.shard._core.job.blocks.values()] == [1, 0, 0]
     reply = worker.push(0, [[9.0] * 3, [2.0] * 3, [3.0] * 3])
 
     assert (reply.blocks_counted, reply.blocks_duplicate) == (2, 1)

@@ -62,7 +62,7 @@ def test_readers_are_few_at_a_time(
     shard = cluster(1, limits=Limits(reads_max=2)).shards[0]
     worker = RawWorker(dial(shard.address), world_size=1)
     worker.declare(spec(1))
-    block = shard.shard.core.job.blocks[0]
+    block = shard.shard._core.job.blocks[0]
 
     def read(name: str) -> Any:
         request = data_pb2.ReadRequest(layout_digest=worker.digest, cut=data_pb2.Cut(id=name, step=1_000_000))
@@ -100,7 +100,7 @@ def test_calls_are_few_at_a_time(
     shard = cluster(1, limits=Limits(calls=2)).shards[0]
     workers = [RawWorker(dial(shard.address), rank, 3) for rank in range(2)]
     waiting = [worker.control.Barrier.future(worker.barrier_request("b"), timeout=TIMEOUT_S) for worker in workers]
-    eventually(lambda: len(shard.shard.core.waiting.open()) == 2, "two calls wait")
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 2, "two calls wait")
 
     assert RawStatus(dial(shard.address)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in waiting:

@@ -54,7 +54,7 @@ def finish(target):
     """What the job comes to when the open round is completed by the workers that it lacks."""
     for rank in range(1, WORLD):
         target.push(rank, 2)
-    state = target.shard.core.job.blocks[0]
+    state = target.shard._core.job.blocks[0]
     return state.version, state._page.parameter.tobytes(), state._page.slots[0].tobytes()
 
 
@@ -71,7 +71,7 @@ def test_requests_with_a_wrong_field_are_refused_by_its_name():
         check_refusal(request, caught.value.reason, caught.value.code, caught.value.message, seed)
         assert target.fingerprint() == before, f"seed {seed}: {request.method} changed the shard: {caught.value}"
 
-    refused = target.shard.core.counters.requests_refused
+    refused = target.shard._core.counters.requests_refused
     assert refused > 0.75 * WRONG  # fenced sessions and the like are not counted as the caller's error
     assert finish(target) == finish(undisturbed)
     target.close()

@@ -184,7 +184,7 @@ def test_the_workers_beyond_a_number_share_a_series(cluster: Callable[..., Any],
     world = WORKERS_MAX + 5
     for rank in (0, WORKERS_MAX, WORKERS_MAX + 1):
         RawWorker(channel, rank, world)
-    members = shard.shard.core.membership
+    members = shard.shard._core.membership
     for worker in members.workers:
         worker.awaited_s = 2.0
 

@@ -183,10 +183,10 @@ def test_one_connection_has_few_calls_at_a_time(
         "/psd.v1.ControlService/Barrier", control_pb2.BarrierRequest.SerializeToString, control_pb2.BarrierReply.FromString
     )
     waiting = [barrier.future(worker.barrier_request("b"), timeout=TIMEOUT_S) for worker in workers[:19]]
-    eventually(lambda: len(shard.shard.core.waiting.open()) == 8, "eight calls wait at the shard")
+    eventually(lambda: len(shard.shard._core.waiting.open()) == 8, "eight calls wait at the shard")
 
     workers[19].heartbeat()
-    assert len(shard.shard.core.waiting.open()) == 8
+    assert len(shard.shard._core.waiting.open()) == 8
     for call in waiting:
         call.cancel()
 

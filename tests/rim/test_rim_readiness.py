@@ -42,7 +42,7 @@ def test_a_shard_whose_workers_are_gone_does_not_wait_for_a_checkpoint_that_nobo
         ps.declare({"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0))
         ps.push_pull({"w": np.ones(3, np.float32)})
         raise KeyError("the worker fails")
-    assert shard.shard.is_training
+    assert shard.shard.schedule.is_training
     assert not shard.shard.is_done
 
     began = time.monotonic()

@@ -41,7 +41,7 @@ def test_a_full_barrier_does_not_keep_one_more_worker_from_training(crowd, event
     shard, workers, last = crowd(spec(WAITING + 1, mode="async"))
     with ThreadPoolExecutor(WAITING) as pool:
         calls = [pool.submit(w.control.Barrier, w.barrier_request("epoch"), timeout=120) for w in workers]
-        eventually(lambda: len(shard.shard.core.waiting.open()) == WAITING, "all wait")
+        eventually(lambda: len(shard.shard._core.waiting.open()) == WAITING, "all wait")
 
         began = time.monotonic()
         for clock in range(10):
@@ -51,11 +51,11 @@ def test_a_full_barrier_does_not_keep_one_more_worker_from_training(crowd, event
         took = time.monotonic() - began
 
         assert np.frombuffer(answer[0].payload, np.float32).tolist() == [-11.0] * 3
-        assert len(shard.shard.core.waiting.open()) == WAITING
+        assert len(shard.shard._core.waiting.open()) == WAITING
         assert took < 10
         last.control.Barrier(last.barrier_request("epoch"), timeout=TIMEOUT_S)
         assert {call.result(TIMEOUT_S).generation for call in calls} == {0}
-    assert shard.shard.core.waiting.open() == []
+    assert shard.shard._core.waiting.open() == []
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_an_open_round_does_not_keep_the_last_worker_from_closing_it(crowd, even
         list(pool.map(lambda w: w.push(0, [[float(w.caller.rank)] * 3]), workers))
         pulls = [pool.submit(w.pull, 1, timeout=120) for w in workers]
         barriers = [pool.submit(w.control.Barrier, w.barrier_request("epoch"), timeout=120) for w in workers]
-        eventually(lambda: len(shard.shard.core.waiting.open()) == 2 * WAITING, "all wait")
+        eventually(lambda: len(shard.shard._core.waiting.open()) == 2 * WAITING, "all wait")
 
         assert last.heartbeat().waits == []
         status = control_pb2_grpc.ControlServiceStub(last.channel).Status(control_pb2.StatusRequest(), timeout=TIMEOUT_S)
@@ -84,4 +84,4 @@ def test_an_open_round_does_not_keep_the_last_worker_from_closing_it(crowd, even
         assert all(call.result(TIMEOUT_S) == own for call in pulls)
         last.control.Barrier(last.barrier_request("epoch"), timeout=TIMEOUT_S)
         assert {call.result(TIMEOUT_S).generation for call in barriers} == {0}
-    assert shard.shard.core.waiting.open() == []
+    assert shard.shard._core.waiting.open() == []

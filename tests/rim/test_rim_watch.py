@@ -90,8 +90,8 @@ def test_the_connection_of_a_worker_that_has_gone_is_ended(
     worker = BulkWorker(dial(server.address), 0, 1)
     stream = worker.connect()
     if reason == "expired":
-        with server.shard.core.lock:
-            server.shard.core.members.worker(0).last_seen -= 1000
+        with server.shard._core.lock:
+            server.shard._core.members.worker(0).last_seen -= 1000
         server.shard.tick()
     else:
         BulkWorker(dial(server.address), 0, 1)
@@ -112,7 +112,7 @@ def test_the_connection_of_a_rank_that_there_is_not_any_more_is_ended(
     """The job that has begun meanwhile has fewer workers."""
     worker = BulkWorker(dial(server.address), 0, 1)
     stream = worker.connect()
-    monkeypatch.setattr(server.shard.core.members, "workers", [])
+    monkeypatch.setattr(server.shard._core.members, "workers", [])
 
     server._bulk._watch.look()
     server._bulk._watch.look()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from shard_driver import Driver, Seat, job_spec
 
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec
-from psd.state.cuts import Snapshot
+from psd.state.cuts import Done
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 
@@ -95,17 +96,16 @@ class SnapshotPages(Holder):
 
     def __init__(self, driver: Driver, seats: list[Seat]) -> None:
         super().__init__(driver, seats)
-        ready: list[Snapshot] = []
-        driver.shard.cuts.hand_to(ready.append, lambda *_: None, lambda: None)
-        driver.shard.learn_cuts([data_pb2.Cut(id="held", step=self.clock, created_at=5.0)])
-        self._snapshot = ready.pop()
+        ready = driver.shard.cuts.take_part()
+        driver.learn_cuts([data_pb2.Cut(id="held", step=self.clock, created_at=5.0)])
+        self._snapshot: Any = ready.get_nowait()
         self.train_on()
 
     def seen(self) -> Any:
         return bytes_of(list(self._snapshot.pages.values()))
 
     def give_back(self) -> None:
-        self.driver.shard.release_snapshot(self._snapshot)
+        self.driver.shard.cuts.release(self._snapshot)
 
 
 class OpenCutPages(Holder):
@@ -116,15 +116,15 @@ class OpenCutPages(Holder):
         request = data_pb2.ReadRequest(
             run_id="mine", layout_digest=driver.layout.digest, cut=data_pb2.Cut(id="open", step=self.clock + 1)
         )
-        self.missed: list[str] = []
-        self._snapshot = driver.shard.begin_read(request, lambda _: None, lambda _, why: self.missed.append(why))
+        self._done: Done = SimpleQueue()
+        self._snapshot = driver.shard.begin_read(request, self._done)
         for index in range(BLOCKS // 2):
             for seat in seats:
                 self.push_block(seat, index, 1.0)
         assert len(self._snapshot.pages) == BLOCKS // 2
 
     def give_back(self) -> None:
-        assert len(self.missed) == 1
+        assert self._done.qsize() == 1
         self.driver.shard.cuts.abandon(self._snapshot)
 
 

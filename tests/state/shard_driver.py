@@ -117,7 +117,7 @@ class Driver:
 
     def _start(self, **arguments: Any) -> None:
         self.shard = Shard(self.config, now=self.time, wall=self.time, incarnation=self.incarnation, **arguments)
-        self.core = self.shard.core
+        self.core = self.shard._core
         _open_shards.append(self.shard)
 
     def kill(self) -> None:
@@ -231,6 +231,10 @@ class Driver:
 
     def arrive(self, seat: Seat, name: str = "b", seq: int = 1) -> Ticket:
         return self.shard.arrive(control_pb2.BarrierRequest(caller=seat.caller, name=name, seq=seq))
+
+    def learn_cuts(self, cuts: Sequence[data_pb2.Cut]) -> None:
+        """Hear of cuts, as from a worker."""
+        self.shard.cuts.learn(self.core.declared(), cuts)
 
     # -- numbers --
 

@@ -152,7 +152,7 @@ class Simulation:
             self.pass_time()
 
     def learn_decisions(self) -> None:
-        job = self.shards[0].core.job if self.shards[0] is not None else None
+        job = self.shards[0]._core.job if self.shards[0] is not None else None
         if job is not None and job.coordinator is not None:
             self.oracle.on_decisions(job.coordinator.latest())
 
@@ -162,8 +162,8 @@ class Simulation:
         return any(
             w.state.name == "LIVE" and w.rank not in alive
             for shard in self.shards
-            if shard is not None and shard.core.membership is not None
-            for w in shard.core.membership.workers
+            if shard is not None and shard._core.membership is not None
+            for w in shard._core.membership.workers
         )
 
     def resume(self, task: Task) -> None:
@@ -253,9 +253,9 @@ class Simulation:
         assert shard is not None
         self.shards[index] = None
         self.kills += 1
-        if shard.core.storage.arena is not None:
-            shard.core.storage.arena._directory.close()
-        for ticket in shard.core.waiting.open():
+        if shard._core.storage.arena is not None:
+            shard._core.storage.arena._directory.close()
+        for ticket in shard._core.waiting.open():
             ticket.fail(ShardRestarted("the connection broke", shard=index))
 
     def running(self, index: int) -> Iterator[Any]:
@@ -267,7 +267,7 @@ class Simulation:
     def check_alive(self, index: int, caller: job_pb2.Caller) -> None:
         """Calls that were in progress when their shard was killed get no answer."""
         shard = self.shards[index]
-        if shard is None or shard.core.incarnation != caller.incarnation:
+        if shard is None or shard._core.incarnation != caller.incarnation:
             raise ShardRestarted("the connection broke", shard=index)
 
     # -- ends --
@@ -288,4 +288,4 @@ class Simulation:
         for shard in self.shards:
             ghosts = [t.awaits for t in self.tasks]
             assert shard is not None
-            assert [t for t in shard.core.waiting.open() if t not in ghosts] == []
+            assert [t for t in shard._core.waiting.open() if t not in ghosts] == []

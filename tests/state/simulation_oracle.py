@@ -83,13 +83,13 @@ class Oracle:
             return
         self.opened.add(call)
         arrived = self.arrived[name]
-        missing = [w.rank for w in shard.core.members.workers if w.is_waited_for and arrived.get(w.rank) != w.session]
+        missing = [w.rank for w in shard._core.members.workers if w.is_waited_for and arrived.get(w.rank) != w.session]
         if missing:
             self.opened_early.append(f"barrier {name!r} has opened without workers {missing}")
 
     def learn_opened(self, shard: Shard) -> None:
         """Of a shard that has come back: it may have been killed between the opening and the answers."""
-        for rank, (session, calls) in shard.core.barriers._opened.items():
+        for rank, (session, calls) in shard._core.barriers._opened.items():
             for seq in calls:
                 self.on_opened(shard, self.last_barrier[rank], (rank, session, seq))
 
@@ -153,8 +153,8 @@ class Oracle:
             return
         self.learn_opened(shard)
         if initial is not None:
-            self.initial[index] = float(next(iter(shard.core.declared().blocks.values()))._page.parameter[0])
-        for block, state in shard.core.declared().blocks.items():
+            self.initial[index] = float(next(iter(shard._core.declared().blocks.values()))._page.parameter[0])
+        for block, state in shard._core.declared().blocks.items():
             assert state.version >= self.versions[block], f"block {block}: version went back over a restart"
             if in_flight is not None and in_flight[0] == block:
                 part, page = in_flight[1], state._page
@@ -269,7 +269,7 @@ class Oracle:
     def _check_bound(self, reader: int, lag: int, block: int) -> None:
         """Every worker that is waited for has finished `lag` steps, and all its updates up to there are in the block."""
         shard: Any = self.world.shards[block % len(self.world.shards)]
-        for worker in shard.core.members.workers:
+        for worker in shard._core.members.workers:
             if not worker.is_waited_for:
                 continue
             assert worker.clock >= lag, f"worker {reader} read while worker {worker.rank} had finished {worker.clock} < {lag}"
@@ -287,7 +287,7 @@ class Oracle:
         for block in world.layout.blocks:
             shard = world.shards[block.index % len(world.shards)]
             assert shard is not None
-            page = shard.core.declared().blocks[block.index]._page
+            page = shard._core.declared().blocks[block.index]._page
             self.check_page(block.index, page.version, page)
             counted = self.counted[block.index]
             if world.is_exact:

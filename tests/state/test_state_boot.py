@@ -68,7 +68,7 @@ def test_a_shard_that_has_ended_in_order_is_believed_on_any_machine(driver):
 def test_a_system_that_does_not_say_is_believed(driver):
     """Elsewhere than on Linux."""
     driver.boot_id.unlink()
-    (driver.shard.core.storage.directory / "boot").write_bytes(b"")
+    (driver.shard._core.storage.directory / "boot").write_bytes(b"")
 
     driver.restart(*driver.seats)
 

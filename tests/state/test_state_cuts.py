@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from queue import SimpleQueue
+
 import pytest
 from shard_driver import Driver, job_spec
 
@@ -14,11 +16,30 @@ class Taker:
     """Takes complete snapshots, and hears of those that cannot be had."""
 
     def __init__(self, driver):
-        self.ready, self.missed, self.progressed = [], [], 0
-        driver.shard.cuts.hand_to(self.ready.append, lambda cut, why: self.missed.append((cut.id, why)), self._progress)
+        self._ready, self._missed, self.progressed = [], [], 0
+        self._done = driver.shard.cuts.take_part()
+        driver.shard.exchange._schedule = self
 
-    def _progress(self):
+    def announce_due(self):
         self.progressed += 1
+
+    def _take(self):
+        while not self._done.empty():
+            snapshot = self._done.get()
+            if snapshot.why_missed:
+                self._missed.append((snapshot.cut.id, snapshot.why_missed))
+            else:
+                self._ready.append(snapshot)
+
+    @property
+    def ready(self):
+        self._take()
+        return self._ready
+
+    @property
+    def missed(self):
+        self._take()
+        return self._missed
 
 
 def cut(id_="c1", step=2):
@@ -34,7 +55,7 @@ def test_a_snapshot_has_every_block_at_the_version_of_the_cut():
     driver = Driver(job_spec(1, blocks=2))
     taker = Taker(driver)
     (a,) = driver.start()
-    driver.shard.learn_cuts([cut()])
+    driver.learn_cuts([cut()])
     for clock in range(2):
         driver.push(a, clock, 1.0)
     assert [snapshot.cut.id for snapshot in taker.ready] == ["c1"]
@@ -45,7 +66,7 @@ def test_a_snapshot_has_every_block_at_the_version_of_the_cut():
     assert {index: page.version for index, page in snapshot.pages.items()} == {0: 2, 1: 2}
     assert [page.parameter.tolist() for page in snapshot.pages.values()] == [[-2.0] * 3] * 2
     assert (snapshot.worker_clocks, taker.progressed) == ({0: 2}, 3)
-    driver.shard.release_snapshot(snapshot)
+    driver.shard.cuts.release(snapshot)
     assert (pins(driver), snapshot.pages) == ([1, 1], {})
 
 
@@ -54,7 +75,7 @@ def test_a_snapshot_is_complete_only_with_its_last_block():
     driver = Driver(job_spec(1, blocks=2))
     taker = Taker(driver)
     (a,) = driver.start()
-    driver.shard.learn_cuts([cut(step=1)])
+    driver.learn_cuts([cut(step=1)])
     push = driver.begin_push(a, 0)
     driver.push_block(push, 0, 1.0)
     assert taker.ready == []
@@ -73,7 +94,7 @@ def test_static_blocks_belong_to_a_cut_as_they_are():
     driver = Driver(spec)
     taker = Taker(driver)
     seats = driver.start(value=5.0)
-    driver.shard.learn_cuts([cut(step=1)])
+    driver.learn_cuts([cut(step=1)])
     header = driver.header(seats[0], 0)
     header.scalars[1].ClearField("values")
 
@@ -94,7 +115,7 @@ def test_a_cut_that_comes_too_late_is_missed_and_nothing_stays_pinned(is_ahead):
     for block in range(is_ahead):
         driver.push_block(push, block, 1.0)
 
-    driver.shard.learn_cuts([cut(step=1)])
+    driver.learn_cuts([cut(step=1)])
 
     assert taker.ready == []
     assert taker.missed == [("c1", "block 0 is at version 2, beyond the cut's 1")]
@@ -112,7 +133,7 @@ def test_without_rounds_all_blocks_are_taken_at_one_instant(mode):
     push = driver.begin_push(a, 1)
     driver.push_block(push, 0, 1.0)
 
-    driver.shard.learn_cuts([cut(step=77)])
+    driver.learn_cuts([cut(step=77)])
     driver.push_block(push, 1, 1.0)
 
     (snapshot,) = taker.ready
@@ -129,7 +150,7 @@ def test_workers_carry_cuts_from_shard_to_shard():
     b = second.join(0, session=1)
     second.declare(b)
     second.initialize(b)
-    first.shard.learn_cuts([cut(step=3)])
+    first.learn_cuts([cut(step=3)])
 
     reply = first.push(a, 0, 1.0)
     header = second.header(b, 0)
@@ -148,7 +169,7 @@ def test_a_shard_that_stores_nothing_takes_no_part():
     driver = Driver(job_spec(1))
     driver.start()
 
-    driver.shard.learn_cuts([cut()])
+    driver.learn_cuts([cut()])
 
     assert (driver.shard.cuts.open, driver.shard.cuts.latest()) == ([], [])
 
@@ -165,7 +186,7 @@ def test_the_final_cut_takes_blocks_as_they_are_if_all_are_at_the_end(is_even):
         driver.push_block(push, block, 1.0)
     driver.leave(a)
 
-    driver.shard.take_final_cut("final")
+    driver.shard.schedule.announce_final()
 
     if is_even:
         assert [(s.cut.step, sorted(s.pages)) for s in taker.ready] == [(2, [0, 1])]
@@ -179,7 +200,7 @@ def test_going_back_gives_up_open_cuts():
     driver = Driver(job_spec(1, blocks=2))
     taker = Taker(driver)
     (a,) = driver.start()
-    driver.shard.learn_cuts([cut(step=1)])
+    driver.learn_cuts([cut(step=1)])
     push = driver.begin_push(a, 0)
     driver.push_block(push, 0, 1.0)
 
@@ -194,9 +215,9 @@ def test_a_cut_that_was_given_up_and_is_abandoned_by_its_reader_gives_its_pages_
     """Its reader, whose wait has ended by that, clears up after itself: pages must not be unpinned twice."""
     driver = Driver(job_spec(1, blocks=2))
     (a,) = driver.start()
-    missed = []
+    done = SimpleQueue()
     request = data_pb2.ReadRequest(run_id=a.caller.run_id, layout_digest=driver.layout.digest, cut=cut(step=1))
-    snapshot = driver.shard.begin_read(request, lambda _: None, lambda cut, why: missed.append((cut.id, why)))
+    snapshot = driver.shard.begin_read(request, done)
     driver.push_block(driver.begin_push(a, 0), 0, 1.0)
     assert list(snapshot.pages) == [0]
 
@@ -204,6 +225,8 @@ def test_a_cut_that_was_given_up_and_is_abandoned_by_its_reader_gives_its_pages_
     driver.shard.cuts.abandon(snapshot)
 
     assert (pins(driver), snapshot.pages) == ([1, 1], {})
+    given_up = done.get_nowait()
+    missed = [(given_up.cut.id, given_up.why_missed)]
     assert missed == [("c1", "the job goes back to a checkpoint")]
     assert [block._waits._takes for block in driver.core.job.blocks.values()] == [{}, {}]
 
@@ -262,7 +285,7 @@ def test_cuts_that_workers_name_are_few():
     driver.start()
 
     for number in range(100):
-        driver.shard.learn_cuts([cut(f"c{number}", step=1000 + number)])
+        driver.learn_cuts([cut(f"c{number}", step=1000 + number)])
 
     waits = [len(block._waits._takes) for block in driver.core.job.blocks.values()]
     assert len(driver.shard.cuts.open) == 2 * CUTS_MAX

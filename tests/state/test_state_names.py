@@ -97,7 +97,7 @@ def test_a_push_cannot_have_been_begun_by_a_later_session():
 
 
 def counts(shard: Shard) -> tuple[int, int]:
-    return shard.core.counters.pushes_accepted, shard.core.counters.pushes_late
+    return shard._core.counters.pushes_accepted, shard._core.counters.pushes_late
 
 
 def test_exact_aggregation_says_staged_until_it_is_decided_what_counts():

@@ -75,8 +75,8 @@ def test_a_shard_whose_job_is_given_up_is_asked_whether_it_trains(monkeypatch):
     monkeypatch.delattr(driver.core, "job")
     monkeypatch.setattr(type(driver.core), "job", GoneAtOnce(value), raising=False)
 
-    assert driver.shard.is_training
-    assert not driver.shard.is_training
+    assert driver.shard.schedule.is_training
+    assert not driver.shard.schedule.is_training
 
 
 class FreshArrays:

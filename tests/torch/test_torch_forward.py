@@ -48,7 +48,7 @@ def step(model: Model, optimizer: Any, factor: float) -> None:
 def assert_held(running: Any, value: float) -> None:
     """All parameters on all shards are that."""
     for shard in running.shards:
-        for block in shard.shard.core.initialized().blocks.values():
+        for block in shard.shard._core.initialized().blocks.values():
             _, page = block.read(0)
             assert (page.parameter == value).all()
             block.unpin(page)
@@ -75,7 +75,7 @@ def test_step_when_an_answer_is_late_then_the_next_forward_pass_begins_without_i
     running = cluster(1)
     with psd_client.connect(running.servers, 0, 1, transport=transport, wait_timeout=60) as ps:
         model, optimizer = begun(ps)
-        blocks = running.shards[0].shard.core.initialized().blocks
+        blocks = running.shards[0].shard._core.initialized().blocks
         with blocks[max(blocks)].lock:
             step(model, optimizer, 1)
             assert not model.all_are(-1)
@@ -122,7 +122,7 @@ def test_program_when_it_ends_without_close_then_its_last_push_is_not_lost(clust
     running = cluster(2)
     subprocess.run([sys.executable, "-c", PROGRAM, running.servers, transport], check=True, timeout=100)
 
-    assert [worker.state.name for shard in running.shards for worker in shard.shard.core.members.workers] == ["FINISHED"] * 2
+    assert [worker.state.name for shard in running.shards for worker in shard.shard._core.members.workers] == ["FINISHED"] * 2
     assert_held(running, -1)
 
 
@@ -131,11 +131,11 @@ def test_close_when_the_last_push_has_failed_then_says_so_and_has_not_finished(c
     running = cluster(1)
     with psd_client.connect(running.servers, 0, 1) as ps:
         model, optimizer = begun(ps)
-        with running.shards[0].shard.core.lock:  # nothing is looked at: the step does not hear of it itself
+        with running.shards[0].shard._core.lock:  # nothing is looked at: the step does not hear of it itself
             step(model, optimizer, float("nan"))
 
     assert "its last push has failed, which the program was not told" in caplog.text
-    assert [worker.state.name for worker in running.shards[0].shard.core.members.workers] == ["EXPIRED"]
+    assert [worker.state.name for worker in running.shards[0].shard._core.members.workers] == ["EXPIRED"]
 
 
 def test_step_when_interrupted_then_the_next_backward_does_not_change_what_is_being_sent(
@@ -146,7 +146,7 @@ def test_step_when_interrupted_then_the_next_backward_does_not_change_what_is_be
     with psd_client.connect(running.servers, 0, 1, transport="shm") as ps:
         model = Model()
         optimizer = psd.distribute(model, SGD(model.parameters(), lr=1.0), ps=ps, overlap=True)
-        held = [block.lock for block in running.shards[0].shard.core.initialized().blocks.values()]
+        held = [block.lock for block in running.shards[0].shard._core.initialized().blocks.values()]
         for lock in held:
             lock.acquire()
 

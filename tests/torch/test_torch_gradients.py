@@ -30,7 +30,7 @@ def distributed(ps: Any, model: Any = None, **options: Any) -> tuple[Any, Any]:
 
 def are_views(ps: Any, model: Any) -> list[bool]:
     """Of each parameter, whether its gradient is where pushes are sent from."""
-    pairs = zip(model.parameters(), ps.gradients.views, strict=True)
+    pairs = zip(model.parameters(), ps._worker.gradients.views, strict=True)
     return [parameter.grad.data_ptr() == view.__array_interface__["data"][0] for parameter, view in pairs]
 
 
@@ -205,7 +205,7 @@ def test_close_then_the_models_gradients_are_its_own_again(run_workers, overlap)
         backward(model, *batch(0))
         optimizer.step()
         optimizer.close()
-        views = [torch.from_numpy(view) for view in ps.gradients.views]
+        views = [torch.from_numpy(view) for view in ps._worker.gradients.views]
         backward(model, *batch(1))
         return any(
             parameter.grad.data_ptr() == view.data_ptr() for parameter, view in zip(model.parameters(), views, strict=True)

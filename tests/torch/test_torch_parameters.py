@@ -152,7 +152,7 @@ def test_tied_parameter_is_declared_and_stepped_once(run_workers):
         model[0].weight.grad = torch.ones(4, 4)
         optimizer.step()
         assert model[1].weight is model[0].weight
-        return (before - model[0].weight).tolist(), [t.name for t in ps.parameters.layout.spec.tensors]
+        return (before - model[0].weight).tolist(), [t.name for t in ps._worker.parameters.layout.spec.tensors]
 
     ((moved, names),) = run_workers(1, 1, worker)
     assert torch.tensor(moved).allclose(torch.ones(4, 4))
@@ -168,7 +168,7 @@ def test_wrappers_do_not_change_names(run_workers, wrap):
         for name in reversed(wrap.strip(".").split(".")):
             model = nn.ModuleDict({name: model})
         psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps)
-        return [t.name for t in ps.parameters.layout.spec.tensors]
+        return [t.name for t in ps._worker.parameters.layout.spec.tensors]
 
     assert run_workers(1, 1, worker) == [["0.weight", "0.bias", "2.weight", "2.bias"]]
 

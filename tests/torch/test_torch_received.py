@@ -116,11 +116,11 @@ def test_pull_when_somebody_asks_then_is_told_of_each_block(run_workers: Any, tr
         model = Unlike()
         psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps)
         told: list[int] = []
-        ps.parameters.on_received = told.append
-        ps.pull_flat()
-        ps.parameters.on_received = None
-        ps.pull_flat()
+        ps._worker.parameters.on_received = told.append
+        ps._worker.pull_flat()
+        ps._worker.parameters.on_received = None
+        ps._worker.pull_flat()
 
-        assert sorted(told) == [block.index for block in ps.parameters.layout.blocks]
+        assert sorted(told) == [block.index for block in ps._worker.parameters.layout.blocks]
 
     run_workers(1, 2, body, transport=transport)

@@ -1,7 +1,7 @@
-"""The lane that takes the best way: shared memory with a shard on this machine, else TCP, else gRPC.
+"""Opens a bulk connection by the best way: shared memory with a shard on this machine, else TCP; if neither works, none.
 
-What it opens it opens at the first need, and anew after a failure, since a shard may come back elsewhere. Control calls stay
-with gRPC, and so does all data where neither works, unless one way is forced. Must not know sessions, clocks or retries.
+A connection is opened at the first need, and anew after a failure, since a shard may come back elsewhere. Must not know calls,
+sessions, clocks or retries.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from psd.contract.config import ConfigError, parse_address
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InvalidRequest, ShardUnavailable
-from psd.contract.layout import Block
 from psd.contract.tls import what_is_wrong
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, job_pb2
 from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection, NotGreeted
-from psd_client.flat import FlatBuffers
-from psd_client.grpc_lane import GrpcLane
-from psd_client.transport import Call, Cancelled, GradientPart, Share
+from psd_client.transport import Call, Traffic
 
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
@@ -35,96 +31,56 @@ again for this long, and only then given up in favour of gRPC."""
 SILENCES_MAX = 2
 """A port that has not answered so often, while the shard has answered over gRPC, is not the shard's for this worker."""
 
-ResultT = TypeVar("ResultT")
 
-
-class BulkLane(GrpcLane):
-    """One shard, by the best way that works.
+class BulkOpener:
+    """One shard's connection.
 
     Args:
-        transport: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
+        wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
+        ask: OpenBulk, over gRPC: for a ticket, and where the shard listens. traffic: see BulkConnection.
+
+    Attributes:
+        transport: how bulk data travels, and why not better; empty before the first connection.
     """
 
-    def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
-        super().__init__(shard, address, credentials)
+    def __init__(
+        self,
+        shard: int,
+        address: str,
+        wanted: str,
+        credentials: Credentials,
+        ask: Callable[[control_pb2.OpenBulkRequest, Call], control_pb2.OpenBulkReply],
+        traffic: Traffic,
+    ) -> None:
         self.transport = ""
-        self._wanted = transport
-        self._bulk: BulkConnection | None = None
+        self._shard = shard
+        self._address = address
+        self._wanted = wanted
+        self._credentials = credentials
+        self._ask = ask
+        self._traffic = traffic
+        self._open: BulkConnection | None = None
         self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
-        self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
         self._had_tcp = False
         self._missed_since: float | None = None  # since when TCP connections fail
         self._silences = 0  # TCP connections that were taken and not answered, one after the other
 
     @property
-    def is_interruptible(self) -> bool:  # type: ignore[override]  # a plain attribute elsewhere
-        """See Lane. Only while nothing has to be asked over gRPC."""
-        return self._bulk is not None and self._bulk.is_open
+    def is_open(self) -> bool:
+        """True if there is a connection."""
+        return self._open is not None and self._open.is_open
 
-    def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
-        """See Lane."""
-        bulk = self._opened(caller, call)
-        return self._share if bulk is not None and bulk.is_local else None
-
-    def _share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        self._shared = gradients, parameters
-
-    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
-        """See Lane."""
-        bulk = self._connection(part.header.caller, call)
-        if bulk is None:
-            return super().push(part, call)
-        return self._counted(bulk, lambda: bulk.push(part, call))
-
-    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
-        """See Lane."""
-        bulk = self._connection(request.caller, call)
-        if bulk is None:
-            super().pull(request, blocks, parameters, call)
-        else:
-            self._counted(bulk, lambda: bulk.pull(request, blocks, parameters, call))
-
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
-        """See Lane."""
-        bulk = self._connection(part.header.caller, call)
-        if bulk is None:
-            return super().push_pull(part, parameters, call)
-        return self._counted(bulk, lambda: bulk.push_pull(part, parameters, call))
+    def connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+        """The connection, opened if need be; None: nothing but gRPC works."""
+        if not self.is_open and self._grpc_at != caller.incarnation:
+            self._open = self._choose(caller, call)
+            self._grpc_at = caller.incarnation if self._open is None else None
+        return self._open if self.is_open else None
 
     def close(self) -> None:
-        """See Lane."""
-        super().close()
-        if self._bulk is not None:
-            self._bulk.close()
-
-    def _counted(self, bulk: BulkConnection, exchange: Callable[[], ResultT]) -> ResultT:
-        sent, received = bulk.sent_bytes, bulk.received_bytes
-        try:
-            return exchange()
-        except ShardUnavailable:
-            if self._closed:
-                raise Cancelled from None
-            raise
-        finally:
-            self.sent_bytes += bulk.sent_bytes - sent
-            self.received_bytes += bulk.received_bytes - received
-
-    # -- choosing ------------------------------------------------------------------------------------------------------
-
-    def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
-        """The connection, ready for bulk calls; None: gRPC it is."""
-        bulk = self._opened(caller, call)
-        if bulk is not None and bulk.is_local and self._shared is not None:
-            gradients, parameters = self._shared
-            if gradients.segment is not None and not gradients.segment.is_given_up:
-                bulk.attach(gradients, parameters, call)
-        return bulk
-
-    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
-        if (self._bulk is None or not self._bulk.is_open) and self._grpc_at != caller.incarnation:
-            self._bulk = self._choose(caller, call)
-            self._grpc_at = caller.incarnation if self._bulk is None else None
-        return self._bulk if self._bulk is not None and self._bulk.is_open else None
+        """Close the connection, if there is one."""
+        if self._open is not None:
+            self._open.close()
 
     def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
         refusals: list[str] = []
@@ -133,10 +89,10 @@ class BulkLane(GrpcLane):
         for name, connect in ways:
             if self._wanted not in ("auto", name):
                 continue
-            reply = self.open_bulk(control_pb2.OpenBulkRequest(caller=caller), call)
+            reply = self._ask(control_pb2.OpenBulkRequest(caller=caller), call)
             try:
                 stream = Stream(connect(reply), HEAD_BYTES_MAX)
-                bulk = BulkConnection(stream, self.shard, self.address, reply.ticket, call)
+                bulk = BulkConnection(stream, self._shard, self._address, reply.ticket, call, self._traffic)
             except _NotHere as error:
                 refusals.append(f"{name}: {error}")
                 continue
@@ -152,8 +108,8 @@ class BulkLane(GrpcLane):
             self._note(name, refusals)
             return bulk
         if self._wanted != "auto":
-            self.open_bulk(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
-            raise ConfigError(f"transport: shard {self.shard} at {self.address} cannot be reached by {refusals[0]}")
+            self._ask(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
+            raise ConfigError(f"transport: shard {self._shard} at {self._address} cannot be reached by {refusals[0]}")
         self._note("grpc", refusals)
         return None
 
@@ -178,8 +134,8 @@ class BulkLane(GrpcLane):
         return why
 
     def _unavailable(self, why: str) -> ShardUnavailable:
-        where = {"shard": self.shard, "address": self.address}
-        return ShardUnavailable(f"shard {self.shard} at {self.address}: {why}", **where)
+        where = {"shard": self._shard, "address": self._address}
+        return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
 
     def _note(self, name: str, refusals: Sequence[str]) -> None:
         self.transport = f"{name} (not {'; not '.join(refusals)})" if refusals else name
@@ -204,7 +160,7 @@ class BulkLane(GrpcLane):
     def _connect_tcp(self, reply: control_pb2.OpenBulkReply) -> socket.socket | TlsSocket:
         if not reply.tcp_port:
             raise _NotHere("the shard was started with --bulk-port off")
-        host, _ = parse_address(self.address, "servers")
+        host, _ = parse_address(self._address, "servers")
         try:
             sock = socket.create_connection((host.strip("[]"), reply.tcp_port), CONNECT_S)
         except OSError as error:

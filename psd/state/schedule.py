@@ -1,0 +1,111 @@
+"""When a cut is announced: by steps or by time, which is shard 0's business, or because somebody asks for it.
+
+Looked at after each push, whose reply then carries the cut, and with each tick. Must not know files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from psd.state.core import ShardCore
+from psd.state.cuts import AHEAD, FINAL_ID, Cuts, new_id
+from psd.state.membership import WorkerState
+from psd.v1 import data_pb2
+
+
+class CutSchedule:
+    """Announces the cuts of one shard.
+
+    Args:
+        wall: seconds since 1970.
+    """
+
+    def __init__(self, core: ShardCore, cuts: Cuts, wall: Callable[[], float]) -> None:
+        self._core = core
+        self._cuts = cuts
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._timeline = 0
+        self._last_step = 0
+        self._last_announced_at = core.now()
+
+    @property
+    def is_training(self) -> bool:
+        """True if there is a job, and a part of it here that changes."""
+        job = self._core.job
+        if job is None or self._core.is_tentative or not self._core.initial.is_set:
+            return False
+        return job.trained_count > 0 and not job.arena.is_closed
+
+    @property
+    def is_reachable(self) -> bool:
+        """True if a cut that is announced now will be reached: without workers no round would come to it."""
+        if not self.is_training:
+            return False
+        if not self._has_rounds:
+            return True
+        with self._core.lock:
+            return any(worker.state is WorkerState.LIVE for worker in self._core.members.workers)
+
+    @property
+    def progress(self) -> int:
+        """Rounds closed; without rounds the clock of the slowest worker, or of the last that has left."""
+        if self._has_rounds:
+            return self._core.declared().version_max
+        with self._core.lock:
+            slowest = self._core.members.min_clock()
+            return slowest if slowest is not None else max(w.clock for w in self._core.members.workers)
+
+    @property
+    def _has_rounds(self) -> bool:
+        return self._core.declared().policy.has_rounds
+
+    def announce(self, cut_id: str) -> None:
+        """Announce the next cut that all shards can still take part in."""
+        self._announce(cut_id, self.progress)
+
+    def announce_final(self) -> None:
+        """Take this shard's part of a last cut, now that no worker changes anything any more.
+
+        It is the same on all shards if all workers have left in order.
+        """
+        if self.is_training:
+            created_at = max(worker.left_at for worker in self._core.members.workers)
+            cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
+            self._cuts.take_final(self._core.declared(), cut)
+
+    def announce_due(self) -> None:
+        """Announce a cut if one is due, and those before are written."""
+        config = self._core.config
+        is_scheduled = config.checkpoint_steps or config.checkpoint_secs
+        if config.shard_index != 0 or not is_scheduled or not self.is_training:
+            return
+        with self._lock:
+            if self._core.timeline != self._timeline:
+                self._timeline, self._last_step = self._core.timeline, 0
+            if self._cuts.unwritten:
+                return
+            step = self.progress
+            if config.checkpoint_steps:
+                self._announce_multiple(step, config.checkpoint_steps)
+            if config.checkpoint_secs and self._core.now() - self._last_announced_at >= config.checkpoint_secs:
+                self._last_announced_at = self._core.now()
+                if step > self._last_step and not self._cuts.is_collecting:
+                    self._announce(new_id(), step)
+
+    def _announce_multiple(self, step: int, every: int) -> None:
+        """By --checkpoint-steps, if the next multiple is due."""
+        if self._has_rounds:
+            due = -(-(step + AHEAD) // every) * every
+            if due > self._last_step:
+                self._announce_at(new_id(), due)
+        elif step // every > self._last_step // every:
+            self._announce_at(new_id(), step)
+
+    def _announce(self, cut_id: str, step: int) -> None:
+        self._announce_at(cut_id, step + AHEAD if self._has_rounds else step)
+
+    def _announce_at(self, cut_id: str, step: int) -> None:
+        self._last_step = max(self._last_step, step)
+        self._cuts.learn(self._core.declared(), [data_pb2.Cut(id=cut_id, step=step, created_at=self._wall())])

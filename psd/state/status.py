@@ -1,0 +1,47 @@
+"""A shard at one moment, for psdctl and the metrics. Must not know messages or Prometheus."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+from psd.state.counts import Counters
+from psd.state.job import Job
+from psd.state.membership import Worker
+from psd.state.tickets import Ticket
+
+
+class ShardState(enum.Enum):
+    """Values are those of psd.v1.ShardState."""
+
+    EMPTY = 1
+    SERVING = 2
+    DRAINING = 3
+    RESTORING = 4
+
+
+@dataclass(frozen=True)
+class ShardStatus:
+    """Copies, made under the shard's lock, so that they are read without it. The job alone lives on.
+
+    Attributes:
+        restarts: processes that have gone on with this arena. directory: of the arena.
+        min_clock: of the slowest worker; 0 if there is none.
+        job: None before one is declared.
+    """
+
+    state: ShardState
+    run_id: str
+    incarnation: int
+    timeline: int
+    restored_from: str
+    restarts: int
+    directory: Path
+    uptime_s: float
+    counters: Counters
+    barriers_opened: int
+    workers: list[Worker]
+    min_clock: int
+    waits: list[Ticket]
+    job: Job | None

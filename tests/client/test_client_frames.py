@@ -1,0 +1,107 @@
+"""How deep a push_pull is: the frames of psd from the program's call to the socket, or to gRPC."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import psd
+import psd_client
+from psd_client import SGD, connect, grpc_channel
+from psd_client.crew import Crew, Task
+
+FRAMES_MAX = 7
+"""In one thread."""
+
+OURS = tuple(f"{Path(path)}/" for package in (psd, psd_client) for path in package.__path__)
+
+
+class Depth:
+    """The longest way that a push_pull has taken to the outside: the chain of each thread, the program's first."""
+
+    def __init__(self) -> None:
+        self.threads: list[list[str]] = []
+        self._handed_over: dict[int, list[list[str]]] = {}
+
+    def on_task(self, task: Task[Any]) -> None:
+        """A thread hands a task over to another."""
+        self._handed_over[id(task)] = self._chains()
+
+    def on_sent(self) -> None:
+        """Something leaves."""
+        chains = self._chains()
+        if chains and chains[0] and "push_pull (client.py" in chains[0][0]:
+            self.threads = max(self.threads, chains, key=lambda chains: sum(map(len, chains)))
+
+    def _chains(self) -> list[list[str]]:
+        frame: FrameType | None = sys._getframe()
+        before: list[list[str]] = []
+        own: list[str] = []
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename.startswith(OURS):
+                own.append(f"{getattr(code, 'co_qualname', code.co_name)} ({Path(code.co_filename).name}:{frame.f_lineno})")
+                if code is Task.run.__code__:
+                    before = self._handed_over.get(id(frame.f_locals["self"]), [])
+            frame = frame.f_back
+        return [*before, own[::-1]]
+
+    def __str__(self) -> str:
+        chains = [f"{len(chain)} frames\n    " + "\n    ".join(chain) for chain in self.threads]
+        return "\n  handed over to another thread, ".join(chains)
+
+
+class Watched(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Between psd and gRPC."""
+
+    def __init__(self, on_sent: Callable[[], None]) -> None:
+        self._on_sent = on_sent
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        self._on_sent()
+        return continuation(details, request)
+
+
+@pytest.fixture
+def depth(monkeypatch: pytest.MonkeyPatch) -> Depth:
+    """Watches sockets, gRPC's channels, and what threads hand over."""
+    found = Depth()
+    sendmsg, begin, open_channel = socket.socket.sendmsg, Crew.begin, grpc_channel.open_channel
+
+    def sent(sock: socket.socket, *args: Any) -> int:
+        found.on_sent()
+        return sendmsg(sock, *args)
+
+    def begun(crew: Crew, task: Task[Any]) -> None:
+        found.on_task(task)
+        begin(crew, task)
+
+    monkeypatch.setattr(socket.socket, "sendmsg", sent)
+    monkeypatch.setattr(Crew, "begin", begun)
+    monkeypatch.setattr(
+        grpc_channel, "open_channel", lambda *args: grpc.intercept_channel(open_channel(*args), Watched(found.on_sent))
+    )
+    return found
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_push_pull_has_few_frames_to_the_socket(cluster: Callable[..., Any], depth: Depth, transport: str, shards: int) -> None:
+    """Seven at most in each thread; an error's traceback can be read, and little is done per call."""
+    values = {f"w{shard}": np.zeros(16, np.float32) for shard in range(shards)}
+    with connect(cluster(shards).servers, 0, 1, transport=transport) as ps:
+        ps.declare(values, SGD(lr=1.0), groups=[{"params": [name]} for name in values])  # a block for each shard
+        ps.push_pull(values)  # shares memory, if any
+        depth.threads.clear()
+        ps.push_pull(values)
+
+    assert depth.threads, "nothing was seen to leave"
+    assert max(map(len, depth.threads)) <= FRAMES_MAX, f"\n  {depth}"

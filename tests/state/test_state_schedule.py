@@ -1,0 +1,97 @@
+"""When shard 0 announces cuts, and how many may wait to be written."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from psd.state.measures import Measures
+from shard_driver import Driver, job_spec
+
+from psd.state.admission import Admission
+from psd.state.cuts import UNWRITTEN_MAX, Cuts
+from psd.state.exchange import Exchange
+from psd.state.restoration import Restoration
+from psd.state.schedule import CutSchedule
+from psd.state.shard import Shard
+from psd.state.tickets import Ticket
+from psd.v1 import data_pb2
+
+
+def started(tmp_path, **config):
+    driver = Driver(job_spec(1, blocks=2, mode=config.pop("mode", "sync")), checkpoint_dir=str(tmp_path), **config)
+    return driver, driver.shard.cuts.take_part(), driver.start()[0]
+
+
+def steps(done):
+    return [done.get_nowait().cut.step for _ in range(done.qsize())]
+
+
+def test_by_steps_a_cut_is_announced_some_rounds_ahead_and_once(tmp_path):
+    """The replies to pushes name it; of the rounds in between none announces it again."""
+    driver, done, a = started(tmp_path, checkpoint_steps=5)
+
+    named = [[cut.step for cut in driver.push(a, clock, 1.0).cuts] for clock in range(6)]
+
+    assert named == [[5], [5], [5, 10], [5, 10], [5, 10], [5, 10]]
+    assert steps(done) == [5]
+
+
+@pytest.mark.parametrize(("mode", "ahead"), [("sync", 3), ("async", 0)])
+def test_by_time_a_cut_is_announced_when_the_job_has_moved_on(tmp_path, mode, ahead):
+    """A tick is enough; of a job that stands still there is no second one."""
+    driver, _, a = started(tmp_path, checkpoint_secs=60, mode=mode)
+    driver.push(a, 0, 1.0)
+    assert driver.shard.cuts.latest() == []
+
+    driver.time.value += 60
+    driver.push(a, 1, 1.0)
+    driver.time.value += 60
+    driver.shard.tick()
+
+    assert [cut.step for cut in driver.shard.cuts.latest()] == [2 + ahead]
+
+
+def test_no_cut_is_announced_while_those_before_are_not_written(tmp_path):
+    """The store sets the pace; what was due meanwhile comes late, not twice."""
+    driver, done, a = started(tmp_path, checkpoint_steps=2, mode="async")
+    driver.push(a, 0, 1.0)
+    driver.push(a, 1, 1.0)
+    snapshot = done.get_nowait()
+    for clock in range(2, 7):
+        driver.push(a, clock, 1.0)
+    assert (snapshot.cut.step, done.qsize()) == (2, 0)
+
+    driver.shard.cuts.release(snapshot)
+    driver.push(a, 7, 1.0)
+
+    assert steps(done) == [8]
+
+
+def test_a_cut_that_comes_while_others_wait_to_be_written_is_missed_and_pins_nothing(tmp_path):
+    """Each that waits may hold another version of every block."""
+    driver, done, _ = started(tmp_path, mode="async")
+
+    for number in range(UNWRITTEN_MAX + 1):
+        driver.learn_cuts([data_pb2.Cut(id=f"c{number}", step=number)])
+
+    found = [done.get_nowait() for _ in range(done.qsize())]
+    assert [snapshot.why_missed.partition(":")[0] for snapshot in found] == ["", "", "those before are not written yet"]
+    assert [len(snapshot.pages) for snapshot in found] == [2, 2, 0]
+    assert [block._page.pins for block in driver.core.job.blocks.values()] == [3, 3]
+
+
+def test_nobody_outside_is_called_back():
+    """A shard decides and returns: what the rim passes to it are requests, queues and futures, never what a lock might be held
+    over. Only its clocks, and a test's crash points, are given to it to call."""
+    kinds = (Shard, Admission, Exchange, Measures, Restoration, Cuts, CutSchedule, Ticket)
+    taking = [
+        f"{kind.__name__}.{name}"
+        for kind in kinds
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+        if any("Callable" in str(parameter.annotation) for parameter in inspect.signature(method).parameters.values())
+    ]
+    given = [name for name, found in inspect.signature(Shard).parameters.items() if "Callable" in str(found.annotation)]
+
+    assert (taking, given) == ([], ["now", "wall", "crash_point"])
