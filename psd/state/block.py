@@ -27,7 +27,8 @@ from psd.state import pages
 from psd.state.consistency import Policy
 from psd.state.counts import RoundTimes
 from psd.state.lent import Loan
-from psd.state.rounds import Contribution, Members, Outcome, Round, RoundSetting, Taken, Unmeasured, Update
+from psd.state.membership import Membership
+from psd.state.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update, segments
 from psd.state.rules import BoundRule, Gradient, SegmentFailed
 from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
@@ -47,7 +48,7 @@ class BlockServices:
     """
 
     arena: Arena
-    members: Members
+    members: Membership
     policy: Policy
     round_kind: type[Round]
     is_mean: bool
@@ -64,6 +65,7 @@ class BlockState:
 
     Attributes:
         version: updates applied; under SYNC also the number of the open round.
+        lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         readers: what the workers have read, where there are no rounds.
         ratio_places: see RoundSetting; None unless the rule is layer-wise.
     """
@@ -81,7 +83,7 @@ class BlockState:
         self.times = times
         self.ratio_places = ratio_places
         self.lock = threading.Lock()
-        self.readers = Readers(plan.index)
+        self.readers = Readers(plan.index, services.arena.unpin)
         self._slot = slot
         self._bound = bound
         self._rule = bound.rule
@@ -97,9 +99,8 @@ class BlockState:
             ratio_places,
         )
         self._waits = VersionWaits()
-        self._all = np.ones(len(plan.segment_ends), np.uint8)
         self._failure: RuleFailed | None = None  # why the open round could not be closed
-        self._lacks_space = False  # to close the open round, which was complete when that was found
+        self.lacks_space = False
         page = self._arena.current(slot)
         self._open(page.version if page is not None else 0)
 
@@ -182,7 +183,7 @@ class BlockState:
                 return standing
             self.times.on_gradient(part.rank, round_.waited)
             if part.loan is not None:
-                part.loan.to(self)
+                part.loan.to(self.take_over, self.version)
             taken = round_.take(part)
             if taken is Taken.DUE:
                 self._waits.within_reach(self.version + 1)
@@ -194,7 +195,7 @@ class BlockState:
 
     def _apply_alone(self, part: Contribution) -> Outcome:
         """Without rounds: apply a push as an update of its own. The mean, or the sum, of one gradient is that gradient."""
-        touched = self._all if part.present is None else part.present
+        touched = segments(len(self.plan.segment_ends), 1) if part.present is None else part.present
         age, backup = self.readers.look_up(part.rank, part.version_read, self.version)
         values = part.values if part.weight else None
         gradient = Gradient(None, values, 1.0, part.scale, touched, age=age or 0, backup=backup)
@@ -202,11 +203,13 @@ class BlockState:
         self.readers.count(age)
         return Outcome.COUNTED
 
-    def take_over(self, loan: Loan) -> None:
-        """See Borrower. A round that is due is applied, unless there is no space: whoever asks for its result then tries again,
-        and is told."""
-        if not self._round.borrows(loan):
-            return  # without the lock: what this call has lent it has lent before
+    def take_over(self, loan: Loan, round_: int) -> None:
+        """Copy what was lent by this loan to a round, unless that has closed.
+
+        A round that is due is applied, unless there is no space: whoever asks for its result then tries again, and is told.
+        """
+        if self.version > round_:
+            return  # without the lock, which another call may hold while its kernel works
         with self.lock:
             self._round.take_over(loan)
             self._settle()
@@ -250,14 +253,9 @@ class BlockState:
         with self.lock:
             self._settle()
 
-    @property
-    def lacks_space(self) -> bool:
-        """True if a round is complete and could not be applied for lack of space; to be settled again when there is some."""
-        return self._lacks_space
-
     def _settle(self) -> None:
         self._fail_if_lost()
-        self._lacks_space = False
+        self.lacks_space = False
         try:
             while self._round.is_complete():
                 self._apply(self._round.update(None), self.version)
@@ -265,7 +263,7 @@ class BlockState:
             return  # those who wait for the round have been told
         except OutOfSpace:
             # Whoever waits for the round's result asks now, which tries again, and is told if there is still no room.
-            self._lacks_space = True
+            self.lacks_space = True
             self._waits.within_reach(self.version + 1)
         except ArenaClosed:
             return  # those who wait have been told that the job goes back
@@ -278,16 +276,16 @@ class BlockState:
 
     @property
     def _is_due(self) -> bool:
-        return self._lacks_space or self._round.is_due
+        return self.lacks_space or self._round.is_due
 
     def _apply_due(self) -> None:
         """Apply the round that is complete, if it still is; raises what that raises, and may be called again."""
-        self._lacks_space = False
+        self.lacks_space = False
         if self._round.is_complete():
             try:
                 self._apply(self._round.update(None), self.version)
             except OutOfSpace:
-                self._lacks_space = True
+                self.lacks_space = True
                 raise
         self._settle()
 
@@ -371,26 +369,20 @@ class BlockState:
             if self.version < version_min:
                 return None
             if reader is not None and self._rule.needs_backup:
-                self._keep(reader, self._arena.pin(self._slot))
+                self.readers.keep(reader, self._arena.pin(self._slot))
             return self.version, self._arena.pin(self._slot)
 
     def forget_reader(self, rank: int) -> None:
         """What a worker has read does not matter any more: its session has ended."""
         if self._rule.needs_backup:
             with self.lock:
-                self._keep(rank, None)
+                self.readers.keep(rank, None)
 
     def forget_readers(self) -> None:
         """What anybody has read does not matter any more."""
         if self._rule.needs_backup:
             with self.lock:
-                for page in self.readers.drop():
-                    self._arena.unpin(page)
-
-    def _keep(self, reader: int, page: Page | None) -> None:
-        before = self.readers.keep(reader, page)
-        if before is not None:
-            self._arena.unpin(before)
+                self.readers.drop()
 
     def when(self, version: int, ticket: Ticket) -> None:
         """Resolve the ticket when the block reaches the version."""

@@ -61,7 +61,7 @@ class ExactRound(Round):
             kept = self._setting.accumulators.lend()
             psd_core.scaled_copy(kept, values)
         self._drop(part.rank)
-        self._parts[part.rank] = replace(part, values=kept, loan=None)
+        self._parts[part.rank] = part._replace(values=kept, loan=None)
 
     def is_complete(self) -> bool:
         """See Round."""

@@ -13,54 +13,37 @@ round's calls may do that. Before a call ends it ends its loan, and blocks that 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 import psd_core
+from psd.state.pages import Accumulators
 
 HALF_BYTES = 2
 """Of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
-
-
-class Accumulators(Protocol):
-    """Lends arrays to sum gradients in, of the block's shape."""
-
-    def lend(self) -> NDArray[Any]:
-        """An array with undefined contents."""
-        ...
-
-    def give_back(self, array: NDArray[Any]) -> None:
-        """Give it back."""
-        ...
-
-
-class Borrower(Protocol):
-    """Somebody who may read a gradient where it lies."""
-
-    def take_over(self, loan: Loan) -> None:
-        """Copy what was lent by this loan and is still needed."""
-        ...
 
 
 class Loan:
     """What one call lends, until it ends. Used by the call's own thread."""
 
     def __init__(self) -> None:
-        self._borrowers: list[Borrower] = []
+        self._borrowers: list[tuple[Callable[[Loan, int], None], int]] = []
 
-    def to(self, borrower: Borrower) -> None:
-        """Note that somebody may read a gradient of this call."""
-        self._borrowers.append(borrower)
+    def to(self, take_over: Callable[[Loan, int], None], round_: int) -> None:
+        """Note that a gradient of this call may be read in a round; `take_over` is called with both when the loan ends."""
+        self._borrowers.append((take_over, round_))
 
     def end(self) -> None:
         """Have everybody copy what is still needed: the worker's memory is about to change, or to go."""
         while self._borrowers:
-            self._borrowers.pop().take_over(self)
+            take_over, round_ = self._borrowers.pop()
+            take_over(self, round_)
 
 
 class _Lent(NamedTuple):
-    values: NDArray[Any] | None
+    values: NDArray[Any]
     weight: float
     loan: Loan
 
@@ -97,13 +80,9 @@ class Sum:
             self._begin(values, weight)
 
     def complete(self, values: NDArray[Any] | None, weight: float, loan: Loan) -> None:
-        """Take the last gradient, which is lent, though it may be empty: it is not added, but the second one of `terms`."""
-        self._last = _Lent(values, weight, loan)
-
-    def borrows(self, loan: Loan) -> bool:
-        """True if its first or last gradient is of this loan."""
-        first, last = self._first, self._last  # once: asked without the lock, too
-        return (first is not None and first.loan is loan) or (last is not None and last.loan is loan)
+        """Take the last gradient, which is lent: it is not added, but the second one of `terms`."""
+        if values is not None:
+            self._last = _Lent(values, weight, loan)
 
     def take_over(self, loan: Loan) -> None:
         """Copy, or add, what was lent by this loan. If it fails, nothing has changed."""
@@ -122,7 +101,6 @@ class Sum:
 
     def _take_over_first(self) -> None:
         assert self._first is not None
-        assert self._first.values is not None
         self._begin(self._first.values, self._first.weight)
         self._first = None
 

@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,14 @@ from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.agreement import Voice
 from psd.state.consistency import Policy
-from psd.state.lent import Accumulators, Loan, Sum
+from psd.state.lent import Loan, Sum
+from psd.state.membership import Membership
+from psd.state.pages import Accumulators
 from psd.state.rules import Gradient, Rule
 from psd_core.arena import Page
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """One worker's part of a push for one block.
 
     Attributes:
@@ -94,34 +95,10 @@ class Update(NamedTuple):
     sessions: Mapping[int, int]
 
 
-class Members(Protocol):
-    """What rounds and blocks ask about the workers; sets are bit masks. Takes no lock."""
-
-    def waited_in(self, round_: int) -> int:
-        """The workers that a round waits for."""
-        ...
-
-    def is_void(self, round_: int) -> bool:
-        """True if a round that has no gradient is to be passed over: nobody is waited for."""
-        ...
-
-    def session_of(self, rank: int) -> int:
-        """The latest session of a rank."""
-        ...
-
-
-@functools.lru_cache(4096)
-def _all(segment_count: int) -> NDArray[np.uint8]:
-    """All segments, shared by rounds: making arrays costs more than what is done with them."""
-    return _shared(np.ones(segment_count, np.uint8))
-
-
-@functools.lru_cache(4096)
-def _none(segment_count: int) -> NDArray[np.uint8]:
-    return _shared(np.zeros(segment_count, np.uint8))
-
-
-def _shared(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+@functools.lru_cache(8192)
+def segments(count: int, value: int) -> NDArray[np.uint8]:
+    """All segments, or none, shared by rounds: making arrays costs more than what is done with them."""
+    array = np.full(count, value, np.uint8)
     array.flags.writeable = False
     return array
 
@@ -141,7 +118,7 @@ class RoundSetting:
     is_mean: bool
     policy: Policy
     accumulators: Accumulators
-    members: Members
+    members: Membership
     ratio_places: NDArray[np.intp] | None = None
 
 
@@ -162,7 +139,7 @@ class Round(ABC):
     def __init__(self, number: int, setting: RoundSetting) -> None:
         self._number = number
         self._setting = setting
-        self._touched = _none(len(setting.segment_ends))
+        self._touched = segments(len(setting.segment_ends), 0)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -200,11 +177,6 @@ class Round(ABC):
         """FAST: true if a session of the rank has contributed, so that no other one can."""
         raise NotImplementedError
 
-    def borrows(self, loan: Loan) -> bool:
-        """FAST: true if what was lent by this loan is still needed. Also asked without the lock."""
-        del loan
-        return False
-
     def take_over(self, loan: Loan) -> None:
         """FAST: copy what was lent by this loan. If it fails, nothing has changed."""
         del loan
@@ -236,7 +208,7 @@ class Round(ABC):
     def _grown(self, touched: NDArray[np.uint8], part: Contribution) -> NDArray[np.uint8]:
         if self._values(part) is None:
             return touched
-        return _all(len(touched)) if part.present is None else np.maximum(touched, part.present)
+        return segments(len(touched), 1) if part.present is None else np.maximum(touched, part.present)
 
     def _reduced(
         self,
@@ -327,10 +299,6 @@ class FastRound(Round):
     def missing(self) -> int:
         """See Round."""
         return self.waited() & ~self._contributors
-
-    def borrows(self, loan: Loan) -> bool:
-        """See Round."""
-        return self._sum.borrows(loan)
 
     def take_over(self, loan: Loan) -> None:
         """See Round."""

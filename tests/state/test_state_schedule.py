@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from psd.state.measures import Measures
 from shard_driver import Driver, job_spec
 
 from psd.state.admission import Admission
@@ -13,6 +12,7 @@ from psd.state.cuts import UNWRITTEN_MAX, Cuts
 from psd.state.exchange import Exchange
 from psd.state.restoration import Restoration
 from psd.state.schedule import CutSchedule
+from psd.state.settlement_desk import SettlementDesk
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import data_pb2
@@ -84,7 +84,7 @@ def test_a_cut_that_comes_while_others_wait_to_be_written_is_missed_and_pins_not
 def test_nobody_outside_is_called_back():
     """A shard decides and returns: what the rim passes to it are requests, queues and futures, never what a lock might be held
     over. Only its clocks, and a test's crash points, are given to it to call."""
-    kinds = (Shard, Admission, Exchange, Measures, Restoration, Cuts, CutSchedule, Ticket)
+    kinds = (Shard, Admission, Exchange, SettlementDesk, Restoration, Cuts, CutSchedule, Ticket)
     taking = [
         f"{kind.__name__}.{name}"
         for kind in kinds
