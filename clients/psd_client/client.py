@@ -328,9 +328,9 @@ class ParameterServer:
         Synchronous: if the last call was a push, this waits until its round has closed, because until then a shard that is
         killed needs the gradient again: until all other workers have pushed, or ended, or their leases have; at most for the
         wait timeout. What prevents that is logged; so is a call that has failed since, after which nothing is waited for. A
-        program that ends without close() waits likewise. Only over gRPC, and if this Python starts no threads then, as some
-        3.12 do not, a killed shard gets no more than 31 MiB again, and nothing with exact aggregation; the log says then that
-        the gradient is lost.
+        program that ends without close() waits likewise, and so does a thread of its own for a ParameterServer that is
+        forgotten. Only over gRPC, and if this Python starts no threads at its end, as some 3.12 do not, a killed shard gets no
+        more than 31 MiB again, and nothing with exact aggregation; the log says then that the gradient is lost.
         """
         self._worker.close()
 

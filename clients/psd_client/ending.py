@@ -6,17 +6,13 @@ Must not know what a worker does meanwhile.
 from __future__ import annotations
 
 import atexit
-import os
+import contextlib
 import sys
 import threading
 import weakref
 from multiprocessing import parent_process
 from multiprocessing import util as multiprocessing_util
-from typing import TYPE_CHECKING, Any
-
-from psd_client.heartbeat import Heartbeats
-from psd_client.session import Session
-from psd_client.shards import Shards
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from psd_client.worker import Worker
@@ -31,19 +27,13 @@ def remember(worker: Worker) -> None:
         multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
 
 
-def shut_down(pid: int, heartbeats: Heartbeats, session: Session, shards: Shards) -> None:
-    """Leave the job. Must not refer to the worker, which may be gone."""
-    if os.getpid() != pid:
-        return  # a forked child ends; the worker goes on
-    heartbeats.stop()
-    session.leave()
-    shards.close()
-    heartbeats.join()
+def close_in_thread(worker: Worker) -> None:
+    """Close a worker that the program has forgotten, which may have pushed last.
 
-
-def forgotten(*arguments: Any) -> None:
-    """Leave in a thread of its own: the garbage collector strikes anywhere, also in a thread that holds one of gRPC's locks."""
-    threading.Thread(target=shut_down, args=arguments, name="psd-leave").start()
+    In a thread of its own: Python frees objects anywhere, also in a thread that holds one of gRPC's locks.
+    """
+    with contextlib.suppress(RuntimeError):  # the interpreter exits, and atexit has closed all workers
+        threading.Thread(target=worker.close, name="psd-leave").start()
 
 
 @atexit.register

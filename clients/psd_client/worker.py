@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,6 +39,7 @@ class Worker:
     """
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
+        self._ended = threading.Lock()  # taken once, and for good, by close()
         self._config = config
         self._pid = os.getpid()
         self._busy = threading.Lock()
@@ -51,19 +51,16 @@ class Worker:
         self._reporter = WaitReporter(config.rank, config.report_after_s)
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
         self._session = Session(config, self._shards)
-        heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
-        # Runs once: at close(), when the object is forgotten, or when the interpreter exits, for whatever reason.
-        self._shut_down = weakref.finalize(self, ending.forgotten, self._pid, heartbeats, self._session, self._shards)
-        self._shut_down.atexit = False  # ending.py does it, which knows how the program ends
+        self._heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
         ending.remember(self)
-        heartbeats.start()
+        self._heartbeats.start()
         try:
             with self.operation("connect"):
                 self._session.join()
         except BaseException as error:
             self.close(error)
             raise
-        heartbeats.wake()
+        self._heartbeats.wake()
 
     @property
     def rank(self) -> int:
@@ -114,7 +111,7 @@ class Worker:
     def close(self, error: BaseException | None = None) -> None:
         """See ParameterServer.close. Leave as one who has finished, or has failed by `error`. Idempotent."""
         if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
-            self._shut_down.detach()
+            self._ended.acquire(blocking=False)
             return
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
@@ -133,10 +130,19 @@ class Worker:
             is_success = False
             raise
         finally:
-            arguments = self._shut_down.detach()  # a finalizer that is called does nothing any more while the interpreter exits
-            if arguments is not None:
+            if self._ended.acquire(blocking=False):
                 self._session.has_failed = not is_success
-                ending.shut_down(*arguments[2])
+                self._leave()
+
+    def _leave(self) -> None:
+        self._heartbeats.stop()
+        self._session.leave()
+        self._shards.close()
+        self._heartbeats.join()
+
+    def __del__(self) -> None:
+        if not self._ended.locked() and os.getpid() == self._pid:
+            ending.close_in_thread(self)
 
     def abort_feed(self) -> None:
         """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
@@ -153,7 +159,7 @@ class Worker:
 
     def _confirm_last(self, exchange: Exchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
-        is_usable = self._shut_down.alive and not self._busy.locked()
+        is_usable = not self._ended.locked() and not self._busy.locked()
         if not is_usable or not exchange.is_unconfirmed:
             return
         if self._last_failed:
@@ -214,7 +220,7 @@ class Worker:
                 f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
                 "a fork: call psd_client.connect() in the process that uses it"
             )
-        if not self._shut_down.alive:
+        if self._ended.locked():
             raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
         before = self._feed
         if feed is None and before is not None and before.is_finished:

@@ -2,7 +2,8 @@
 
 The health service is our own: that of grpcio-health-checking tells watchers under its lock, waits there for what they have been
 sent, and keeps gRPC's one thread for events waiting for that lock when one of them hangs up, so that the whole server can stand
-still. It also keeps every name that it was ever asked about. Must not know when a shard is healthy.
+still. It also keeps every name that it was ever asked about (tests/rim/test_rim_libraries.py). Must not know when a shard is
+healthy.
 """
 
 from __future__ import annotations

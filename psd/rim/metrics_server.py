@@ -2,7 +2,8 @@
 
 A connection is asked one question and then closed. Where more come than CONNECTIONS_MAX, the oldest one goes: a scraper asks at
 once, what only holds a connection does not. The page is made anew at most every CACHE_S, so that a flood of questions costs the
-shard no more than some. Must not know what is on the page.
+shard no more than some. prometheus_client's own server has a thread for each connection, for as long as its client likes, and
+renders the page for each question (tests/rim/test_rim_libraries.py). Must not know what is on the page.
 """
 
 from __future__ import annotations

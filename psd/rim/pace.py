@@ -1,9 +1,12 @@
-"""What anybody may ask for without end is answered no faster than a shard can bear beside its workers.
+"""Limits how fast a shard answers what anybody may ask for without end, to what it can bear beside its workers.
 
 Refusals, the status, watchers, reflection, methods that there are not: where more of them come than a rate, each waits for its
 turn, a second at most. What the same connection asks for meanwhile waits where it is made, because gRPC lets a connection have
 few calls at a time (--max-streams). A call that waits has a thread, so that only so many wait, and others are answered at once.
-Never on a worker's way, nor on a probe's. Must not know what is asked for.
+Never on a worker's way, nor on a probe's.
+
+Libraries for rates either refuse and do not wait (limits), or sleep in the thread of each who comes, where nobody can wake it
+(pyrate-limiter); here a wait ends when its caller hangs up, and few may wait. Must not know what is asked for.
 """
 
 from __future__ import annotations

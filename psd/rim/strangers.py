@@ -1,7 +1,8 @@
-"""Bounds what costs a shard something before it has shown what it is for: connections, and calls of which nothing has come.
+"""Limits connections and calls that have sent nothing yet.
 
 Where more come than a limit, the oldest one is turned away: whoever has something to say says it at once, so that this is
-somebody who only holds on. Must not know what the strangers are.
+somebody who only holds on. gRPC's own limits do the reverse: they keep those and refuse newcomers
+(tests/rim/test_rim_libraries.py). Must not know what the strangers are.
 """
 
 from __future__ import annotations

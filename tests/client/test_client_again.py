@@ -240,7 +240,7 @@ def test_push_that_was_acknowledged_when_a_successor_pushes_too_then_both_count(
         dying = connect(c.servers, 0, 2)
         in_threads(lambda: declare(dying, aggregation=aggregation), lambda: declare(peer, aggregation=aggregation))
         dying.push(gradient(1))
-        assert dying._worker._shut_down.detach() is not None  # it dies without a word
+        assert dying._worker._ended.acquire(blocking=False)  # it dies without a word
 
         with connect(c.servers, 0, 2) as successor:
             declaring = Thread(lambda: declare(successor, aggregation=aggregation))

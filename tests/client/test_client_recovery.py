@@ -13,6 +13,7 @@ import pytest
 from client_faults import Restartable, Thread, connect_faulty, expire, until
 
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
+from psd.state.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
 from psd_client.session import REJOINS_MAX
 
@@ -22,9 +23,14 @@ SIZE = 20_000  # two blocks on two shards
 
 PROGRAM = """
 import numpy as np, psd_client
-ps = psd_client.connect({servers!r}, 0, 2)
-ps.declare({{"w": np.zeros({size}, np.float32)}}, psd_client.SGD(lr=1.0))
-ps.push({{"w": np.full({size}, 2, np.float32)}})
+
+def train():
+    ps = psd_client.connect({servers!r}, 0, 2)
+    ps.declare({{"w": np.zeros({size}, np.float32)}}, psd_client.SGD(lr=1.0))
+    ps.push({{"w": np.full({size}, 2, np.float32)}})
+    return ps
+
+{last}
 """
 
 
@@ -125,17 +131,40 @@ def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_t
         assert set(peer.push_pull(gradient(1.0))["w"].tolist()) == {-4.0}, "nobody waits for one that has left"
 
 
+@pytest.mark.parametrize("aggregation", ["fast", "exact"])
+def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_closed(
+    restartable: Callable[..., Restartable], aggregation: str
+) -> None:
+    """As a program's own function does that connects, trains, and returns."""
+    job = restartable()
+    with connect(job.servers, 1, 2) as peer:
+        ps = connect(job.servers, 0, 2)
+        other = Thread(lambda: declare(peer, aggregation=aggregation))
+        declare(ps, aggregation=aggregation)
+        other.result()
+        ps.push(gradient(2.0))
+        del ps
+        until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
+
+        job.restart(0)
+        peer.push(gradient(4.0))
+
+        assert set(peer.pull()["w"].tolist()) == {-3.0}
+        until(lambda: job.shards[0].shard._core.members.worker(0).state is WorkerState.FINISHED)
+
+
 @pytest.mark.skipif(
     sys.version_info >= (3, 12), reason="gRPC needs threads for streams, and exiting interpreters give none any more"
 )
 @pytest.mark.process
+@pytest.mark.parametrize("last", ["ps = train()", "train()"], ids=["kept", "forgotten"])
 def test_program_when_it_ends_after_a_push_then_stays_until_the_round_has_closed(
-    restartable: Callable[..., Restartable], tmp_path: Path
+    restartable: Callable[..., Restartable], tmp_path: Path, last: str
 ) -> None:
     """Without close(), too; the shard that was killed is sent the gradient again at the interpreter's exit."""
     job = restartable()
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(servers=job.servers, size=SIZE))
+    script.write_text(PROGRAM.format(servers=job.servers, size=SIZE, last=last))
     with connect(job.servers, 1, 2) as peer, subprocess.Popen([sys.executable, str(script)]) as process:
         declare(peer)
         until(lambda: any(wait.kind.name == "ROUND" for wait in job.shards[0].shard._core.waiting.open(0)))

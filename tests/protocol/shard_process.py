@@ -342,7 +342,7 @@ class ShardProcess:
                 return self._initialize(request, blocks_max)
             case "push":
                 header = data_pb2.PushHeader.FromString(request.body)
-                pushed = self._plane.push(header, _pushed(request, blocks_max), Waiter(shard, context))
+                (pushed,) = self._plane.push(header, _pushed(request, blocks_max), Waiter(shard, context))
                 return Outcome(_bytes(pushed))
             case "push_pull":
                 header = data_pb2.PushHeader.FromString(request.body)

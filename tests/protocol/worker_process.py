@@ -104,7 +104,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
             SimpleNamespace(randbits=lambda _: green.current().fibers.number),
         ),
         (ending, "remember", lambda worker: None),
-        (ending, "forgotten", lambda *_: None),
+        (ending, "close_in_thread", lambda worker: None),
     ]
 
 
@@ -240,8 +240,7 @@ class WorkerProcess:
     @property
     def _real_heartbeats(self) -> Heartbeats | None:
         ps = self.program.ps
-        arguments = ps._shut_down.peek() if ps is not None and hasattr(ps, "_shut_down") else None
-        return None if arguments is None else arguments[2][1]
+        return None if ps is None or ps._ended.locked() else getattr(ps, "_heartbeats", None)
 
     def _heartbeats_now(self) -> tuple[int, ...]:
         """The requests that the heartbeats' thread would send now."""
@@ -298,8 +297,8 @@ class WorkerProcess:
         """Let go of everything."""
         self._fibers.end()
         ps = self.program.ps
-        if ps is not None and hasattr(ps, "_shut_down"):
-            ps._shut_down.detach()
+        if ps is not None:
+            ps._ended.acquire(blocking=False)
 
 
 def _slot(fiber: Fiber) -> Slot:

@@ -44,6 +44,7 @@ def wires() -> Iterator[Any]:
 
 
 def test_items_leave_in_order_and_flush_waits_for_the_last(wires: Any) -> None:
+    """Whether they waited or found the wire open."""
     wire = wires()
     for item in range(QUEUED_MAX - 1):
         wire.outbox.put(item)
