@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: the extension modules, the C headers that are generated from psd_core/rules.py, and the
-protobuf code that is generated from proto/.
+"""The build steps that pyproject.toml cannot express: extension modules, C headers generated from psd_core/rules.py, protobuf
+code generated from proto/.
 
 Every way of building runs all: `pip install .`, `pip install -e .`, wheels. Neither generated C nor generated protobuf
 modules are committed; protobuf modules are written into psd/v1/ of the source tree, where an editable install needs them.

@@ -1,4 +1,4 @@
-"""What can be measured against each other: psd over each transport, the peers, and what memory and wires alone allow.
+"""The systems that are measured against each other: psd over each transport, the peers, and the limits of memory and wires.
 
 Each contender is a set of processes that do the same step when told, so that several can take turns in one run, and a noisy
 machine hurts all alike. Knows how each is started; nothing of tables and limits.
@@ -7,7 +7,6 @@ machine hurts all alike. Knows how each is started; nothing of tables and limits
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _network import Network
-from _processes import Peer, ProcessFailed, Shard, cpu_s, start_all
+from _processes import Peer, ProcessFailed, Shard, cpu_s, free_ports, start_all
 from peers import work
 
 WORKERS_BOUND = 8
@@ -62,7 +61,7 @@ class Contender:
             self.seconds.append(max(t[step][1] for t in times) - max(t[step][0] for t in times))
 
     def verify(self) -> None:
-        """ProcessFailed if the arithmetic is wrong."""
+        """Raise ProcessFailed if the arithmetic is wrong."""
         for peer in self.peers:
             peer.ask(pushes=[self.all_steps] * self.workers)
         for peer in self.peers:
@@ -72,7 +71,7 @@ class Contender:
 
     @property
     def bytes_per_step(self) -> int:
-        """Pushed and pulled by all workers."""
+        """Bytes pushed and pulled by all workers per step."""
         return (self.gradient_bytes + 4) * work.size_of(self.model) * self.workers
 
 
@@ -88,7 +87,7 @@ def _all_ready(stack: ExitStack, peers: Sequence[Peer]) -> list[dict[str, Any]]:
 
 
 class Tls(NamedTuple):
-    """Flags of a shard, and the file by which workers know it."""
+    """Flags of a shard, and the file by which workers trust it."""
 
     flags: tuple[str, ...]
     ca: str
@@ -107,7 +106,7 @@ def psd(
     tls: Tls | None = None,
     flags: Sequence[str] = (),
 ) -> Starter:
-    """psd over one transport.
+    """A contender: psd over one transport.
 
     Args:
         call: "flat", what the faces of frameworks use; "named", push_pull of NumPy arrays; or "push" alone.
@@ -158,7 +157,8 @@ def _listen(network: Network | None, host: str) -> str:
 
 
 def reference(name: str, script: str, pattern: str, workers: int, model: str, *, network: Network | None = None) -> Starter:
-    """One server and its clients, both in one script of peers/; on hosts s0 and w<i> of the network, if there is one."""
+    """A contender of one server and its clients, both in one script of peers/; on hosts s0 and w<i> of the network, if there is
+    one."""
 
     def start(stack: ExitStack) -> Contender:
         told = {"pattern": pattern, "model": model}
@@ -172,7 +172,7 @@ def reference(name: str, script: str, pattern: str, workers: int, model: str, *,
 
 
 def memory(name: str, pattern: str, model: str) -> Starter:
-    """What one core does with memory."""
+    """A contender: memory operations on one core."""
 
     def start(stack: ExitStack) -> Contender:
         peer = Peer("memory", {"pattern": pattern, "model": model}, threads=1)
@@ -183,7 +183,7 @@ def memory(name: str, pattern: str, model: str) -> Starter:
 
 
 def gloo(workers: int, model: str) -> Starter:
-    """All-reduce, and SGD on each worker."""
+    """A contender: all-reduce, and SGD on each worker."""
 
     def start(stack: ExitStack) -> Contender:
         meet = stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))
@@ -196,7 +196,7 @@ def gloo(workers: int, model: str) -> Starter:
 
 
 def torch_rpc(workers: int, model: str) -> Starter:
-    """A parameter server by torch.distributed.rpc."""
+    """A contender: a parameter server on torch.distributed.rpc."""
 
     def start(stack: ExitStack) -> Contender:
         meet = stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))
@@ -210,7 +210,7 @@ def torch_rpc(workers: int, model: str) -> Starter:
 
 
 def ray(python: str, workers: int, model: str) -> Starter:
-    """Ray actors; `python` is the interpreter that has Ray."""
+    """A contender: Ray actors; `python` is the interpreter that has Ray."""
 
     def start(stack: ExitStack) -> Contender:
         peer = Peer("ray_ps", {"world_size": workers, "model": model}, python=python)
@@ -221,10 +221,10 @@ def ray(python: str, workers: int, model: str) -> Starter:
 
 
 def tensorflow(python: str, workers: int, model: str) -> Starter:
-    """TensorFlow's parameter servers; `python` is the interpreter that has TensorFlow."""
+    """A contender: TensorFlow's parameter servers; `python` is the interpreter that has TensorFlow."""
 
     def start(stack: ExitStack) -> Contender:
-        ports = _free_ports(workers + 1)
+        ports = free_ports(workers + 1)
         told = {
             "ps": f"127.0.0.1:{ports[0]}",
             "workers": [f"127.0.0.1:{port}" for port in ports[1:]],
@@ -238,15 +238,8 @@ def tensorflow(python: str, workers: int, model: str) -> Starter:
     return start
 
 
-def _free_ports(count: int) -> list[int]:
-    """For systems that must be told beforehand."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
-
-
 def interpreter_with(module: str, given: str | None) -> str | None:
-    """The one that the user has named, or this one if it has the module; None: neither."""
+    """The interpreter that the user has named, or this one if it has the module, or None."""
     if given is not None:
         return given
     found = any((Path(entry) / module).is_dir() for entry in sys.path if entry)

@@ -18,7 +18,7 @@ from pathlib import Path
 _PREFIX = "psdbench"
 _BURST = "128kb"
 _QUEUE = "30ms"
-"""What may wait at a link's end, as in a switch with a shallow buffer; more is dropped."""
+"""Queue at a link's end, as in a switch with a shallow buffer; more is dropped."""
 
 
 class NetworkError(RuntimeError):
@@ -58,7 +58,7 @@ class Network:
             self._choose_congestion_control(host)
 
     def prefix(self, host: str) -> list[str]:
-        """Of a command line that is to run on the host."""
+        """The beginning of a command line that runs on the host."""
         return ["ip", "netns", "exec", self._namespace(host)]
 
     def address(self, host: str) -> str:
@@ -66,7 +66,7 @@ class Network:
         return f"10.77.0.{self._hosts.index(host) + 1}"
 
     def wire_bytes(self, host: str) -> int:
-        """What the host's link has carried so far, in both directions, with all headers."""
+        """Bytes on the host's link so far, in both directions, with all headers."""
         shown = json.loads(_run("ip", "-n", self._namespace(host), "-s", "-j", "link", "show", "eth0"))
         counted = shown[0]["stats64"]
         return int(counted["rx"]["bytes"]) + int(counted["tx"]["bytes"])
@@ -79,7 +79,7 @@ class Network:
         _run("ip", "netns", "add", namespace)
 
     def _choose_congestion_control(self, host: str) -> None:
-        """The same on every machine, where the kernel has it."""
+        """Set the same congestion control on every machine, where the kernel has it."""
         with contextlib.suppress(NetworkError):
             setting = "/proc/sys/net/ipv4/tcp_congestion_control"
             _run(*self.prefix(host), "sh", "-c", f"echo cubic > {setting} || echo reno > {setting}")
@@ -94,7 +94,7 @@ def _check_machine() -> None:
 
 
 def _remove_abandoned() -> None:
-    """Networks of benchmarks that were killed."""
+    """Remove the networks of benchmarks that were killed."""
     for path in Path("/run/netns").glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).split("-")[0]
         if not Path(f"/proc/{pid}").exists():

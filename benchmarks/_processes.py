@@ -13,6 +13,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,16 +39,16 @@ _CPUCLOCK_SCHED = 2
 
 
 class ProcessFailed(RuntimeError):
-    """A process ended, or did not answer; the message has the end of what it wrote to standard error."""
+    """A process ended, or did not answer; the message has the end of its standard error."""
 
 
 class Refused(ProcessFailed):
-    """A process cannot do here what it was told, and says why; no defect."""
+    """A process cannot do its task here, and says why; no defect."""
 
 
 @contextlib.contextmanager
 def cleanly() -> Iterator[ExitStack]:
-    """A stack for all that must be undone: at the end, on Ctrl-C, SIGTERM or SIGHUP; further ones do not disturb that."""
+    """A stack of all that must be undone: at the end, on Ctrl-C, SIGTERM or SIGHUP; further signals do not disturb that."""
 
     def end(signum: int, _: object) -> None:
         raise SystemExit(128 + signum)
@@ -66,7 +67,8 @@ def cleanly() -> Iterator[ExitStack]:
 
 
 def environment(threads: int = 0) -> dict[str, str]:
-    """Of a worker: the benchmark's own without psd's variables, psd-run's malloc settings, and so many OpenMP threads."""
+    """The environment of a worker: the benchmark's own without psd's variables, psd-run's malloc settings, and that many OpenMP
+    threads."""
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     return {**inherited, **malloc.environment(), **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
 
@@ -77,17 +79,17 @@ def cpu_s(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """All that a process has touched, shared memory included."""
+    """Memory that a process has touched, including shared memory."""
     return _status_bytes(pid, "VmRSS")
 
 
 def private_bytes(pid: int) -> int:
-    """What a process has touched that no other can see."""
+    """Memory that a process has touched and no other can see."""
     return _status_bytes(pid, "RssAnon")
 
 
 def attached_bytes(pid: int) -> int:
-    """Of resident_bytes of a shard: memory that workers share with it, and have themselves."""
+    """Part of a shard's resident_bytes: memory that workers share with it."""
     total, is_attached = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:  # the addresses of the next mapping
@@ -98,7 +100,7 @@ def attached_bytes(pid: int) -> int:
 
 
 def descriptors(pid: int) -> int:
-    """How many a process has open."""
+    """Number of open descriptors of a process."""
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
@@ -155,18 +157,18 @@ class Process:
         return line.decode()
 
     def write_line(self, text: str) -> None:
-        """To its standard input."""
+        """Write a line to its standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the next read says why it has gone
             self._process.stdin.write(text.encode() + b"\n")
 
     def signal(self, signum: int) -> None:
-        """The process and all that it has started."""
+        """Signal the process and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended by then."""
+        """True if the process has ended by then."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -174,7 +176,7 @@ class Process:
         return True
 
     def begin_end(self) -> None:
-        """Let it know that no more comes."""
+        """Tell it that no more comes."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -212,7 +214,7 @@ class Peer(Process):
         super().__init__(script, command, environment(threads), signal.SIGTERM)  # Ray clears up after itself then
 
     def ready(self) -> dict[str, Any]:
-        """What it said when it was ready; Refused if it never will be."""
+        """Facts from its ready message; Refused if it never will be ready."""
         said = dict(json.loads(self.read_line(START_S)))
         if "refused" in said:
             raise Refused(said["refused"])
@@ -223,7 +225,7 @@ class Peer(Process):
         self.write_line(json.dumps(request))
 
     def answer(self) -> dict[str, Any]:
-        """To what was asked."""
+        """The answer to the request."""
         return dict(json.loads(self.read_line(TURN_S)))
 
 
@@ -247,12 +249,12 @@ class Shard:
         self._process: Process | None = None
 
     def start(self) -> None:
-        """Returns at once; see `wait_ready`."""
+        """Start the shard and return at once; see `wait_ready`."""
         command = [*self._before, "--listen", self.address, *self._flags]
         self._process = Process(self._name, command, environment(), signal.SIGKILL)
 
     def wait_ready(self) -> None:
-        """Returns when it serves."""
+        """Return when the shard serves."""
         line = self._started.read_line(START_S)
         found = re.search(r"ready at (\S+)", line)
         assert found is not None, f"the shard said {line!r}"
@@ -260,7 +262,7 @@ class Shard:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process id of the server."""
         return self._started.pid
 
     @property
@@ -269,36 +271,43 @@ class Shard:
         return self._process
 
     def signal(self, signum: int) -> None:
-        """As kill does."""
+        """Send a signal to the process."""
         self._started.signal(signum)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kill with SIGKILL; return when it is gone."""
         self._started.end(0)
 
     def end(self) -> None:
-        """It ends by itself when its workers have left; else it is told to, and at last made to."""
+        """Wait until it ends by itself, which it does when its workers have left; else end it, at last by force."""
         if self._process is not None and not self._process.wait(5):
             self._process.signal(signal.SIGCONT)
             self._process.signal(signal.SIGTERM)
             self._process.end()
 
     def status(self) -> control_pb2.StatusReply:
-        """What psdctl status shows."""
+        """The output of psdctl status."""
         with grpc.insecure_channel(self.address) as channel:
             return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=60)
 
     def checkpoint(self) -> str:
-        """Take one while the job trains; its name."""
+        """Take a checkpoint while the job trains; return its name."""
         with grpc.insecure_channel(self.address) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             return stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=600).name
 
 
 def start_all(stack: ExitStack, shards: Sequence[Shard]) -> None:
-    """Start shards side by side, and have the stack end them; returns when all of them serve."""
+    """Start shards side by side, to be ended by the stack; return when all of them serve."""
     for shard in shards:
         shard.start()
         stack.callback(shard.end)
     for shard in shards:
         shard.wait_ready()
+
+
+def free_ports(count: int) -> list[int]:
+    """Free ports for processes that must be told beforehand."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]

@@ -1,4 +1,4 @@
-"""What benchmarks print: tables, criteria as ratios with limits, the machine; and the same as JSON; and how they time."""
+"""Output and timing of benchmarks: tables, criteria as ratios with limits, the machine, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ class Criterion:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         if self.value is None:
             return "not measured"
         return "met" if (self.value >= self.limit if self.at_least else self.value <= self.limit) else "not met"
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """None if one of the two was not measured."""
+    """The ratio of two figures, None if one was not measured."""
     return numerator / denominator if numerator is not None and denominator else None
 
 
@@ -51,17 +51,17 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """The median, None of no values."""
     return statistics.median(values) if values else None
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """For a cell; "-" for what was not measured."""
+    """A number for a cell; "-" for what was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, words: int = 1) -> str:
-    """Columns of equal width, the first `words` to the left, the others to the right."""
+    """A table with columns of equal width, the first `words` to the left, the others to the right."""
     texts = [[str(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
@@ -73,7 +73,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, words: in
 
 
 def criteria_table(criteria: Sequence[Criterion]) -> str:
-    """Ratio, limit, verdict."""
+    """A table of ratios, limits and verdicts."""
     rows = [
         [f"{c.number}. {c.what}", number(c.value), f"{'>=' if c.at_least else '<='} {c.limit:g}", c.verdict] for c in criteria
     ]
@@ -81,7 +81,7 @@ def criteria_table(criteria: Sequence[Criterion]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Facts about the machine on which the figures depend."""
     found = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
     memory = re.search(r"MemTotal:\s+(\d+) kB", _text("/proc/meminfo"))
     return {
@@ -96,7 +96,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(facts: dict[str, Any]) -> str:
-    """For people."""
+    """The facts about the machine on one line."""
     line = "{cpu}, {cores} cores, Linux {kernel}, Python {python}, grpcio {grpcio}".format(**facts)
     if facts["load_before"] > 0.5:
         line += f"\nThe load was {facts['load_before']:.1f} before the start: trust the ratios rather than the times."
@@ -104,7 +104,7 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 
 def write_json(path: Path | None, results: dict[str, Any], criteria: Sequence[Criterion]) -> None:
-    """If a path is given; "-" is standard output."""
+    """Write results if a path is given; "-" is standard output."""
     if path is None:
         return
     text = json.dumps({**results, "criteria": [{**asdict(c), "verdict": c.verdict} for c in criteria]}, indent=2)
@@ -115,17 +115,17 @@ def write_json(path: Path | None, results: dict[str, Any], criteria: Sequence[Cr
 
 
 def progress(text: str) -> None:
-    """To standard error, for those who wait."""
+    """Print progress to standard error, for those who wait."""
     print(f"    {text}", file=sys.stderr, flush=True)
 
 
 def words(text: str) -> list[str]:
-    """The argument type "a,b,c"."""
+    """Convert an argument of the type "a,b,c"."""
     return [word for word in text.split(",") if word]
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The argument type "1,2,4"."""
+    """Convert an argument of the type "1,2,4"."""
     try:
         numbers = [int(word) for word in words(text)]
     except ValueError:
@@ -135,13 +135,35 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Whose help is the benchmark's first lines."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str | None, transports: str = "") -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's first lines, with --json, and with --transports if there is a default."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if transports:
+        made.add_argument("--transports", type=words, default=transports, help="of psd (default: %(default)s)")
+    made.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
+    return made
+
+
+def conclude(
+    path: Path | None,
+    figures: Mapping[str, Any],
+    checked: Sequence[Criterion],
+    left_out: Mapping[str, str],
+    *,
+    is_failed: bool,
+) -> int:
+    """Print the verdicts and what was left out, write the figures as JSON, and return the exit status."""
+    if checked:
+        print("\n" + criteria_table(checked))
+    for name, why in left_out.items():
+        print(f"\n{name} is left out: {why}")
+    write_json(path, {**figures, "left_out": left_out}, checked)
+    return 1 if is_failed else 0
 
 
 def in_turns(works: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
-    """The shortest times of several works, of this thread on a processor, in turns: so that ratios hold on a busy machine."""
+    """The shortest times of several functions, by processor time of this thread, in turns, so that ratios hold on a busy
+    machine."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()

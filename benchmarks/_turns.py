@@ -33,7 +33,7 @@ class Match:
         self._contenders: list[tuple[Contender, ExitStack]] = []
 
     def add(self, name: str, starter: Starter) -> None:
-        """Start one."""
+        """Start a contender."""
         with ExitStack() as own:
             try:
                 contender = starter(own)
@@ -43,7 +43,7 @@ class Match:
             self._contenders.append((contender, self._stack.enter_context(own.pop_all())))
 
     def run(self, rounds: int, steps: int) -> list[Contender]:
-        """Each contender's turn in each round is a step or two that are not timed, and `steps` that are.
+        """Give each contender its turns: in each round a step or two that are not timed, and `steps` that are.
 
         Returns:
             Those that have come through it, in the order in which they were added.
@@ -99,7 +99,7 @@ def over_transports(
 
 
 def usable(transports: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Those that psd_client.connect would take; why not the others, by name."""
+    """Transports that psd_client.connect would take, and reasons against the others, by name."""
     good, refused = [], {}
     for transport in transports:
         try:

@@ -1,4 +1,4 @@
-"""Measures what workers keep of their throughput, and a shard of its memory, while somebody abuses its ports.
+"""Measures how much throughput workers keep, and how much memory a shard, while somebody abuses its ports.
 
     python benchmarks/abuse.py [--transports grpc,tcp,shm] [--attacks "silence grpc,streams push"] [--seconds 4] [--rounds 2]
 
@@ -23,7 +23,6 @@ criteria do not decide.
 from __future__ import annotations
 
 import re
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from typing import Any
 import _contenders as contenders
 import _report as report
 from _contenders import Contender
-from _processes import Peer, descriptors, private_bytes
+from _processes import Peer, descriptors, free_ports, private_bytes
 from _report import Criterion, ratio
 from _turns import over_transports
 
@@ -54,11 +53,11 @@ ATTACKS = (
 )
 SAMPLE_S = 0.1
 CHUNK_S = 0.2
-"""About so long are the workers asked to train at a time."""
+"""Approximate seconds of training per request to the workers."""
 
 
 class Growth:
-    """How far the memory and the descriptors of a process have grown, at most; sampled by a thread while in a `with`."""
+    """The growth of a process's memory and descriptors, at most; sampled by a thread while in a `with`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -82,7 +81,7 @@ class Growth:
 
 
 def local_name(pid: int) -> str:
-    """Of the shard's local socket, as anybody on the machine can find it."""
+    """Name of the shard's local socket, as anybody on the machine can find it."""
     inodes = {match[1] for fd in Path(f"/proc/{pid}/fd").iterdir() if (match := re.match(r"socket:\[(\d+)\]", _target(fd)))}
     for line in Path("/proc/net/unix").read_text().splitlines():
         words = line.split()
@@ -98,16 +97,11 @@ def _target(link: Path) -> str:
         return ""
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
-    """One table row for each attack."""
+    """Measure; one table row for each attack."""
     results = []
     with ExitStack() as stack:
-        ports = {"bulk_port": _free_port(), "metrics_port": _free_port()}
+        ports = dict(zip(("bulk_port", "metrics_port"), free_ports(2), strict=True))
         flags = [f"--bulk-port={ports['bulk_port']}", f"--metrics-port={ports['metrics_port']}"]
         contender = contenders.psd(transport, args.workers, 1, f"{args.megabytes}mb", flags=flags)(stack)
         (pid,) = contender.server_pids
@@ -148,7 +142,7 @@ def _one(contender: Contender, attacker: Peer, attack: str, steps: int, pid: int
 
 
 def _turn(contender: Contender, seconds: float, steps: int) -> tuple[float, float]:
-    """Time, and CPU time of the shard, per step."""
+    """Seconds, and seconds of the shard's processor, per step."""
     done, cpu_before, begun = contender.all_steps, contender.server_cpu_s, time.monotonic()
     while time.monotonic() < begun + seconds:
         contender.take_turn(0, steps)
@@ -158,8 +152,7 @@ def _turn(contender: Contender, seconds: float, steps: int) -> tuple[float, floa
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm")
     parser.add_argument("--attacks", type=report.words, default=",".join(ATTACKS), metavar="A,A", help="default: all")
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--megabytes", type=int, default=16, help="of parameters (default: %(default)s)")
@@ -167,7 +160,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each kind (default: %(default)s)")
     parser.add_argument("--own-mb", type=int, default=64, help="by which the shard may grow (default: %(default)s)")
     parser.add_argument("--descriptors", type=int, default=2000, help="by which its may grow (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     unknown = sorted(set(args.attacks) - set(ATTACKS))
     if unknown:
@@ -195,11 +187,7 @@ def main() -> int:
         Criterion(4, "memory grown / --own-mb", _most(results, "grown_bytes", args.own_mb * 1e6), 1),
         Criterion(4, "descriptors grown / --descriptors", _most(results, "grown_descriptors", args.descriptors), 1),
     ]
-    print("\n" + report.criteria_table(checked))
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
-    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, checked)
-    return 1 if failed else 0
+    return report.conclude(args.json, {"machine": about, "results": results}, checked, left_out, is_failed=bool(failed))
 
 
 def _most(results: list[dict[str, Any]], field: str, limit: float) -> float | None:

@@ -26,7 +26,6 @@ import time
 from argparse import Namespace
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -41,7 +40,7 @@ HELD_S, FREE_S = 0.9, 0.1
 SAMPLE_S = 0.05
 PUSHES_MIN = 8
 PUSHES_FREE = 5
-"""Of each worker while nothing is held back, to see how long they take."""
+"""Pushes of each worker while nothing is held back, to see how long they take."""
 
 
 class Memory:
@@ -54,7 +53,7 @@ class Memory:
         self.most_private = {name: private_bytes(pid) for name, pid in pids.items()}
 
     def sample(self) -> None:
-        """Look once."""
+        """Sample once."""
         for name, pid in self._pids.items():
             self.most[name] = max(self.most[name], _own_bytes(name, pid))
             self.most_private[name] = max(self.most_private[name], private_bytes(pid))
@@ -85,7 +84,7 @@ def watch(turn: Future[None], memory: Memory, held: list[int]) -> None:
 
 
 def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
-    """One table row for each process."""
+    """Measure; one table row for each process."""
     with ExitStack() as stack:
         model = f"{args.megabytes}mb"
         contender: Contender = contenders.psd(transport, args.workers, 1, model, consistency="async", call="push")(stack)
@@ -121,14 +120,12 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm")
     parser.add_argument("--workers", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--megabytes", type=int, default=64, help="of parameters (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="about as long is the shard held back (default: %(default)s)")
     parser.add_argument("--in-flight-mb", type=int, default=16, help="per connection (default: %(default)s)")
     parser.add_argument("--own-mb", type=int, default=32, help="per process (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if not 1 <= args.workers <= work.WORKERS_MAX:
         parser.error(f"--workers: expected 1 to {work.WORKERS_MAX}, with which float32 arithmetic is exact, got {args.workers}")
@@ -146,11 +143,7 @@ def main() -> int:
         shares = [r["most_bytes_held"] / r["bound_bytes"] for r in results if r["transport"] == transport]
         what = f"{transport}: memory of the process closest to its bound / bound"
         checked.append(Criterion(9, what, max(shares, default=None), 1))
-    print("\n" + report.criteria_table(checked))
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
-    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, checked)
-    return 1 if failed else 0
+    return report.conclude(args.json, {"machine": about, "results": results}, checked, left_out, is_failed=bool(failed))
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ from psd.contract.layout import Layout
 
 LR, MOMENTUM = 0.5, 0.5
 QUIET_STEPS_MIN = 3
-"""Between two checkpoints."""
+"""Steps between two checkpoints."""
 
 
 def connected(shard: Shard, size: int) -> psd_client.ParameterServer:
-    """The only worker."""
+    """Connect as the only worker."""
     ps = psd_client.connect(shard.address, 0, 1, retry_timeout=60)
     ps.declare({"w": np.zeros(size, np.float32)}, psd_client.SGD(lr=LR, momentum=MOMENTUM))
     return ps
@@ -55,12 +55,12 @@ def after(steps: int) -> tuple[float, float]:
 
 
 def check(values: NDArray[Any], expected: float, what: str) -> None:
-    """Every one of them."""
+    """Check every parameter."""
     assert np.all(values == expected), f"{what}: not all are {expected}"
 
 
 def measure_checkpoints(stack: ExitStack, megabytes: int, count: int, directory: Path, memory: Path) -> dict[str, Any]:
-    """Slow-down and bandwidth."""
+    """Measure slow-down and bandwidth."""
     size = megabytes * 10**6 // 8
     url = directory / "checkpoints"
     shard = Shard("--state-dir", str(memory / "state"), "--checkpoint-dir", str(url), "--checkpoint-keep", "1")
@@ -122,7 +122,7 @@ def measure_checkpoints(stack: ExitStack, megabytes: int, count: int, directory:
 
 
 def verify(url: Path, name: str) -> None:
-    """What was stored is that step's, all of it."""
+    """Check that everything stored is from that step."""
     directory = CheckpointDirectory(str(url))
     manifest = directory.load(name)
     value, momentum = after(manifest.step)
@@ -146,7 +146,7 @@ def plain_write_s(path: Path, nbytes: int) -> float:
 
 
 def measure_recovery(stack: ExitStack, megabytes: int, count: int, memory: Path) -> dict[str, Any]:
-    """From kill -9 to the ready line, and to the first pull."""
+    """Measure from kill -9 to the ready line, and to the first pull."""
     size = megabytes * 10**6 // 8
     shard = Shard("--state-dir", str(memory / "recovered"), "--lease", "120")
     stack.callback(shard.end)
@@ -185,7 +185,7 @@ def measure_recovery(stack: ExitStack, megabytes: int, count: int, memory: Path)
 
 
 def table(checkpoints: dict[str, Any], recovery: dict[str, Any]) -> str:
-    """For people."""
+    """A table of the figures."""
     c, r = checkpoints, recovery
     return "\n".join(
         [

@@ -44,7 +44,7 @@ RULES = {
     "SGD, momentum 0.9": (0.001, 0.005, 0.02),
     "Adam": (0.001, 0.01, 0.05),
 }
-"""And their learning rates: a small one, one that suits sync, and one that is at its edge."""
+"""Rules and their learning rates: a small one, one that suits sync, and one that is at its edge."""
 
 STALENESS = {"SGD": ("lr", "dc", "dc-adaptive"), "SGD, momentum 0.9": ("lr", "dc"), "Adam": ("lr", "dc")}
 
@@ -74,7 +74,7 @@ def settings(seeds: int, only: str) -> list[Setting]:
 
 
 def optimizer_of(setting: Setting, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """As torch has it."""
+    """The optimizer in torch."""
     if setting.rule == "Adam":
         return torch.optim.Adam(model.parameters(), lr=setting.lr)
     return torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=0.9 if "momentum" in setting.rule else 0.0)
@@ -84,7 +84,7 @@ _data: dict[str, Any] = {}
 
 
 def train(setting: Setting, servers: str, rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """Be one worker, in a process of its own."""
+    """Run one worker, in its own process."""
     torch.set_num_threads(1)
     if args.data not in _data:
         _data[args.data] = datasets.load(args.data)
@@ -129,7 +129,7 @@ def train(setting: Setting, servers: str, rank: int, args: argparse.Namespace) -
 
 
 def measure(setting: Setting, args: argparse.Namespace, pool: ProcessPoolExecutor, memory: Path) -> dict[str, Any]:
-    """One run: a shard of its own, and all workers."""
+    """Measure one run, with a shard of its own and all workers."""
     shard = Shard("--state-dir", str(memory / "state"))
     shard.start()
     shard.wait_ready()
@@ -142,7 +142,7 @@ def measure(setting: Setting, args: argparse.Namespace, pool: ProcessPoolExecuto
 
 
 def text(runs: list[dict[str, Any]]) -> str:
-    """A row per setting: over its seeds the mean and the lowest accuracy."""
+    """A table with a row per setting: the mean and the lowest accuracy over its seeds."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["rule"], f"{run['lr']:g}", run["mode"], run["staleness"] or "-"), []).append(run)
@@ -170,7 +170,6 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=4, help="how many times slower the last worker is (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs per setting (default %(default)s)")
     parser.add_argument("--only", default="", help="modes that have this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
     args = parser.parse_args()
     runs = []
     with (

@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -57,14 +56,14 @@ class Holder(keras.Layer):
 
 
 def gradients_of(shapes: list[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-    """The same for every step."""
+    """Gradients, the same for every step."""
     sizes = [int(np.prod(shape)) for shape in shapes]
     parts = np.split(work.gradient(0, sum(sizes)), np.cumsum(sizes)[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def with_torch(ps: psd_client.ParameterServer, shapes: list[tuple[int, ...]]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step, and the parameters as arrays."""
+    """Make a step; return the parameters as arrays."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes])
     optimizer = psd_client.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=work.LR), ps=ps)
     gradients = [torch.from_numpy(gradient) for gradient in gradients_of(shapes)]
@@ -80,7 +79,7 @@ def with_torch(ps: psd_client.ParameterServer, shapes: list[tuple[int, ...]]) ->
 def with_keras(
     ps: psd_client.ParameterServer, shapes: list[tuple[int, ...]], *, is_graph: bool
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step, and the parameters as arrays."""
+    """Make a step; return the parameters as arrays."""
     model = keras.Sequential([Holder(shapes)])
     model.built = True
     optimizer = psd_client.keras.distribute(model, keras.optimizers.SGD(work.LR), ps=ps)
@@ -96,7 +95,6 @@ def main() -> int:
     parser.add_argument("--model", choices=models, default="mlp", help="shapes (default: %(default)s)")
     parser.add_argument("--transport", default="shm", help="of psd (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="timed ones of each kind (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if os.environ.get(STARTED) is None:  # malloc reads its settings when a process begins
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "KERAS_BACKEND": "tensorflow", STARTED: "1"})

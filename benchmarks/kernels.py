@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import _report
@@ -55,12 +54,12 @@ class Case:
 
     @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
-        """Its numbers."""
+        """The numbers of the rule."""
         return tuple(scalar_values(self.group, self.optimizer.scalars(), 0))
 
     @property
     def slots(self) -> int:
-        """How many slots it has."""
+        """Number of slots of the rule."""
         return len(self.group.info.slots(self.group.flags))
 
     @property
@@ -95,10 +94,10 @@ LIMITS = {
     "accumulate bfloat16": 0.9,
     "accumulate float16": 0.9,
 }
-"""The least shares of the bandwidth of a copy."""
+"""Least shares of the bandwidth of a copy."""
 
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
-"""Of torch's, those that have a fused kernel on CPUs; the others run as foreach, operation by operation."""
+"""Optimizers of torch with a fused kernel on CPUs; the others run as foreach, operation by operation."""
 
 
 def filled(value: float) -> Array:
@@ -109,34 +108,34 @@ def filled(value: float) -> Array:
 
 
 def narrowed(block: Array, dtype: str) -> Array:
-    """The same numbers, as psd_core takes this type."""
+    """The same numbers in the form in which psd_core takes this type."""
     narrow = torch.from_numpy(block).to(getattr(torch, dtype))
     return (narrow.view(torch.uint16) if narrow.dtype == torch.bfloat16 else narrow).numpy()
 
 
 class Pages:
-    """Blocks of parameters and slots, and a spare one, as the arena has them."""
+    """Blocks of parameters and slots, and a spare one, as in the arena."""
 
     def __init__(self, blocks: int, arrays: int) -> None:
         self.current = [[filled(0.1) for _ in range(arrays)] for _ in range(blocks)]
         self.spare = [filled(0.1) for _ in range(arrays)]
 
     def update(self, apply: Callable[[Sequence[Array], Sequence[Array], int], None]) -> None:
-        """Replace each block by what `apply` writes."""
+        """Replace each block by the output of `apply`."""
         for index, page in enumerate(self.current):
             apply(page, self.spare, index)
             self.current[index], self.spare = self.spare, page
 
 
 def copy(before: Sequence[Array], after: Sequence[Array], index: int) -> None:
-    """The reference."""
+    """Copy each block, as the reference."""
     del index
     for source, target in zip(before, after, strict=True):
         np.copyto(target, source)
 
 
 def stepper(case: Case, gradients: Sequence[Array]) -> Callable[[Sequence[Array], Sequence[Array], int], None]:
-    """The kernel for one block: a lone contribution, at a step that is not the first."""
+    """A step of the kernel for one block: a lone contribution, at a step that is not the first."""
     ends, touched = np.array([LENGTH], np.uint32), np.ones(1, np.uint8)
     steps_in, steps_out = np.full(1, 5, np.uint64), np.zeros(1, np.uint64)
 
@@ -163,7 +162,7 @@ def stepper(case: Case, gradients: Sequence[Array]) -> Callable[[Sequence[Array]
 
 
 def torch_step(case: Case, gradients: Sequence[Array]) -> Callable[[], object]:
-    """The same by torch, in place."""
+    """The same step in torch, in place."""
     params = [torch.nn.Parameter(torch.from_numpy(filled(0.1))) for _ in gradients]
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = torch.from_numpy(gradient)
@@ -173,7 +172,7 @@ def torch_step(case: Case, gradients: Sequence[Array]) -> Callable[[], object]:
 
 
 def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
-    """One row of the first table."""
+    """Measure one row of the first table."""
     gradients = [narrowed(filled(0.01), case.gradient) for _ in range(blocks)]
     pages, copied, fixed = (Pages(blocks, 1 + case.slots) for _ in range(3))
     apply = stepper(case, gradients)
@@ -198,7 +197,7 @@ def measure_rule(case: Case, blocks: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
-    """What a round does besides its rule, and what workers do."""
+    """Measure a round's work besides its rule, and the workers' work."""
     accs, grads = [filled(0.1) for _ in range(blocks)], [filled(0.1) for _ in range(blocks)]
     copied = Pages(blocks, 1)
     wide = [torch.from_numpy(block) for block in accs]
@@ -245,14 +244,14 @@ def measure_others(blocks: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def criteria(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[_report.Criterion]:
-    """What must keep up with a copy of memory."""
+    """Criteria for kernels that must keep up with a copy of memory."""
     bounds = {row["rule"]: row["bound"] for row in rules} | {row["kernel"]: row["bound"] for row in others}
     names = [name for name in LIMITS if name in bounds]
     return [_report.Criterion(5, f"{name}: bandwidth / of a copy", bounds[name], LIMITS[name], at_least=True) for name in names]
 
 
 def text(rules: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
-    """For people."""
+    """Tables of the figures."""
     rows = [
         (
             row["rule"],
@@ -283,7 +282,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32, help="MiB of parameters (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="of which the quickest counts (default %(default)s)")
     parser.add_argument("--rule", default="", help="only rules with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='write the results there, too; "-" is standard output')
     args = parser.parse_args()
     torch.set_num_threads(1)
     blocks = max((args.megabytes << 20) // BLOCK_BYTES_MAX, 1)

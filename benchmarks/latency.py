@@ -19,7 +19,6 @@ was wrong; the criteria do not decide.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -35,19 +34,17 @@ ROUNDS = 10
 
 
 def criteria(median_s: dict[str, float]) -> list[Criterion]:
-    """Of the project's, those on latency."""
+    """The project's criteria on latency."""
     pairs = (("psd grpc", "grpc unary", 1.2), ("psd tcp", "raw tcp", 2.5), ("psd shm", "psd tcp", 1.0))
     return [Criterion(4, f"{a} / {b}", ratio(median_s.get(a), median_s.get(b)), limit) for a, b, limit in pairs]
 
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm")
     parser.add_argument("--calls", type=int, default=2500, help="timed ones of each system (default: %(default)s)")
     parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
     parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if not ROUNDS <= args.calls <= work.STEPS_MAX - 100:
         parser.error(f"--calls: expected {ROUNDS} to {work.STEPS_MAX - 100}, got {args.calls}")
@@ -96,13 +93,10 @@ def main() -> int:
     ]
     print(report.table(["system", "median ms", "p99 ms", "p1 ms", "server CPU ms", "x raw tcp", "x grpc unary"], rows))
     checked = criteria(median_s)
-    print("\n" + report.criteria_table(checked))
     if args.calls < CALLS_MIN:
         print(f"\nToo few calls to judge by: {args.calls}, should be at least {CALLS_MIN}")
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
-    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, checked)
-    return 1 if any(name.startswith("psd") for name in match.failed) else 0
+    is_failed = any(name.startswith("psd") for name in match.failed)
+    return report.conclude(args.json, {"machine": about, "results": results}, checked, left_out, is_failed=is_failed)
 
 
 if __name__ == "__main__":

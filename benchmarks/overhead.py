@@ -1,4 +1,4 @@
-"""Measures what watching a shard costs: step time with metrics and a scrape every second, against without.
+"""Measures the cost of watching a shard: step time with metrics and a scrape every second, against without.
 
     python benchmarks/overhead.py [--transports grpc,tcp,shm] [--model convnet] [--rounds 20]
 
@@ -13,19 +13,18 @@ What each job has computed is verified, to the bit. Exit status: 1 if psd failed
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
 import urllib.request
 from argparse import Namespace
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
 import _report as report
 from _contenders import Contender
+from _processes import free_ports
 from _report import Criterion
 from _turns import over_transports
 from peers import work
@@ -34,7 +33,7 @@ SCRAPE_S = 1.0
 
 
 class Scraper:
-    """Asks for a shard's metrics every second while in a `with`; nobody's if there is no port."""
+    """A thread that asks for a shard's metrics every second while in a `with`; does nothing without a port."""
 
     def __init__(self, port: int | None) -> None:
         self.seconds: list[float] = []
@@ -63,8 +62,8 @@ class Scraper:
 
 
 def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
-    """One table row for each thing that costs."""
-    port = _free_port()
+    """Measure; one table row for each cost."""
+    (port,) = free_ports(1)
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "metrics": {"flags": [f"--metrics-port={port}"]}}
     with ExitStack() as stack:
         jobs = {kind: contenders.psd(transport, args.workers, 1, args.model, **told)(stack) for kind, told in kinds.items()}
@@ -85,7 +84,7 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
 
 
 def _turn(job: Contender, steps: int) -> tuple[float, float]:
-    """Median step time, and CPU time of the shard per step."""
+    """Median step time, and processor time of the shard per step."""
     del job.seconds[:]
     cpu_before = job.server_cpu_s
     job.take_turn(1, steps)
@@ -111,22 +110,15 @@ def _row(transport: str, kind: str, turns: dict[str, list[tuple[float, float]]],
     }
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transports="grpc,tcp,shm")
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument(
         "--model", choices=[m for m in work.MODELS if m != "1kb"], default="convnet", help="shapes (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="turns of each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1, help="of a turn, about (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     about = report.machine()
     _, results, left_out, failed = over_transports(args.transports, lambda transport: measure(transport, args))
@@ -147,11 +139,7 @@ def main() -> int:
         for r in results
         if r["kind"] == "metrics"
     ]
-    print("\n" + report.criteria_table(checked))
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
-    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, checked)
-    return 1 if failed else 0
+    return report.conclude(args.json, {"machine": about, "results": results}, checked, left_out, is_failed=bool(failed))
 
 
 if __name__ == "__main__":

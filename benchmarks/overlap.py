@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import _report as report
@@ -39,7 +38,7 @@ WARM_UP = 3
 
 
 def convnet() -> nn.Sequential:
-    """About 4.5 million parameters, most of them where back-propagation begins."""
+    """A network of about 4.5 million parameters, most of them where back-propagation begins."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -59,25 +58,25 @@ class Contender:
         self.optimizer: DistributedOptimizer = distribute(self.model, sgd, ps=ps, overlap=overlap)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Compute the loss."""
         self.optimizer.zero_grad()
         return nn.functional.cross_entropy(self.model(images), labels)
 
     def train(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """A step."""
+        """Make a step."""
         self.forward(images, labels).backward()
         self.optimizer.step()
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """How long it takes."""
+    """Measure how long it takes."""
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
 
 
 def batch_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same images for everybody."""
+    """Images, the same for everybody."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn((size, 3, 32, 32), generator=generator), torch.randint(100, (size,), generator=generator)
 
@@ -87,7 +86,6 @@ def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--transport", default="tcp", help="of psd (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="timed ones of each kind (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     torch.set_num_threads(1)
     about = report.machine()
@@ -136,7 +134,7 @@ def main() -> int:
 
 
 def batch_size(contender: Contender, communicate: Callable[[], None]) -> int:
-    """For which back-propagation takes as long as communicating."""
+    """The batch size for which back-propagation takes as long as communicating."""
 
     def backward(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         return seconds(contender.forward(*batch).backward)

@@ -21,7 +21,6 @@ import statistics
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -38,16 +37,14 @@ CRITERIA = ((4, 4, 3.5), (8, 8, 6.5))
 
 
 def arguments() -> Namespace:
-    """From the command line."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="tcp,grpc", help="of psd (default: %(default)s)")
+    """Parse the command line."""
+    parser = report.parser(__doc__, transports="tcp,grpc")
     parser.add_argument("--workers", type=report.whole_numbers, default="1,2,4,8", metavar="W,W", help="default: %(default)s")
     parser.add_argument("--shards", type=report.whole_numbers, default="1,2,4,8", metavar="S,S", help="default: %(default)s")
     parser.add_argument("--megabytes", type=int, default=48, help="of parameters (default: %(default)s)")
     parser.add_argument("--mbit", type=int, default=300, help="of each link, each way, per second (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS_MIN, help="timed steps (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="only those W and S that the criteria are about")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if max(args.workers) > work.WORKERS_MAX:
         parser.error(f"--workers: at most {work.WORKERS_MAX}, with which float32 arithmetic is still exact")
@@ -61,7 +58,7 @@ def arguments() -> Namespace:
 
 
 def measure(network: Network, transport: str, workers: int, shards: int, args: Namespace) -> dict[str, Any]:
-    """One table row."""
+    """Measure one table row."""
     hosts = [f"s{index}" for index in range(shards)]
     with ExitStack() as stack:
         starter = contenders.psd(transport, workers, shards, f"{args.megabytes}mb", network=network)
@@ -92,7 +89,7 @@ def link_s(network: Network, args: Namespace) -> float:
 
 
 def rows(results: list[dict[str, Any]], one_link_s: float) -> list[list[str]]:
-    """For the table; adds the speed-ups to the results."""
+    """Table rows; adds the speed-ups to the results."""
     alone = {(r["transport"], r["workers"]): r["step_s_median"] for r in results if r["shards"] == 1}
     cells = []
     for r in results:
@@ -104,7 +101,7 @@ def rows(results: list[dict[str, Any]], one_link_s: float) -> list[list[str]]:
 
 
 def criteria(results: list[dict[str, Any]], transports: list[str]) -> list[Criterion]:
-    """Of the project's, those on scale."""
+    """The project's criteria on scale."""
     found = []
     for transport in transports:
         mine = {(r["workers"], r["shards"]): r for r in results if r["transport"] == transport}
@@ -148,16 +145,11 @@ def main() -> int:
     print(f"raw tcp of the same bytes over one link, both ways at once: {1e3 * one_link_s:.0f} ms\n")
     print(report.table(["transport", "W", "S", "ms/step", "speed-up", "of bound", "most bytes"], rows(results, one_link_s)))
     checked = criteria(results, transports)
-    print("\n" + report.criteria_table(checked))
     if args.steps < STEPS_MIN:
         print(f"\nToo few steps to judge by: {args.steps}, should be at least {STEPS_MIN}")
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
     settings = {name: getattr(args, name) for name in ("megabytes", "mbit", "steps")}
-    report.write_json(
-        args.json, {"machine": about, **settings, "link_s": one_link_s, "left_out": left_out, "results": results}, checked
-    )
-    return 1 if failed else 0
+    figures = {"machine": about, **settings, "link_s": one_link_s, "results": results}
+    return report.conclude(args.json, figures, checked, left_out, is_failed=bool(failed))
 
 
 if __name__ == "__main__":

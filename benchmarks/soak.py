@@ -60,7 +60,7 @@ class Soak:
         self.events = dict.fromkeys(("left", "killed", "scrapes", "reads"), 0)
 
     def start(self, rank: int) -> Peer:
-        """A worker, with a file of its own for its counts."""
+        """Start a worker, with its own file for its counts."""
         path = self._folder / f"{rank}-{len(self.counts[rank])}"
         path.write_bytes(COUNTS.pack(0, 0))
         self.counts[rank].append(path)
@@ -70,7 +70,7 @@ class Soak:
         return worker
 
     def disturb(self) -> None:
-        """One worker leaves and comes back, another one is killed and comes back; a reader reads."""
+        """Let one worker leave and come back, kill another one, which comes back; read as a reader."""
         self.workers[LEAVES].ask(values=False)
         self.workers[LEAVES].answer()
         self.workers[LEAVES].end()
@@ -86,20 +86,20 @@ class Soak:
         self.events["reads"] += 1
 
     def scrape(self) -> None:
-        """All shards' metrics."""
+        """Scrape all shards' metrics."""
         for port in self.ports:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 assert b"psd_pushes_total" in answer.read()
             self.events["scrapes"] += 1
 
     def sample(self) -> dict[str, tuple[int, int]]:
-        """Private memory and descriptors, by process."""
+        """Sample private memory and descriptors, by process."""
         pids = {f"shard {index}": shard.pid for index, shard in enumerate(self.shards)}
         pids |= {f"worker {rank}": self.workers[rank].pid for rank in STAYS}
         return {name: (private_bytes(pid), descriptors(pid)) for name, pid in pids.items()}
 
     def verify(self) -> list[str]:
-        """What is wrong with the counts; and all workers leave."""
+        """Let all workers leave; return the error in the counts, in words."""
         for rank in range(1, WORLD):
             self.workers[rank].ask(values=False)
             self.workers[rank].answer()
@@ -121,14 +121,14 @@ def _free_port() -> int:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Of the straight line that fits best, per second."""
+    """Slope of the straight line that fits best, per second."""
     mean_t, mean_v = sum(times) / len(times), sum(values) / len(values)
     spread = sum((t - mean_t) ** 2 for t in times)
     return sum((t - mean_t) * (v - mean_v) for t, v in zip(times, values, strict=True)) / spread if spread else 0.0
 
 
 def run(soak: Soak, seconds: float, every_s: float) -> list[tuple[float, dict[str, tuple[int, int]]]]:
-    """Samples with their times, from a fifth of the time on."""
+    """Run; return samples with their times, from a fifth of the time on."""
     samples = []
     begun = time.monotonic()
     next_event = begun + every_s
@@ -152,7 +152,6 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=4, help="so many seconds a worker leaves, and one dies (default: 4)")
     parser.add_argument("--grown-mb", type=float, default=8, help="by which a process may grow (default: %(default)s)")
     parser.add_argument("--grown-descriptors", type=float, default=4, help="likewise (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     about = report.machine()
     try:

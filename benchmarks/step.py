@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import _contenders as contenders
@@ -53,13 +52,12 @@ REFERENCES = {
     "ray": "ray",
     "tensorflow": "tf",
 }
-"""In the order of the table; with short names for the columns of ratios."""
+"""Contenders in the order of the table, with short names for the columns of ratios."""
 
 
 def arguments() -> Namespace:
-    """From the command line."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="grpc,tcp,shm", help="of psd (default: %(default)s)")
+    """Parse the command line."""
+    parser = report.parser(__doc__, transports="grpc,tcp,shm")
     parser.add_argument("--workers", type=report.whole_numbers, default="1,2", metavar="W,W", help="default: %(default)s")
     parser.add_argument("--shards", type=report.whole_numbers, default="1", metavar="S,S", help="default: %(default)s")
     parser.add_argument(
@@ -73,7 +71,6 @@ def arguments() -> Namespace:
     parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
     parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
     parser.add_argument("--quick", action="store_true", help=f"{STEPS_MIN} timed steps in 3 turns; no grpc unary")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.steps, args.without = 3, 5, [*args.without, "grpc unary"]
@@ -88,7 +85,7 @@ def arguments() -> Namespace:
 
 
 def references(args: Namespace, workers: int) -> dict[str, Starter]:
-    """Those that can run here, by name."""
+    """References that can run here, by name."""
     model = args.model
     starters = {
         "memcpy": contenders.memory("memcpy", "memcpy", model),
@@ -112,7 +109,7 @@ def references(args: Namespace, workers: int) -> dict[str, Starter]:
 
 
 def measure(args: Namespace, workers: int, transports: list[str], match: Match) -> list[Contender]:
-    """One W, all systems."""
+    """Measure all systems for one W."""
     report.progress(f"W = {workers}: starting")
     for transport in transports:
         for shards in args.shards:
@@ -128,7 +125,7 @@ def measure(args: Namespace, workers: int, transports: list[str], match: Match) 
 
 
 def facts(contender: Contender) -> dict[str, Any]:
-    """The figures of one."""
+    """The figures of one contender."""
     median_s = report.median(contender.seconds)
     assert median_s is not None
     moved = contender.bytes_per_step if contender.moves else None
@@ -147,7 +144,7 @@ def facts(contender: Contender) -> dict[str, Any]:
 
 
 def print_tables(workers: int, results: list[dict[str, Any]]) -> None:
-    """One W."""
+    """Print the tables for one W."""
     rows = [
         [
             r["system"],
@@ -173,10 +170,10 @@ def print_tables(workers: int, results: list[dict[str, Any]]) -> None:
 
 
 def criteria(by_workers: dict[int, list[dict[str, Any]]]) -> list[Criterion]:
-    """Of the project's, those on steps; one shard."""
+    """The project's criteria on steps, with one shard."""
 
     def time_of(system: str, workers: int, of: int | None = None) -> float | None:
-        """In the run with so many workers; of a system with another number, if that is given."""
+        """The time of a contender in the run with that many workers; of a system with another number, if that is given."""
         for r in by_workers.get(workers, []):
             if r["system"] == system and r["shards"] <= 1 and r["workers"] == (of or workers):
                 return float(r["step_s_median"])
@@ -227,15 +224,11 @@ def main() -> int:
     for workers, results in by_workers.items():
         print_tables(workers, results)
     checked = criteria(by_workers) if args.model == "resnet50" and args.consistency == "sync" else []
-    if checked:
-        print("\n" + report.criteria_table(checked))
     if args.rounds * args.steps < STEPS_MIN:
         print(f"\nToo few steps to judge by: {args.rounds * args.steps}, should be at least {STEPS_MIN}")
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
-    context = {"machine": about, "model": args.model, "consistency": args.consistency, "left_out": left_out}
-    report.write_json(args.json, {**context, "results": [r for rows in by_workers.values() for r in rows]}, checked)
-    return 1 if any(name.startswith("psd") for name in failed) else 0
+    figures = {"machine": about, "model": args.model, "consistency": args.consistency}
+    figures["results"] = [r for rows in by_workers.values() for r in rows]
+    return report.conclude(args.json, figures, checked, left_out, is_failed=any(name.startswith("psd") for name in failed))
 
 
 if __name__ == "__main__":

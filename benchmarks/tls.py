@@ -26,7 +26,7 @@ REQUEST = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -da
 
 
 def certificate(directory: Path) -> contenders.Tls:
-    """One for 127.0.0.1 that vouches for itself."""
+    """A self-signed certificate for 127.0.0.1."""
     cert, key = directory / "tls.crt", directory / "tls.key"
     command = ["openssl", *REQUEST.split(), "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
@@ -35,12 +35,10 @@ def certificate(directory: Path) -> contenders.Tls:
 
 def main() -> int:
     """Print the figures."""
-    parser = report.parser(__doc__)
-    parser.add_argument("--transports", type=report.words, default="shm,tcp,grpc", help="of psd (default: %(default)s)")
+    parser = report.parser(__doc__, transports="shm,tcp,grpc")
     parser.add_argument("--model", default="resnet50", help="as in step.py (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="in a turn (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='all figures, for programs; "-" for standard output')
     args = parser.parse_args()
     if shutil.which("openssl") is None:
         print("tls.py cannot run here: there is no 'openssl' command", file=sys.stderr)
@@ -68,11 +66,9 @@ def main() -> int:
         for contender in found
     ]
     print(report.table(["system", "ms/step", "fastest", "GB/s", "x without"], rows))
-    for name, why in left_out.items():
-        print(f"\n{name} is left out: {why}")
     results = [{"system": contender.name, "steps_s": contender.seconds} for contender in found]
-    report.write_json(args.json, {"machine": about, "left_out": left_out, "results": results}, [])
-    return 1 if any(name.startswith("psd") for name in match.failed) else 0
+    is_failed = any(name.startswith("psd") for name in match.failed)
+    return report.conclude(args.json, {"machine": about, "results": results}, [], left_out, is_failed=is_failed)
 
 
 if __name__ == "__main__":

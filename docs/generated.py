@@ -1,4 +1,4 @@
-"""What the site takes from elsewhere in the repository, so that nothing is written twice. A line of a page such as
+"""Parts of the site that are taken from elsewhere in the repository, so that nothing is written twice. A line of a page such as
 
     <!-- include: README.md -->              a Markdown file of the repository, its links turned to suit the site
     <!-- help: psd-server -->                what the command prints with --help
@@ -43,7 +43,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Called by Sphinx, which conf.py tells of this module."""
+    """Connect this module to Sphinx, which calls it because of conf.py."""
     app.connect("source-read", lambda _app, name, source: source.__setitem__(0, replaced(source[0], f"docs/{name}.md")))
     # Napoleon (priority 500) takes the sections of docstrings apart. In a property's it finds a type: the words up to a colon.
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)
@@ -52,7 +52,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _as_restructured_text(_app: Sphinx, what: str, name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
-    """Docstrings are written as Markdown is: `code`, and names that end with an underscore."""
+    """Turn a docstring's Markdown, such as `code` and names that end with an underscore, into reStructuredText."""
     lines[:] = [re.sub(r"(?<=\w)_(?!\w)", r"\\_", re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)) for line in lines]
     if what == "property":
         _properties[name] = list(lines)
@@ -64,7 +64,7 @@ def _without_a_type(_app: Sphinx, what: str, name: str, _thing: Any, _options: A
 
 
 def replaced(markdown: str, page: str) -> str:
-    """The text of a page as Sphinx is to see it."""
+    """The text of a page, with its marks replaced, for Sphinx."""
 
     def replacement(found: re.Match[str]) -> str:
         kind, argument = found.groups()
@@ -77,7 +77,7 @@ def replaced(markdown: str, page: str) -> str:
 
 
 def linked(markdown: str, origin: str, page: str) -> str:
-    """The text of one file as it stands in a page: links to other pages lead there, links out of docs/ become plain text.
+    """The text of one file as part of a page: links to other pages lead there, links out of docs/ become plain text.
 
     Raises:
         FileNotFoundError: a link leads to what is not there.
@@ -100,7 +100,7 @@ def linked(markdown: str, origin: str, page: str) -> str:
 
 
 def help_text(name: str, *arguments: str) -> str:
-    """What a command of psd prints with --help."""
+    """The output of a command with --help."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         importlib.import_module(MODULES[name]).main([*arguments, "--help"])
@@ -114,7 +114,7 @@ def subcommands(name: str) -> list[str]:
 
 
 def helps(argument: str) -> str:
-    """The help of a command; of each subcommand under a heading of its own if the argument ends with COMMAND."""
+    """The help of a command; of each subcommand under its own heading if the argument ends with COMMAND."""
     name, _, which = argument.partition(" ")
     if not which:
         return f"```text\n{help_text(name)}```"

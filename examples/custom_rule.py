@@ -24,14 +24,14 @@ Array = NDArray[Any]
 
 
 def probabilities(params: Mapping[str, Array], images: Array) -> Array:
-    """Of the ten digits, (n, 10), for images (n, 64)."""
+    """Probabilities of the ten digits, (n, 10), for images (n, 64)."""
     scores = images @ params["weight"] + params["bias"]
     scores = np.exp(scores - scores.max(axis=1, keepdims=True))
     return scores / scores.sum(axis=1, keepdims=True)
 
 
 def gradients(params: Mapping[str, Array], images: Array, labels: Array) -> dict[str, Array]:
-    """Of the mean cross-entropy."""
+    """Gradients of the mean cross-entropy."""
     error = probabilities(params, images)
     error[np.arange(len(labels)), labels] -= 1
     error /= len(labels)
@@ -39,7 +39,7 @@ def gradients(params: Mapping[str, Array], images: Array, labels: Array) -> dict
 
 
 def train(args: argparse.Namespace) -> None:
-    """Be one worker."""
+    """Run one worker."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     is_test = np.arange(len(labels)) % 5 == 0

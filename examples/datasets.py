@@ -1,4 +1,4 @@
-"""Handwritten digits for the examples: MNIST from a folder or the network, or scikit-learn's small digits in its place."""
+"""Handwritten digits for the examples: MNIST from a folder or the network, or scikit-learn's small digits instead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Digits(NamedTuple):
 
 
 def find() -> str:
-    """The best data that can be had without asking: MNIST from the cache or the network, else "digits"."""
+    """The best data available without asking: MNIST from the cache or the network, else "digits"."""
     try:
         return str(download())
     except OSError as error:
@@ -43,7 +43,7 @@ def find() -> str:
 
 
 def load(data: str | None) -> Digits:
-    """MNIST from the folder `data`; scikit-learn's digits for "digits"; what `find` finds for None."""
+    """MNIST from the folder `data`; scikit-learn's digits for "digits"; the result of `find` for None."""
     data = data or find()
     return small_digits() if data == "digits" else mnist(Path(data))
 
@@ -75,7 +75,7 @@ def as_images(pixels: np.ndarray) -> torch.Tensor:
 
 
 def as_labels(labels: np.ndarray) -> torch.Tensor:
-    """Labels as torch's losses want them."""
+    """Labels in the form that torch's losses take."""
     return torch.from_numpy(labels.astype(np.int64))
 
 

@@ -19,7 +19,7 @@ PSD_RUN = Path(sys.executable).with_name("psd-run")
 
 
 def run(consistency: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One run, shown as it goes; returns what its last line says. Exits if the run fails."""
+    """Run the example and show its output; return the facts in its last line. Exits if the run fails."""
     command = [str(PSD_RUN), "--shards", "2", "--workers", "2", "--consistency", consistency]
     command += [str(SCRIPT), "--steps", str(args.steps), "--data", args.data]
     print(f"\n$ {' '.join(command)}", flush=True)

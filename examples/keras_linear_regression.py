@@ -33,13 +33,13 @@ def batches(rank: int, step: int, size: int) -> Iterator[tuple[NDArray[Any], NDA
 
 
 def train(args: argparse.Namespace) -> None:
-    """Be one worker."""
+    """Run one worker."""
     model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, name="line")])
     optimizer = psd.distribute(model, keras.optimizers.SGD(args.lr), consistency=args.mode)  # the first worker's values, or
     ps = optimizer.ps  # those of the checkpoint, are everybody's
     model.compile(optimizer=optimizer, loss="mse")
     if ps.clock:
-        print(f"goes on at step {ps.clock}", flush=True)
+        print(f"continues at step {ps.clock}", flush=True)
     data = batches(ps.rank, ps.clock, args.batch_size)
     while ps.clock < args.steps:
         steps = min(20, args.steps - ps.clock)

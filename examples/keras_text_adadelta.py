@@ -28,13 +28,13 @@ Codes = NDArray[np.int32]
 
 
 def read(path: Path) -> Codes:
-    """A text as numbers."""
+    """Read a text as numbers."""
     text = path.read_text(encoding="utf-8", errors="replace").encode("ascii", errors="replace")
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
 def build(units: int) -> keras.Model:
-    """Characters (n, length) -> scores of the next ones (n, length, SYMBOLS)."""
+    """A model from characters (n, length) to scores of the next ones (n, length, SYMBOLS)."""
     return keras.Sequential(
         [
             keras.layers.Input((None,), dtype="int32"),
@@ -55,7 +55,7 @@ def batches(text: Codes, rank: int, step: int, size: int, length: int) -> Iterat
 
 
 def train(args: argparse.Namespace) -> None:
-    """Be one worker."""
+    """Run one worker."""
     text = read(args.data)
     if len(text) <= args.length + 1:
         sys.exit(f"--data: {args.data} has {len(text)} characters, and a piece takes {args.length + 1}")

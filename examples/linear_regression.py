@@ -15,7 +15,7 @@ import psd_client
 
 
 def train(args: argparse.Namespace) -> None:
-    """Be one worker."""
+    """Run one worker."""
     with psd_client.connect() as ps:
         rng = np.random.default_rng(seed=ps.rank)  # each worker has data of its own
         start = {"weight": np.float32(rng.normal()), "bias": np.float32(rng.normal())}

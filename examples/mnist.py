@@ -52,7 +52,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def train(args: argparse.Namespace) -> None:
-    """Be one worker."""
+    """Run one worker."""
     data = datasets.load(args.data)
     model = ConvNet()
     sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)

@@ -1,4 +1,4 @@
-"""The block store's few needs of C: words in shared memory that are stored atomically and in order, and a checksum.
+"""The block store's small C part: words in shared memory that are stored atomically and in order, and a checksum.
 
 This module owns every check that keeps an access within its buffer. It knows nothing of the arena's format.
 """

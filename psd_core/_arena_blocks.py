@@ -22,7 +22,7 @@ from psd_core._arena_pages import Place, Pool
 
 
 class PageState(enum.Enum):
-    """Which calls a page may be given to."""
+    """States of a page, which decide the calls that it may be given to."""
 
     SPARE = "spare"
     PUBLISHED = "published"  # current, or pinned after its time
@@ -70,7 +70,7 @@ class Blocks:
         self._crash_point = crash_point
 
     def adopt(self, found: Sequence[tuple[Place, int] | None]) -> None:
-        """After opening: place and version of each published block; every other place is free."""
+        """Take over, after opening, the place and version of each published block; every other place is free."""
         for block, entry in enumerate(found):
             if entry is not None:
                 place, version = entry
@@ -142,7 +142,7 @@ class Blocks:
 
     @property
     def current_bytes(self) -> int:
-        """Of the published pages."""
+        """Bytes of the published pages."""
         return sum(kind.size for kind, page in zip(self._kinds, self._current, strict=True) if page is not None)
 
     def _unpin(self, page: Page) -> list[Place]:

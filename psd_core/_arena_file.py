@@ -32,7 +32,7 @@ _ZEROS = bytes(1 << 20)
 
 @contextlib.contextmanager
 def lack_of_space(complaint: str) -> Iterator[None]:
-    """Raise ArenaFull, with the system's words, where the system says that there is no room; other errors pass."""
+    """Raise ArenaFull, with the system's words, for errors that mean a lack of space; others pass."""
     try:
         yield
     except ArenaFull:
@@ -56,7 +56,7 @@ class _Descriptor:
         return not self._closing.alive
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file."""
         self._closing()
 
 
@@ -80,13 +80,13 @@ class File(_Descriptor):
             yield self._fd
 
     def close(self) -> None:
-        """Idempotent. What uses the descriptor in another thread ends first."""
+        """Close the file. What uses the descriptor in another thread ends first."""
         with self._lock:
             super().close()
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         with self._used() as fd:
             return os.fstat(fd).st_size
 

@@ -1,4 +1,4 @@
-"""Where everything lies in an arena file, as pure functions; arena.py describes the format in words.
+"""The positions of everything in an arena file, as pure functions; arena.py describes the format in words.
 
 Owns sizes, offsets, the packing of the superblock, of extent records and of table entries, and the errors. Must not open,
 map or lock anything.
@@ -21,13 +21,13 @@ MAGIC = b"PSDARENA"
 FORMAT_VERSION = 1
 BYTE_ORDER_MARK = 0x01020304
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
-"""What the system says when there is no room, be it that of a disk, a quota, a limit or memory."""
+"""Errors that mean no space, be it on a disk, in a quota, under a limit or in memory."""
 PAGE_MAGIC = int.from_bytes(b"PSDPAGE1", "little")
 
 UNIT_BYTES = 4096
-"""Pages are whole multiples of this."""
+"""Unit of pages, whose sizes are whole multiples of it."""
 EXTENT_ALIGN_BYTES = 65536
-"""Extents begin at multiples of this, the largest memory page of the machines we run on, as mmap asks."""
+"""Alignment of extents, as mmap requires: the largest memory page of the machines that psd runs on."""
 CACHE_LINE_BYTES = 64
 
 HEADER_WORDS = 8
@@ -60,19 +60,19 @@ CRASH_POINTS = (
     "arena.member",
     "arena.decision",
 )
-"""Names that `crash_point` is called with, at the step. It returns or ends the process; it must not raise or call the arena."""
+"""Names of the steps at which `crash_point` is called. It returns or ends the process; it must not raise or call the arena."""
 
 
 class ArenaError(Exception):
-    """The block store cannot do what was asked."""
+    """An error of the block store."""
 
 
 class ArenaCorrupt(ArenaError):
-    """An arena file is not what was written: the message says what is wrong, and where."""
+    """An arena file differs from what was written; the message says where and how."""
 
 
 class ArenaClosed(ArenaError):
-    """The arena has been closed, or another one has taken its place: nothing of it is changed any more."""
+    """The arena has been closed, or replaced by another one, and does not change any more."""
 
 
 class ArenaFull(ArenaError, OSError):
@@ -95,7 +95,7 @@ class ArenaBusy(ArenaError):
 
 
 class BlockShape(NamedTuple):
-    """What a block needs room for.
+    """The sizes of a block.
 
     Attributes:
         dtype: NumPy's name of the element type, such as "float32".
@@ -137,7 +137,7 @@ class PageLayout(NamedTuple):
 
 
 def page_layout(shape: BlockShape, workers: int) -> PageLayout:
-    """Where the parts of a block's page lie."""
+    """The positions of the parts of a block's page."""
     sessions_at = 8 * HEADER_WORDS
     clocks_at = sessions_at + 8 * workers
     steps_at = clocks_at + 8 * workers
@@ -151,7 +151,7 @@ def page_layout(shape: BlockShape, workers: int) -> PageLayout:
 
 @dataclass(frozen=True)
 class Front:
-    """The part of the file before the first extent, and what decides where everything lies."""
+    """The part of the file before the first extent, which determines all positions."""
 
     workers: int
     shapes: tuple[BlockShape, ...]
@@ -159,7 +159,7 @@ class Front:
 
     @cached_property
     def layouts(self) -> tuple[PageLayout, ...]:
-        """Per block."""
+        """Layouts of the blocks' pages, by block."""
         return tuple(page_layout(shape, self.workers) for shape in self.shapes)
 
     @cached_property
@@ -174,37 +174,37 @@ class Front:
 
     @property
     def words_at(self) -> int:
-        """Named words."""
+        """Position of the named words."""
         return align(self.fixed_bytes, CACHE_LINE_BYTES)
 
     @property
     def members_at(self) -> int:
-        """Members, MEMBER_WORDS each."""
+        """Position of the members, MEMBER_WORDS each."""
         return self.words_at + 8 * WORD_SLOTS
 
     @property
     def decisions_at(self) -> int:
-        """Ring of decisions, `decision_words` each."""
+        """Position of the ring of decisions, `decision_words` each."""
         return self.members_at + 8 * MEMBER_WORDS * self.workers
 
     @property
     def decision_words(self) -> int:
-        """Stamp, checksum, mask."""
+        """Words of a decision: stamp, checksum, mask."""
         return 2 + -(-self.workers // 64)
 
     @property
     def table_at(self) -> int:
-        """Block table, a word per block."""
+        """Position of the block table, a word per block."""
         return self.decisions_at + 8 * self.decision_words * DECISION_SLOTS
 
     @property
     def extents_at(self) -> int:
-        """Extent records, a word each."""
+        """Position of the extent records, a word each."""
         return self.table_at + 8 * len(self.shapes)
 
     @property
     def extents_max(self) -> int:
-        """Room for records. A kind grows by an eighth each time, so 64 make it a thousand times as large."""
+        """Number of records that fit. A kind grows by an eighth each time, so 64 make it a thousand times as large."""
         return 64 * (len(self.page_sizes) + 1)
 
     @property
@@ -213,7 +213,7 @@ class Front:
         return align(self.extents_at + 8 * self.extents_max, EXTENT_ALIGN_BYTES)
 
     def pack(self) -> bytes:
-        """The fixed part; its last superblock word is the checksum of all of it, taken with that word zero."""
+        """Pack the fixed part; its last superblock word is the checksum of all of it, taken with that word zero."""
         counts = (FORMAT_VERSION, BYTE_ORDER_MARK, self.workers, len(self.shapes), WORD_SLOTS)
         fixed = bytearray(self.fixed_bytes)
         SUPERBLOCK.pack_into(fixed, 0, MAGIC, *counts, len(self.meta), 0)
@@ -227,7 +227,7 @@ class Front:
 
 
 def fixed_bytes(superblock: bytes) -> int:
-    """How long the fixed part is that begins with this superblock. Raises ArenaCorrupt if it is none."""
+    """Length of the fixed part that begins with this superblock. Raises ArenaCorrupt if it is none."""
     magic, version, order, _workers, block_count, words, meta_bytes, _check = SUPERBLOCK.unpack(superblock)
     if magic != MAGIC:
         raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not an arena")

@@ -127,13 +127,13 @@ class Pool:
             self._call_if_unheld()
 
     def hand_out(self) -> None:
-        """Note that somebody gets a page. Call with the lock held. Raises ArenaClosed."""
+        """Note that a page is given out. Call with the lock held. Raises ArenaClosed."""
         if self._is_closed:
             raise form.ArenaClosed("the arena has been closed")
         self._in_hands += 1
 
     def take_back(self) -> None:
-        """Note that somebody has let go of a page. Call with the lock held."""
+        """Note that a page has come back. Call with the lock held."""
         self._in_hands -= 1
         self._call_if_unheld()
 
@@ -176,7 +176,7 @@ class Pool:
         self.backed_bytes += nbytes
 
     def adopt(self, used: set[int]) -> None:
-        """After opening: the places that are not in `used` (page numbers) are free, as holes."""
+        """Take over an opened arena: the places that are not in `used` (page numbers) are free, as holes."""
         for number, place in self.places.items():
             if number in used:
                 self.backed_bytes += place.kind.size
@@ -210,7 +210,7 @@ class Pool:
         return place
 
     def _pop(self, kind: Kind) -> tuple[Place, bool]:
-        """A free place, and whether it is backed; else it is counted as if it were."""
+        """A free place, and whether it is backed; a place that is not is counted as if it were."""
         if kind.backed:
             place = kind.backed.pop()
             if len(kind.backed) < kind.idle_min:
@@ -224,7 +224,7 @@ class Pool:
         return kind.holes.pop(), False
 
     def give(self, place: Place) -> list[Place]:
-        """Put a place on its list, which nobody reads any more. Call with the lock held, and `punch` the result without it."""
+        """Put a place that nobody reads any more on its list. Call with the lock held, and `punch` the result without it."""
         if self._is_closed:
             return []
         self._crash_point("arena.free")

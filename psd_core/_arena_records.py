@@ -39,7 +39,7 @@ class Records:
         self._is_closed = False
 
     def close(self) -> None:
-        """Refuse changes from now on with ArenaClosed; the file may be somebody else's soon."""
+        """Refuse changes from now on with ArenaClosed; the file may soon belong to somebody else."""
         with self._lock:
             self._is_closed = True
 
@@ -48,7 +48,7 @@ class Records:
             raise form.ArenaClosed("the arena has been closed")
 
     def verify(self) -> None:
-        """Raise ArenaCorrupt for a selector that selects nothing or a decision without its checksum."""
+        """Raise ArenaCorrupt for a wrong selector or a decision without its checksum."""
         for rank in range(self._workers):
             selector = self._members.load(form.MEMBER_WORDS * rank)
             if selector not in (0, 1):

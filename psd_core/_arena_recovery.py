@@ -1,4 +1,4 @@
-"""Opening an arena that another process left behind: read it, and believe nothing.
+"""Opening an arena that another process left behind: reads it and trusts nothing.
 
 What is read before it is trusted is read with `pread`, not through a mapping: a truncated file or a hole on a full file system
 then gives an error instead of a signal. The front and each current page's head are read, never parameters or slots.
@@ -16,7 +16,7 @@ from psd_core._arena import Words
 from psd_core._arena_pages import Place, Pool
 
 Read = Callable[[files.File, int, int], bytes]
-"""(file, byte count, start) -> bytes, fewer at the end of the file."""
+"""A function (file, byte count, start) -> bytes, fewer at the end of the file."""
 
 
 def read_front(file: files.File, read: Read) -> form.Front:

@@ -80,7 +80,7 @@ class InvalidTensor(ValueError):
 
 
 cdef class _Borrow:
-    """The arrays of one call, given back when the call ends, however it ends."""
+    """The arrays of one call, given back when the call ends in any way."""
 
     cdef Py_buffer views[BUFFERS_MAX]
     cdef int twins[BUFFERS_MAX]
@@ -207,7 +207,7 @@ def scaled_copy(object out, object grad, double weight):
 
 
 def is_half(object x):
-    """Whether an array of any of the types is in half precision."""
+    """True if an array of any of the types is in half precision."""
     cdef _Borrow borrow = _Borrow()
     return borrow.take("x", x, c"x", False).itemsize == 2
 

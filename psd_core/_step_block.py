@@ -20,7 +20,7 @@ from psd_core.rules import RULES
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 GradientArray = RealArray | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
-"""uint16: the bits of bfloat16, a type that NumPy does not have."""
+"""The type for the bits of bfloat16, which NumPy lacks: uint16."""
 
 
 if checksum() != _kernels.RULES_CHECKSUM:
@@ -111,7 +111,7 @@ def step_block(
 
 
 class _Plan(NamedTuple):
-    """What follows from a rule and its flags, for every block alike.
+    """The consequences of a rule and its flags, the same for every block.
 
     Attributes:
         flags: whether each of the rule's is on.

@@ -90,7 +90,7 @@ class Arena:
     def __init__(
         self, directory: files.Directory, file: files.File, front: form.Front, crash_point: Callable[[str], None]
     ) -> None:
-        """Not for callers. Takes both over."""
+        """Take over directory and front; not for callers. Takes both over."""
         self.meta = front.meta
         self.shapes = front.shapes
         self.workers = front.workers
@@ -158,7 +158,7 @@ class Arena:
 
     @staticmethod
     def is_in(directory: str | os.PathLike[str]) -> bool:
-        """True if a directory holds a finished arena, whosever it is. Takes no lock."""
+        """True if a directory holds a finished arena, of whatever process. Takes no lock."""
         return (Path(directory) / files.ARENA_NAME).exists()
 
     @classmethod
@@ -169,7 +169,7 @@ class Arena:
         crash_point: Callable[[str], None] = _no_crash,
         read: recovery.Read = files.File.read,
     ) -> Arena | None:
-        """Take over what a process that has died, or called `close(remove=False)`, left in a directory.
+        """Take over the arena that a process has left in a directory by dying, or by `close(remove=False)`.
 
         Everything but parameters and slots is verified. An unfinished arena is removed.
 
@@ -211,7 +211,7 @@ class Arena:
         return arena
 
     def _allocate(self) -> None:
-        """The first extents: a page per block and a few to update into, faulted in now rather than in the first steps."""
+        """Make the first extents: a page per block and a few to update into, faulted in now rather than in the first steps."""
         pool = self._blocks.pool
         for kind in pool.kinds:
             blocks = sum(layout.size == kind.size for layout in self._front.layouts)
@@ -223,7 +223,7 @@ class Arena:
         self._file.sync()
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the arena, whatever others hold of it. Idempotent.
+        """Close the arena, even if pages of it are still held. Idempotent.
 
         One that stays keeps its directory locked until the last page that somebody holds is back: who opens it next would write
         where that one reads.
@@ -296,7 +296,7 @@ class Arena:
     # Durable facts; each call's change is whole or absent after a crash.
 
     def word(self, name: str) -> int:
-        """One of WORDS; 0 in a new arena."""
+        """The value of one of WORDS; 0 in a new arena."""
         return self._records.word(name)
 
     def set_word(self, name: str, value: int) -> None:

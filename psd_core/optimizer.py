@@ -1,4 +1,4 @@
-"""Parts of the rows of rules.py: ranges of numbers, slots, the base of all rules; and the facts that follow from a row.
+"""The parts of the rows of rules.py: ranges of numbers, slots, the base of all rules; and the facts that follow from a row.
 
 Must not know any rule. Imports the standard library alone, because setup.py loads it before psd_core can be imported.
 """
@@ -28,7 +28,7 @@ class Range(NamedTuple):
     high: float = math.inf
 
     def problem(self, value: float) -> str | None:
-        """Words for what is wrong with a value, or None."""
+        """The problem with a value, in words, or None."""
         if not abs(value) <= FLOAT32_MAX:  # also refuses NaN
             return f"must be finite, also as a float32, got {value}"
         if self.low <= value <= self.high:
@@ -52,10 +52,10 @@ _RANGES = {
     "Share": Range(0, 1),
     "Betas": Range(0, _BELOW_1),
 }
-"""Of arguments, by their annotation."""
+"""Ranges of arguments, by their annotation."""
 
 _PAIRS = {"beta1": ("betas", 0), "beta2": ("betas", 1)}
-"""Scalars that users know as one of a pair."""
+"""Scalars that users give as one of a pair."""
 
 
 def option_of(scalar: str) -> str:
@@ -167,11 +167,14 @@ class RuleFacts:
     """Facts that follow from a rule's class.
 
     Attributes:
-        name: as it stands in GroupSpec.rule. row: the class. number: the kernels' id, in the table.
+        name: as it stands in GroupSpec.rule.
+        row: the class.
+        number: the kernels' id, in the table.
         scalars: names of the numbers that travel with each push, in order.
         flags: names of the switches that are fixed for the job.
         constants: names of the numbers that are fixed for the job, in order: initial values of slots.
-        all_slots: with every flag, in order. ranges: of scalars and constants, by name.
+        all_slots: with every flag, in order.
+        ranges: of scalars and constants, by name.
     """
 
     name: str

@@ -82,7 +82,8 @@ class Adadelta(Optimizer):
     """Adadelta, equal to torch.optim.Adadelta of the same arguments.
 
     Args:
-        lr, eps, weight_decay: numbers >= 0. rho: number from 0 to 1.
+        lr, eps, weight_decay: numbers >= 0.
+        rho: number from 0 to 1.
         maximize: climb instead of descend.
     """
 
@@ -102,7 +103,8 @@ class RMSprop(Optimizer):
     """RMSprop, equal to torch.optim.RMSprop of the same arguments.
 
     Args:
-        lr, eps, weight_decay, momentum: numbers >= 0. alpha: number from 0 to 1.
+        lr, eps, weight_decay, momentum: numbers >= 0.
+        alpha: number from 0 to 1.
         centered: divide by the root of the variance rather than of the second moment.
         maximize: climb instead of descend.
     """
@@ -130,7 +132,8 @@ class Adam(Optimizer):
     """Adam, equal to torch.optim.Adam of the same arguments.
 
     Args:
-        lr, eps, weight_decay: numbers >= 0; the decay is added to the gradient. betas: two numbers >= 0 and < 1.
+        lr, eps, weight_decay: numbers >= 0; the decay is added to the gradient.
+        betas: two numbers >= 0 and < 1.
         amsgrad: divide by the largest second moment so far.
         maximize: climb instead of descend.
     """
@@ -167,7 +170,8 @@ class Adamax(Optimizer):
     """Adamax, equal to torch.optim.Adamax of the same arguments.
 
     Args:
-        lr, eps, weight_decay: numbers >= 0. betas: two numbers >= 0 and < 1.
+        lr, eps, weight_decay: numbers >= 0.
+        betas: two numbers >= 0 and < 1.
         maximize: climb instead of descend.
     """
 
@@ -188,7 +192,8 @@ class NAdam(Optimizer):
     """NAdam, equal to torch.optim.NAdam of the same arguments, as long as betas and momentum_decay do not change.
 
     Args:
-        lr, eps, weight_decay, momentum_decay: numbers >= 0. betas: two numbers >= 0 and < 1.
+        lr, eps, weight_decay, momentum_decay: numbers >= 0.
+        betas: two numbers >= 0 and < 1.
         decoupled_weight_decay: as in AdamW.
         maximize: climb instead of descend.
     """
@@ -211,7 +216,8 @@ class FTRL(Optimizer):
     """FTRL-proximal with per-coordinate learning rates (McMahan et al. 2013, alg. 1). Let parameters begin as zeros.
 
     Args:
-        lr: number > 0, the paper's alpha. beta: number >= 0.
+        lr: number > 0, the paper's alpha.
+        beta: number >= 0.
         l1, l2: numbers >= 0; the former makes parameters exactly 0.
         initial_accumulator_value: number >= 0; what the sum of squares begins with. Fixed for the job.
     """
@@ -229,12 +235,14 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True)
 class LAMB(Optimizer):
-    """LAMB (You et al. 2020, arXiv:1904.00962): Adam's direction, by whose norm and the tensor's each tensor is stepped.
+    """LAMB (You et al. 2020, arXiv:1904.00962): a step in Adam's direction, scaled for each tensor by the ratio of its norm to
+    the direction's.
 
     Synchronous only; implies exact aggregation.
 
     Args:
-        lr, eps, weight_decay: numbers >= 0; the decay is a part of the direction. betas: two numbers >= 0 and < 1.
+        lr, eps, weight_decay: numbers >= 0; the decay is a part of the direction.
+        betas: two numbers >= 0 and < 1.
         maximize: climb instead of descend.
     """
 
@@ -254,7 +262,8 @@ class Lion(Optimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675).
 
     Args:
-        lr, weight_decay: numbers >= 0; the decay is apart from the gradient, as in AdamW. betas: two numbers >= 0 and < 1.
+        lr, weight_decay: numbers >= 0; the decay is apart from the gradient, as in AdamW.
+        betas: two numbers >= 0 and < 1.
         maximize: climb instead of descend.
     """
 

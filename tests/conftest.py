@@ -1,4 +1,4 @@
-"""What all tests share: real shards in this process, on free loopback ports, and threads as their workers; the long forms are
+"""Fixtures of all tests: real shards in this process, on free loopback ports, and threads as their workers; the long forms are
 left out unless asked for."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import checked_locks
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -22,6 +23,8 @@ from psd.rim.server import ShardServer
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("psd")
+
+checked_locks.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,9 +47,17 @@ class Cluster:
         return ",".join(shard.address for shard in self.shards)
 
 
+@pytest.fixture(autouse=True)
+def _rules_of_locks_are_kept() -> Iterator[None]:
+    """By all threads, whose errors a shard may have answered."""
+    checked_locks.broken.clear()
+    yield
+    assert checked_locks.broken == []
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_arena_is_left() -> Iterator[None]:
-    """What this process's shards kept in memory-backed files is gone when all tests have ended."""
+    """Check, when all tests have ended, that nothing is left of the memory-backed files of this process's shards."""
     yield
     gc.collect()
     arenas = [arena.parent for arena in memory_directory().glob(f"psd-{os.getuid()}-*/arena")]
@@ -75,14 +86,14 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """As `_clusters`, for one test."""
+    """The fixture `_clusters` for one test."""
     with _clusters() as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def module_cluster() -> Iterator[Callable[..., Cluster]]:
-    """As `_clusters`, for all tests of a module: for what they all need and none of them changes."""
+    """The fixture `_clusters` for all tests of a module: all need it, and none of them changes it."""
     with _clusters() as start:
         yield start
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from source_tree import ROOT
 
-from psd.cli.arguments import LIMIT_OPTIONS
+from psd.cli.server import LIMITS
 from psd.v1 import bulk_pb2, control_pb2, data_pb2
 
 TEXT = (ROOT / "docs" / "threat-model.md").read_text()
@@ -15,7 +15,7 @@ FROM_WORKERS = ("BulkHello", "BulkAttach", "BulkCall", "BulkBlocks")
 
 
 def fields(descriptor: Any, found: set[str]) -> set[str]:
-    """Of a message and all that may be in it, as Message.field; `caller` is the same everywhere."""
+    """Fields of a message and all that may be in it, as Message.field; `caller` is the same everywhere."""
     for field in descriptor.fields:
         name = f"{descriptor.name}.{field.name}"
         if name not in found:
@@ -50,6 +50,6 @@ def test_the_files_that_check_limits_are_there() -> None:
 
 
 def test_every_limit_that_is_a_flag_is_in_the_table() -> None:
-    flags = [f"--max-{name.removesuffix('_max').replace('_', '-')}" for name in LIMIT_OPTIONS]
+    flags = [f"--max-{name.removesuffix('_max').replace('_', '-')}" for name in LIMITS]
 
     assert [flag for flag in flags if f"`{flag}`" not in TEXT] == []

@@ -29,7 +29,7 @@ def sources(*suffixes, under=""):
 
 
 def lines_with(pattern, files):
-    """Where a pattern stands, as file:line."""
+    """Places of a pattern, as file:line."""
     search = re.compile(pattern).search
     return [
         f"{path.relative_to(ROOT)}:{number}"
@@ -62,6 +62,14 @@ def test_no_docstring_is_empty_words():
     empty = lines_with(r'^\s*"""[.\s]*"""\s*$', sources(".py"))
 
     assert empty == []
+
+
+@pytest.mark.parametrize("under", ["psd", "clients", "benchmarks", "examples", "docs", "setup.py"])
+def test_docstrings_begin_with_a_verb_or_a_noun(under):
+    """A reader of one docstring knows what is meant without the name beside it: "Name of the file", not "Of the file"."""
+    begins = r'^\s*r?"""(What|Of|By|Whether|From|For|How|Why|When|Where|Who|Whose|As|To|If|Likewise)\b'
+
+    assert lines_with(begins, sources(".py", ".pyx", under=under)) == []
 
 
 @pytest.mark.parametrize(

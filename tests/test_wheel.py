@@ -1,4 +1,4 @@
-"""What is shipped: a wheel with everything in it, and nothing that a server must not load."""
+"""Contents of the wheel: everything is in it, and nothing that a server must not load."""
 
 from __future__ import annotations
 

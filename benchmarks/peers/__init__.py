@@ -1,1 +1,1 @@
-"""Scripts that benchmarks run as processes of their own, some by other interpreters."""
+"""Scripts that benchmarks run as separate processes, some by other interpreters."""

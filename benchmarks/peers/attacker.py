@@ -1,4 +1,4 @@
-"""A peer that means no good, for benchmarks/abuse.py: it knows where a shard listens, and no more.
+"""A hostile peer for benchmarks/abuse.py: it knows where a shard listens, and no more.
 
 Told {"attack": name, "seconds": s} it attacks for that long and answers how often it has tried what.
 """
@@ -22,7 +22,7 @@ import grpc
 from turns import Turns
 
 HELD = 1500
-"""Connections or streams that are held at once."""
+"""Connections or streams held at once."""
 RATE = 200
 """New connections or calls per second; a flood from a machine of its own."""
 HELLO = struct.Struct("<IIQ")
@@ -32,7 +32,7 @@ Connect = Callable[[], socket.socket]
 
 
 class Attacker:
-    """What it can do, by name. `connect`: by lane."""
+    """Attacks by name. `connect`: by lane."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         host, _, port = told["grpc"].rpartition(":")
@@ -45,7 +45,7 @@ class Attacker:
         }
 
     def run(self, attack: str, until: float) -> int:
-        """How often it has tried."""
+        """Attack; return the number of attempts."""
         kind, _, where = attack.partition(" ")
         return int(getattr(self, kind)(where, until))
 
@@ -68,11 +68,11 @@ class Attacker:
         return self._hold(where, until, sent.get(where, HELLO.pack(1, (1 << 32) - 1, 1 << 60) + b"x" * 64))
 
     def drip(self, where: str, until: float) -> int:
-        """Send what begins well, a byte at a time."""
+        """Send a good beginning, a byte at a time."""
         return self._hold(where, until, HELLO.pack(1, 900, 0), drip=True)
 
     def garbage(self, where: str, until: float) -> int:
-        """Send what is nothing, and hang up; again and again."""
+        """Send garbage and hang up, again and again."""
         tried = 0
         for _ in _paced(RATE, until):
             tried += 1
@@ -132,7 +132,7 @@ class Attacker:
         return self._streams(where, until, 4)
 
     def crowds(self, where: str, until: float) -> int:
-        """As streams, on so many connections that what a shard allows each of them does not hold them back."""
+        """Open streams on so many connections that a shard's limit for each does not hold them back."""
         return self._streams(where, until, 64)
 
     def _streams(self, where: str, until: float, connections: int) -> int:
@@ -163,7 +163,7 @@ class Attacker:
         return tried
 
     def calls(self, where: str, until: float) -> int:
-        """Call what is refused, or harmless, again and again."""
+        """Make refused or harmless calls, again and again."""
         method = {"status": CONTROL + "Status", "join": CONTROL + "Join", "nothing": "/nothing/Nothing"}[where]
         message = b"\xff" * 1000 if where == "join" else b""
         tried = 0
@@ -211,7 +211,7 @@ def _silent(over: threading.Event) -> Iterator[bytes]:
 
 
 def _paced(rate: float, until: float) -> Iterator[None]:
-    """As often as that per second, late ones at once."""
+    """Yield at this rate per second, late ones at once."""
     due = time.monotonic()
     while due < until:
         time.sleep(max(0.0, due - time.monotonic()))
@@ -220,7 +220,7 @@ def _paced(rate: float, until: float) -> Iterator[None]:
 
 
 def _give_way() -> None:
-    """It stands for another machine: here it must not take the workers' processors."""
+    """Lower this process's priority: it stands for another machine and must not take the workers' processors."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:

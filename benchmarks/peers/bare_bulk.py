@@ -1,4 +1,4 @@
-"""A push_pull of one small block by the messages of psd's tcp lane, and psd's kernel, with neither shard nor client around.
+"""A push_pull of one small block by the messages of psd's tcp lane and psd's kernel, without shard and client.
 
 Nobody joins, nothing is checked, counted, kept twice or waited for: what is left is what Python costs to build and parse these
 messages, and so how near to a raw ping-pong any parameter server in Python can come that speaks so. A server, or its client.
@@ -22,7 +22,7 @@ _SCALARS = (work.LR, 0.0, 0.0, 0.0)
 
 
 def serve(stream: Stream, param: NDArray[np.float32]) -> None:
-    """One client, until it goes."""
+    """Serve one client, until it goes."""
     gradient = np.empty_like(param)
     ends, touched, steps = np.array([param.size], np.uint32), np.ones(1, np.uint8), np.zeros(1, np.uint64)
     try:
@@ -93,7 +93,7 @@ def run_client(turns: Turns, size: int) -> None:
 
 
 def main() -> None:
-    """One of the two."""
+    """Run a server or a client."""
     turns = Turns()
     run = run_client if "address" in turns.arguments else run_server
     run(turns, work.size_of(turns.arguments["model"]))

@@ -1,4 +1,4 @@
-"""Python gRPC with the bytes of a step, prepared beforehand, and no arithmetic: what gRPC itself costs. A server, or a client.
+"""Python gRPC with the bytes of a step, prepared beforehand, and no arithmetic: the cost of gRPC itself. A server, or a client.
 
 unary: one message each way. stream: 1 MiB messages, both ways at once. The processes have the malloc settings of psd's.
 """
@@ -18,19 +18,10 @@ from psd.cli import malloc
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-def cut(data: bytes) -> list[bytes]:
-    """The messages of a stream."""
-    messages, start = [], 0
-    for size in work.block_sizes(len(data)):
-        messages.append(data[start : start + size])
-        start += size
-    return messages
-
-
 def run_server(turns: Turns, parameters: bytes) -> None:
     """Answer until the benchmark ends."""
     malloc.keep_freed_memory()
-    messages = cut(parameters)
+    messages = work.cut(parameters)
 
     def unary(_: bytes, __: grpc.ServicerContext) -> bytes:
         return parameters
@@ -55,7 +46,7 @@ def run_server(turns: Turns, parameters: bytes) -> None:
 def run_client(turns: Turns, parameters: bytes) -> None:
     """Push and pull when told."""
     gradients = work.gradient(0, len(parameters) // 4).tobytes()
-    messages = cut(gradients)
+    messages = work.cut(gradients)
     answers: list[bytes] = []
     with grpc.insecure_channel(turns.arguments["address"], options=_UNLIMITED) as channel:
         call_unary: Any = channel.unary_unary("/Bare/Unary")
@@ -75,7 +66,7 @@ def run_client(turns: Turns, parameters: bytes) -> None:
 
 
 def main() -> None:
-    """One of the two."""
+    """Run a server or a client."""
     turns = Turns()
     parameters = work.gradient(7, work.size_of(turns.arguments["model"])).tobytes()
     (run_client if "address" in turns.arguments else run_server)(turns, parameters)

@@ -1,4 +1,4 @@
-"""What memory alone costs, on one core: a memcpy of the parameters, or psd's SGD kernel from one copy of them to another."""
+"""The cost of memory alone, on one core: a memcpy of the parameters, or psd's SGD kernel from one copy of them to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker of psd: pushes its gradient and pulls the parameters, over the transport that it is told."""
+"""One worker of psd: pushes its gradient and pulls the parameters, over a given transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw TCP with the bytes of a step and no arithmetic: what the wire itself costs. A server, or one of its clients.
+"""Raw TCP with the bytes of a step and no arithmetic: the cost of the wire itself. A server, or one of its clients.
 
 duplex: block by block, as a pipelined parameter server moves them: each side has a receiving and a sending thread per
 connection, and the answer to block b leaves while block b + 1 arrives. turns: all gradients, then all parameters; with a
@@ -17,7 +17,7 @@ import work
 from turns import Turns
 
 _PIECE_BYTES = 8 << 20
-"""What one call is asked to receive at most: MSG_WAITALL has no progress to show to anybody."""
+"""Bytes to receive per call at most: MSG_WAITALL shows no progress before its end."""
 
 
 def receive(connection: socket.socket, memory: memoryview) -> None:
@@ -30,22 +30,13 @@ def receive(connection: socket.socket, memory: memoryview) -> None:
 
 
 def send(connection: socket.socket, memory: memoryview) -> None:
-    """All of it."""
+    """Send all of it."""
     while len(memory):
         memory = memory[connection.sendmsg([memory]) :]
 
 
-def cut(memory: memoryview) -> list[memoryview]:
-    """The blocks of it."""
-    blocks, start = [], 0
-    for size in work.block_sizes(len(memory)):
-        blocks.append(memory[start : start + size])
-        start += size
-    return blocks
-
-
 def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) -> None:
-    """One client, until it goes."""
+    """Serve one client, until it goes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         if not is_duplex:
@@ -53,7 +44,7 @@ def serve(connection: socket.socket, parameters: memoryview, is_duplex: bool) ->
             while True:
                 receive(connection, gradients)
                 send(connection, parameters)
-        blocks = cut(parameters)
+        blocks = work.cut(parameters)
         scratch = memoryview(bytearray(len(blocks[0])))
         arrived: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
@@ -84,7 +75,7 @@ def run_client(turns: Turns, size: int, is_duplex: bool) -> None:
     gradients = memoryview(work.gradient(0, size)).cast("B")
     values = np.zeros(size, np.float32)
     parameters = memoryview(values).cast("B")
-    sent, received = cut(gradients), cut(parameters)
+    sent, received = work.cut(gradients), work.cut(parameters)
     begin: queue.SimpleQueue[Iterable[memoryview]] = queue.SimpleQueue()
 
     def send_all() -> None:
@@ -110,7 +101,7 @@ def run_client(turns: Turns, size: int, is_duplex: bool) -> None:
 
 
 def main() -> None:
-    """One of the two."""
+    """Run a server or a client."""
     turns = Turns()
     run = run_client if "address" in turns.arguments else run_server
     run(turns, work.size_of(turns.arguments["model"]), turns.arguments["pattern"] == "duplex")

@@ -21,18 +21,18 @@ _PIECE = 1 << 16
 
 @ray.remote
 class Server:
-    """The parameters."""
+    """The server actor, with the parameters."""
 
     def __init__(self, size: int) -> None:
         self._parameters = np.zeros(size, np.float32)
         self._scratch = np.empty(_PIECE, np.float32)
 
     def pid(self) -> int:
-        """Of its process."""
+        """Process id of the server."""
         return os.getpid()
 
     def apply(self, *gradients: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Sum, SGD; the parameters, which Ray copies into an object."""
+        """Sum, and apply SGD; return the parameters, which Ray copies into an object."""
         for start in range(0, self._parameters.size, _PIECE):
             piece = self._parameters[start : start + _PIECE]
             total = self._scratch[: piece.size]
@@ -53,7 +53,7 @@ class Worker:
         self._parameters = np.zeros(size, np.float32)
 
     def step(self, parameters: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Take the parameters over; the gradient, which Ray copies into an object."""
+        """Take the parameters over; return the gradient, which Ray copies into an object."""
         np.copyto(self._parameters, parameters)
         return self._gradient
 

@@ -61,7 +61,7 @@ def run_worker(turns: Turns, server: Any) -> None:
 
 
 def main() -> None:
-    """Server or worker, as told."""
+    """Run a server or a worker."""
     turns = Turns()
     told = turns.arguments
     cluster = tf.train.ClusterSpec({"ps": [told["ps"]], "worker": told["workers"]})

@@ -16,11 +16,12 @@ from torch.futures import Future
 from turns import Turns
 
 PIECES = 8
-"""Of 1 to 32, 8 and 16 take the least CPU time for 100 MB; a single piece takes twice as much, most of it for fresh pages."""
+"""Number of pieces. Of 1 to 32, 8 and 16 take the least CPU time for 100 MB; a single piece takes twice as much, most of it for
+fresh pages."""
 
 
 def cut(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The pieces, of at least 1 MiB."""
+    """Cut into pieces of at least 1 MiB."""
     return list(tensor.tensor_split(max(1, min(PIECES, tensor.numel() >> 18))))
 
 
@@ -35,7 +36,7 @@ class Server:
         self._waiting: list[list[Future[torch.Tensor]]] = [[] for _ in self._pieces]
 
     def push_pull(self, piece: int, gradient: torch.Tensor) -> Future[torch.Tensor]:
-        """The parameters after the round."""
+        """Push, and return the parameters after the round."""
         future: Future[torch.Tensor] = Future()
         with self._locks[piece]:
             earlier = self._sums[piece]
@@ -56,12 +57,12 @@ _servers: list[Server] = []
 
 @rpc.functions.async_execution
 def push_pull(piece: int, gradient: torch.Tensor) -> Any:
-    """What workers call, on the server."""
+    """Call the server's push_pull on behalf of a worker."""
     return _servers[0].push_pull(piece, gradient)
 
 
 def main() -> None:
-    """Server or worker."""
+    """Run a server or a worker."""
     turns = Turns()
     told = turns.arguments
     size, rank = work.size_of(told["model"]), told["rank"]

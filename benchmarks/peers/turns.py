@@ -1,4 +1,4 @@
-"""How a benchmark drives its processes: one JSON object per line on their standard input and output, in turns.
+"""The protocol between a benchmark and its processes: one JSON object per line on standard input and output, in turns.
 
 A process says {"ready": true, ...} when it can begin, or {"refused": why}. A worker then answers {"steps": n} with when each
 step began and ended (seconds of the clock that all processes of a machine share), and {"pushes": [per rank]} with what is wrong
@@ -20,7 +20,8 @@ from typing import Any
 
 
 class Turns:
-    """This process's side. Makes standard output the benchmark's alone: what libraries print goes to standard error."""
+    """The process's side of the protocol. Makes standard output the benchmark's alone: what libraries print goes to standard
+    error."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = json.loads(sys.argv[1])
@@ -28,16 +29,16 @@ class Turns:
         os.dup2(2, 1)
 
     def say(self, **facts: Any) -> None:
-        """One line to the benchmark."""
+        """Write one line to the benchmark."""
         self._out.write(json.dumps(facts) + "\n")
 
     def serve(self, **facts: Any) -> None:
-        """A server is ready: says so, with facts such as its address, and returns when the benchmark has ended."""
+        """Report that a server is ready, with facts such as its address; return when the benchmark has ended."""
         self.say(ready=True, **facts)
         sys.stdin.read()
 
     def serve_each(self, serve: Callable[[socket.socket], None]) -> None:
-        """As `serve`, of TCP where it is told to listen: `serve` is called with each connection, in a thread of its own."""
+        """Serve TCP at the given address: `serve` is called with each connection, in its own thread."""
         host, port = self.arguments["listen"].rsplit(":", 1)
         listener = socket.create_server((host, int(port)))
 
@@ -50,7 +51,7 @@ class Turns:
         self.serve(address=f"{host}:{listener.getsockname()[1]}")
 
     def end_with_input(self, **facts: Any) -> None:
-        """As `serve`, for a server whose main thread is busy: at the end of the input the process ends at once."""
+        """Report a server whose main thread is busy: when the input ends, so does the process, at once."""
         self.say(ready=True, **facts)
 
         def watch() -> None:
@@ -60,7 +61,7 @@ class Turns:
         threading.Thread(target=watch, daemon=True).start()
 
     def answer(self, answered: Callable[[dict[str, Any]], dict[str, Any]], **facts: Any) -> None:
-        """Something else is ready: says so, and answers each request in turn until the benchmark has ended."""
+        """Report readiness, and answer each request in turn until the benchmark has ended."""
         self.say(ready=True, **facts)
         for line in sys.stdin:
             self.say(**answered(json.loads(line)))
@@ -72,7 +73,7 @@ class Turns:
         prepare: Callable[[], None] | None = None,
         **facts: Any,
     ) -> None:
-        """A worker is ready: says so, and does what it is told until the benchmark has ended.
+        """Report that a worker is ready, and work on request until the benchmark has ended.
 
         Args:
             step: one whole step.

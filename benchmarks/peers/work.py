@@ -1,4 +1,4 @@
-"""The work that psd and every peer do in benchmarks: which tensors, which gradients, and what must come out, to the bit.
+"""The work that psd and every peer do in benchmarks: tensors, gradients, and the expected result, to the bit.
 
 Gradients are small whole numbers and the learning rate is a power of two, so that float32 arithmetic is exact in whatever order
 a system adds: w = -LR * steps * (sum of the workers' gradients). Worker r's gradient is one more than worker 0's, everywhere.
@@ -9,6 +9,7 @@ NumPy alone: peers import it under interpreters that know nothing of psd.
 from __future__ import annotations
 
 import struct
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 LR = 2.0**-10
 STEPS_MAX = 10_000
 WORKERS_MAX = 8
-"""Beyond these the whole numbers would no longer fit into float32."""
+"""Workers beyond which the whole numbers would no longer fit into float32."""
 
 COUNTS = struct.Struct("<QQ")
-"""Pushes begun, pushes answered: a file that survives its worker (soak_worker.py)."""
+"""Format of the counts, pushes begun and pushes answered, in a file that survives its worker (soak_worker.py)."""
 
 _PERIOD = 251
+BytesT = TypeVar("BytesT", bytes, memoryview)
+
 _BLOCK_BYTES = 1 << 20
 
 
@@ -55,7 +58,7 @@ MODELS: dict[str, list[tuple[int, ...]]] = {
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
-    """Of a model by name; "8mb" is that many MB in one tensor."""
+    """Shapes of a model by name; "8mb" is that many MB in one tensor."""
     if model in MODELS:
         return MODELS[model]
     return [(int(model.removesuffix("mb")) * 250_000,)]
@@ -66,26 +69,26 @@ def size_of(model: str) -> int:
     return sum(int(np.prod(shape)) for shape in shapes_of(model))
 
 
-def block_sizes(nbytes: int) -> list[int]:
-    """How references without a layout cut their bytes: 1 MiB each, and the rest."""
-    return [min(_BLOCK_BYTES, nbytes - start) for start in range(0, nbytes, _BLOCK_BYTES)]
+def cut(data: BytesT) -> list[BytesT]:
+    """Cut the bytes of references without a layout into blocks: 1 MiB each, and the rest."""
+    return [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
 
 
 def gradient(rank: int, size: int) -> NDArray[np.float32]:
-    """(size,) what a worker pushes in every step."""
+    """The gradient (size,) that a worker pushes in every step."""
     period = np.arange(_PERIOD, dtype=np.float32) - np.float32(_PERIOD // 2) + np.float32(rank)
     return np.resize(period, size)
 
 
 def expected(pushes: list[int], size: int) -> NDArray[np.float32]:
-    """(size,) the parameters, which began at zero, after so many pushes of each rank."""
+    """The parameters (size,), which began at zero, after that many pushes of each rank."""
     period = np.arange(_PERIOD, dtype=np.float64) - _PERIOD // 2
     total = sum(count * (period + rank) for rank, count in enumerate(pushes))
     return np.resize((-LR * total).astype(np.float32), size)
 
 
 def difference(values: NDArray[np.float32], pushes: list[int]) -> str:
-    """What is wrong with the parameters after so many pushes of each rank; empty: nothing."""
+    """The error in the parameters after that many pushes of each rank, in words; empty: none."""
     wrong = np.flatnonzero(values != expected(pushes, values.size))
     if wrong.size == 0:
         return ""

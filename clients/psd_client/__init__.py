@@ -1,4 +1,5 @@
-"""psd_client: what a training program imports. Frameworks' faces are submodules of their own, such as psd_client.torch.
+"""psd_client: the package that a training program imports. Frameworks' faces are submodules of their own, such as
+psd_client.torch.
 
     ps = psd_client.connect()                                   # under psd-run; else servers=, rank=, world_size=
     params = ps.declare({"w": w0}, optimizer=psd_client.SGD(lr=0.1))

@@ -1,6 +1,7 @@
-"""Since when a worker has been in the job without a gap, which decides whose scalars a round has; and what it is told of that.
+"""The clock since which a worker has been in the job without a gap, which decides whose scalars a round has; and the notices
+about it.
 
-The shards let the worker speak that has been there longest (psd/state/voices.py). So a worker that was started again, or has
+The shards let the worker speak that has been there longest (psd/state/agreement.py). So a worker that was started again, or has
 fallen behind, and whose learning-rate schedule may lag by that, changes nobody's update and ends nobody. Must not know lanes,
 blocks or frameworks.
 """
@@ -17,7 +18,7 @@ logger = logging.getLogger("psd_client")
 
 
 class Attendance:
-    """One worker's.
+    """Attendance of one worker.
 
     Attributes:
         overruled: rounds in which scalars of this worker's have given way to others.
@@ -33,7 +34,7 @@ class Attendance:
         self.overruled = 0
 
     def since(self, session: int, clock: int) -> int:
-        """For a push's header: the clock since which this process has pushed at every step; 0 only from the job's start."""
+        """The clock since which this process has pushed at every step, for a push's header; 0 only from the job's start."""
         if self._last is None or clock not in (self._last[1], self._last[1] + 1):
             self._since = clock
         if self._last is not None and self._last[0] != session:
@@ -44,7 +45,7 @@ class Attendance:
         return self._since
 
     def hear(self, replies: Iterable[data_pb2.PushReply]) -> None:
-        """Log what the shards say of this worker's scalars; of each once, until the worker joins or falls behind again."""
+        """Log the shards' remarks on this worker's scalars; each once, until the worker joins or falls behind again."""
         for reply in replies:
             if not reply.HasField("overruled"):
                 continue

@@ -32,13 +32,13 @@ logger = logging.getLogger("psd_client")
 
 HEAD_BYTES_MAX = 32 << 20
 HELLO_S = 5.0
-"""For the answer to a ticket, or to memory that is attached: a shard that takes longer is one that does not answer."""
+"""Seconds that a shard may take to answer a ticket, or memory that is attached."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class NotGreeted(Exception):
-    """Somebody has taken the connection and does not answer."""
+    """The connection was accepted, but nobody answers."""
 
 
 class BulkConnection:
@@ -79,11 +79,11 @@ class BulkConnection:
 
     @property
     def is_local(self) -> bool:
-        """True if memory can be attached."""
+        """True if memory can be shared with the shard."""
         return self._stream.local is not None
 
     def attach(self, gradients: FlatBuffers, parameters: FlatBuffers, call: Call) -> None:
-        """Let the shard see both buffers, which lie in one segment; does nothing if it sees them."""
+        """Let the shard see both buffers, which lie in one segment; does nothing if it already sees them."""
         if self._attached is not None and self._attached[0] is gradients:
             return
         segment, local = gradients.segment, self._stream.local
@@ -113,7 +113,7 @@ class BulkConnection:
             ) from None
         if nonce != segment.nonce:
             self._end()
-            raise InternalError(f"shard {self._shard} at {self._address}: has mapped another memory than was sent")
+            raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
         self._attached = gradients, parameters
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class BulkConnection:
             raise
 
     def _begin_sending(self, part: GradientPart) -> Task[None]:
-        """Send gradients in another thread, while answers come."""
+        """Send gradients in another thread while answers come in."""
 
         def send() -> None:
             for head, payload, is_more in self._messages(part):
@@ -198,7 +198,7 @@ class BulkConnection:
     def _answer(
         self, sending: Task[None] | None, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool
     ) -> data_pb2.PushReply:
-        """The answer, once all has been sent, too."""
+        """The answer, after all has been sent, too."""
         try:
             reply = self._receive(blocks, parameters, into_memory=into_memory)
         except _Refused:
@@ -248,7 +248,7 @@ class BulkConnection:
 
     @contextmanager
     def _under_way(self, call: Call) -> Iterator[None]:
-        """Messages of one call are exchanged; the connection is over if that ends in any other way than by an answer.
+        """Exchange the messages of one call; the connection ends unless the shard has answered.
 
         TimeoutError: it has not ended in time.
         """
@@ -311,7 +311,7 @@ class BulkConnection:
         self._end()
 
     def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        """The shard has not let go of the memory: what it may still do there is not to be seen any more, nor is what comes."""
+        """Detach the memory that the shard still holds: its further writes are not seen, nor do new gradients reach it."""
         segment = gradients.segment
         if segment is None or segment.is_given_up:
             return

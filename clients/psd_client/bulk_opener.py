@@ -1,4 +1,4 @@
-"""Opens a bulk connection by the best way: shared memory with a shard on this machine, else TCP; if neither works, none.
+"""Opens a bulk connection by the best transport: shared memory with a shard on this machine, else TCP; if neither works, none.
 
 A connection is opened at the first need, and anew after a failure, since a shard may come back elsewhere. Must not know calls,
 sessions, clocks or retries.
@@ -25,15 +25,15 @@ from psd_client.transport import Call, Traffic
 CONNECT_S = 3.0
 TRANSPORT_CHARACTERS_MAX = 120
 STALE_NAME_S = 20.0
-"""For about so long name servers may give out the address that a shard had before. A connection that worked before is tried
-again for this long, and only then given up in favour of gRPC."""
+"""Seconds for which name servers may still give out a shard's earlier address. A connection that worked before is tried again
+for this long, and only then given up in favour of gRPC."""
 
 SILENCES_MAX = 2
-"""A port that has not answered so often, while the shard has answered over gRPC, is not the shard's for this worker."""
+"""Attempts on a port that did not answer, while the shard answered over gRPC, until this worker stops trying it."""
 
 
 class BulkOpener:
-    """One shard's connection.
+    """The bulk connection of one shard, opened when needed.
 
     Args:
         wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
@@ -71,7 +71,7 @@ class BulkOpener:
         return self._open is not None and self._open.is_open
 
     def connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
-        """The connection, opened if need be; None: nothing but gRPC works."""
+        """The connection, opened if need be; None if only gRPC works."""
         if not self.is_open and self._grpc_at != caller.incarnation:
             self._open = self._choose(caller, call)
             self._grpc_at = caller.incarnation if self._open is None else None
@@ -114,7 +114,7 @@ class BulkOpener:
         return None
 
     def _missed(self, why: str) -> None:
-        """A connection has come to nothing: raises ShardUnavailable, to be tried again, while the name may be to blame."""
+        """Handle a failed connection: raise ShardUnavailable, to be tried again, while the name may be to blame."""
         now = time.monotonic()
         if self._missed_since is None:
             self._missed_since = now
@@ -122,11 +122,12 @@ class BulkOpener:
             raise self._unavailable(why)
 
     def _silent(self, name: str, port: int) -> str:
-        """A connection was taken, and nobody has answered: why not this way. Raises ShardUnavailable while it may be that the
-        shard was only suspended for a while; each attempt begins with a call that it must answer."""
+        """Handle a connection that was accepted but never answered: return the reason against this transport. Raises
+        ShardUnavailable while it may be that the shard was only suspended for a while; each attempt begins with a call that it
+        must answer."""
         if name == "shm":
-            raise self._unavailable("takes connections on this machine and does not answer them")
-        why = f"port {port}: takes connections and does not answer"
+            raise self._unavailable("accepts connections on this machine but does not answer")
+        why = f"port {port}: accepts connections but does not answer"
         self._missed(why)
         self._silences += 1
         if self._silences < SILENCES_MAX:
@@ -189,4 +190,4 @@ def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSock
 
 
 class _NotHere(Exception):
-    """A way that does not work with this shard, and why."""
+    """The reason why a transport does not work with this shard."""

@@ -93,7 +93,7 @@ def connect(
         wait_timeout: seconds, the longest wait for other workers (default 600).
         retry_timeout: seconds for which an unreachable shard is tried again (default 30).
         report_after: seconds after which a wait is explained on the log (default 5).
-        tls_ca: PEM file of the authorities that sign the shards' certificates: connect by TLS. The certificates must name the
+        tls_ca: PEM file of the authorities that sign the shards' certificates; turns TLS on. The certificates must name the
             hosts as `servers` does.
         tls_cert, tls_key: PEM files with this client's own certificate and its key, where the shards ask for one.
         token_file: file that holds this client's token, where the shards ask for one. Files are read again when they change.
@@ -125,7 +125,7 @@ def connect(
     )
     credentials = Credentials(config.tls_ca, config.tls_cert, config.tls_key, config.token_file)
     if credentials.has_token and not (credentials.has_tls or all(map(is_loopback, config.servers))):
-        logger.warning("psd: without tls_ca the token goes over the network in clear, for whoever can listen there to take")
+        logger.warning("psd: without tls_ca the token crosses the network unencrypted, where anybody who listens can take it")
     lanes = [ShardLane(shard, address, config.transport, credentials) for shard, address in enumerate(config.servers)]
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
 
@@ -258,7 +258,7 @@ class ParameterServer:
             self._worker.declared.push(groups.scalars(), weight, present)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters as new arrays; synchronous: after the round to which this worker has pushed last.
+        """Fetch the parameters as new arrays; in synchronous jobs after the round of this worker's last push.
 
         Raises:
             WaitTimeout: the workers that it names have not pushed until the wait timeout.

@@ -1,4 +1,4 @@
-"""Threads that run what they are given, and that nobody waits for when the program ends.
+"""Threads that run tasks, and that nobody waits for when the program ends.
 
 concurrent.futures takes no work any more once the interpreter exits, and waits for all its threads first. But a worker that
 ends has something to send then, and must not wait for a shard that never answers. Threads that run already are there until the
@@ -31,7 +31,7 @@ def can_start_threads() -> bool:
 
 
 class Task(Generic[ResultT]):
-    """A function that is run once, in whatever thread.
+    """A function that is run once, in any thread.
 
     Args:
         done: is given the task when it has run; None: a queue of its own, for `wait`.
@@ -58,19 +58,19 @@ class Task(Generic[ResultT]):
         self._done.put(self)
 
     def wait(self) -> BaseException | None:
-        """What the function has raised, once it has ended. Once."""
+        """Wait for the end of the task; return the error that the function raised, or None. Once."""
         return self._done.get().error
 
     @property
     def result(self) -> ResultT:
-        """What the function has returned, or raises its error; after its end."""
+        """The function's result, or raises its error; only after its end."""
         if self.error is not None:
             raise self.error
         return cast(ResultT, self._value)
 
 
 class Crew:
-    """As many daemon threads as run at once. They start when they are needed, and stay until `close`."""
+    """Daemon threads, as many as tasks run at once. They start when they are needed, and stay until `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,7 +80,7 @@ class Crew:
         self._idle = 0  # less those that a task waits for already
 
     def begin(self, task: Task[Any]) -> None:
-        """Have a thread run it.
+        """Run a task in a thread.
 
         Raises:
             RuntimeError: there is none, and none can be started any more, because the interpreter exits.
@@ -94,7 +94,7 @@ class Crew:
         self._waiting.put(task)
 
     def close(self) -> None:
-        """End the threads, each after the task that it is at."""
+        """End the threads, each after its present task."""
         with self._lock:
             threads, self._threads = self._threads, 0
         for _ in range(threads):

@@ -52,15 +52,15 @@ class CustomRule(Optimizer):
         self._path, self.spec, self._values = rule, spec, values
 
     def option_values(self) -> dict[str, Any]:
-        """The numbers by name."""
+        """Values of the rule's numbers, by name."""
         return dict(self._values)
 
     def with_options(self, options: Mapping[str, Any]) -> CustomRule:
-        """The same with some numbers changed."""
+        """The same rule with some numbers changed."""
         return CustomRule(self._path, **(self._values | dict(options)))
 
     def scalars(self) -> dict[str, Any]:
-        """What travels with each push, by name, in the class's order."""
+        """The scalars of a push, by name, in the class's order."""
         return dict(self._values)
 
     __eq__, __hash__ = object.__eq__, object.__hash__

@@ -1,4 +1,4 @@
-"""What a worker declares at all shards: the job, and the initial values that it would provide.
+"""A worker's declaration to all shards: the job, and the initial values that it would provide.
 
 Shard 0 comes first, because it chooses the worker that initializes, and has its values last, so that when it has them all have.
 Must not know how a session is made, nor what becomes of it.
@@ -19,7 +19,7 @@ from psd_client.transport import Call, Lane
 
 @dataclass(frozen=True)
 class Declared:
-    """What the shards say to a declaration.
+    """The shards' answer to a declaration.
 
     Attributes:
         is_provided: the values are this worker's.
@@ -113,7 +113,8 @@ class Declaration:
         return self._shards.run(initialize_at, self._timeout_s + transfer_s(layout, lanes), lanes)
 
     def _check_still_chosen(self, choice: int, shard: int) -> None:
-        """After `shard` has refused this worker's initial values: it has its successor's, or those of a job that goes on.
+        """Check, after `shard` has refused this worker's initial values, that it has its successor's, or those of a job that
+        goes on.
 
         Raises:
             StateLost: this worker is still the one whose values count, so the shard's belong to a job that shard 0 has lost.

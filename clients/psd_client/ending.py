@@ -1,4 +1,4 @@
-"""How connections end that nobody has closed: when they are forgotten, and when the program ends, by an exception or not.
+"""The end of connections that nobody has closed: when they are forgotten, and when the program ends, by an exception or not.
 
 Must not know what a worker does meanwhile.
 """
@@ -21,7 +21,7 @@ _open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def remember(worker: Worker) -> None:
-    """Have the end of the program close this worker."""
+    """Close this worker at the end of the program."""
     _open_workers.add(worker)
     if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
         multiprocessing_util.Finalize(None, _close_all, exitpriority=1)

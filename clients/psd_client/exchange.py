@@ -155,7 +155,7 @@ class Exchange:
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
     ) -> None:
-        """Send the gradients and fetch the parameters of the clock after them. skip: as in `push`.
+        """Send the gradients and fetch the parameters of the clock after them.
 
         feed: gives the blocks, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
@@ -192,7 +192,7 @@ class Exchange:
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
     ) -> SentPush:
-        """The next push, or the last one, if this is the same call again; raises for anything that must not be sent."""
+        """The next push, or the last one if this is the same call again; raises for anything that must not be sent."""
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
@@ -229,7 +229,8 @@ class Exchange:
 
     @contextmanager
     def _call(self, sent: SentPush) -> Iterator[SentPush]:
-        """One call of the program's that sends a push. If it fails, the next one has to go on with that push, or to end it."""
+        """Run one call of the program's that sends a push. If it fails, the next one has to go on with that push, or to end
+        it."""
         if not sent.is_finished:
             self._session.pushing = sent.header.clock
         try:
@@ -245,7 +246,7 @@ class Exchange:
             self._session.pushing = None
 
     def _resolve(self) -> None:
-        """See to the push that a failed call has left behind, if the gradient is still there to be sent: complete it."""
+        """Complete the push that a failed call has left behind, if its gradient is still there to be sent."""
         failed = self._failed
         if failed is None or (failed.is_finished and failed is not self._unconfirmed):
             return
@@ -257,7 +258,8 @@ class Exchange:
             self._give_up(failed)
 
     def _give_up(self, failed: SentPush) -> None:
-        """Another gradient is to be sent. What has counted of this one stands, and no more of it will: its session ends."""
+        """Give up an earlier push in favour of another gradient. What has counted of this one stands, and no more of it will:
+        its session ends."""
         if failed.is_superseded:
             assert failed.error is not None
             raise failed.error
@@ -269,7 +271,7 @@ class Exchange:
             return
         self.counts["pushes_dropped"] += 1
         logger.warning(
-            "psd: worker %d: gave up the push of step %d, which has failed (%s); at least %d of %d blocks have counted it",
+            "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
             self._rank,
             failed.header.clock,
             failed.error,
@@ -324,7 +326,7 @@ class Exchange:
             )
 
     def _push_again(self, lane: Lane, call: Call) -> None:
-        """Send the last push to a shard that has lost it: it was killed before the round had closed."""
+        """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
         sent = self._unconfirmed
         if sent is None or lane.shard not in sent.incarnations:
             return
@@ -376,7 +378,7 @@ class Exchange:
     # -- pulls ---------------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Exact aggregation: what pulls carry to the shards, so that rounds close there."""
+        """Exact aggregation: keep the decisions that pulls carry to the shards, so that rounds close there."""
         sent = self._unconfirmed
         if self._is_exact and sent is not None and not sent.is_decided:
             self._commit(sent, without_waiting=False)
@@ -412,7 +414,7 @@ class Exchange:
         self._shards.run(pull_at, self._timeout_s, lanes, is_bulk=True)
 
     def _on_closed(self) -> None:
-        """All shards have closed the round of the last push."""
+        """Note that all shards have closed the round of the last push."""
         last, self._unconfirmed = self._unconfirmed, None
         self._session.pushing = None
         if self._settlement is None:
@@ -427,7 +429,7 @@ class Exchange:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _check(self, present: NDArray[np.bool_] | None) -> str | None:
-        """The first tensor whose gradient is why the round is to be skipped, if any; raises for what must not be sent."""
+        """The first tensor, if any, whose gradient makes the round be skipped; raises for what must not be sent."""
         if present is not None:
             for tensor in np.flatnonzero(~present).tolist():
                 self.gradients.views[tensor][...] = 0
@@ -444,7 +446,7 @@ class Exchange:
         return tensor_name
 
     def _header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
-        """The header of the next push, without its caller. is_finite: see `_check`."""
+        """The header of the next push, without its caller."""
         header = data_pb2.PushHeader(
             clock=self._session.clock,
             weight=weight,

@@ -1,4 +1,4 @@
-"""A push that is still being computed: blocks leave as soon as all their tensors have a gradient, while others are computed.
+"""A push that is still being computed: blocks leave as soon as all their tensors have a gradient.
 
 Of those that are there the first one of the model leaves first: back-propagation makes it last, and the next forward pass needs
 it first. Made anew for each push. Back-propagation says `ready`, and then `finish`; the lanes' threads take the blocks, each
@@ -21,7 +21,7 @@ Outgoing = tuple[Block, NDArray[np.bool_] | None]
 
 
 class Aborted(Exception):
-    """The push will not be completed: what computes it has failed."""
+    """The push will not be completed: its computation has failed."""
 
 
 class Feed:
@@ -52,7 +52,7 @@ class Feed:
                     self._blocks_of.setdefault(tensor, []).append(block)
 
     def ready(self, tensor: int) -> None:
-        """A tensor's gradient is there, and stays as it is until the round has closed. Once for each tensor."""
+        """Note that a tensor's gradient is there, and stays unchanged until the round has closed. Once for each tensor."""
         with self._changed:
             for block in self._blocks_of.get(tensor, ()):
                 self._lacking[block.index] -= 1
@@ -61,7 +61,8 @@ class Feed:
                     self._changed.notify_all()
 
     def finish(self, present: NDArray[np.bool_] | None) -> None:
-        """No other tensor will be ready. `present`: (tensors,) which have a gradient; the others lie there as zeros."""
+        """Note that no other tensor will be ready. `present`: (tensors,) which have a gradient; the others lie there as
+        zeros."""
         with self._changed:
             for block in self._layout.blocks:
                 if self._lacking.get(block.index):
@@ -72,7 +73,7 @@ class Feed:
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """The push will not be completed; whoever waits for its blocks gets Aborted."""
+        """Give up the push; whoever waits for its blocks gets Aborted."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
@@ -90,7 +91,7 @@ class Feed:
             return {block.index: present for given in self._given for block, present in given}
 
     def take(self, blocks: Sequence[Block]) -> Iterator[Outgoing]:
-        """The blocks of one shard, each when it is ready; once more, in the same order as the first time.
+        """Yield the blocks of one shard, each when it is ready; a second time in the same order.
 
         Raises:
             Aborted: see `abort`.

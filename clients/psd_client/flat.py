@@ -82,7 +82,7 @@ class FlatBuffers:
             self.on_received(index)
 
     def pieces(self, index: int) -> Iterator[tuple[int, slice]]:
-        """What block `index` is made of: tensors of the spec, and which of their elements, counted in C order."""
+        """The pieces of block `index`: tensors of the spec, and which of their elements, counted in C order."""
         block = self.layout.blocks[index]
         space = self.layout.spaces[block.space]
         end = 0
@@ -92,7 +92,7 @@ class FlatBuffers:
             yield tensor, slice(first, first + end - begin)
 
     def present_but(self, missing: Sequence[int]) -> NDArray[np.bool_] | None:
-        """(tensors,) which tensors have a gradient, None for all, if these have none."""
+        """A mask (tensors,) of the tensors that have a gradient, None for all; the given ones have none."""
         if not missing:
             return None
         present = np.ones(len(self.views), np.bool_)
@@ -116,7 +116,7 @@ class FlatBuffers:
         return None
 
     def _first_nonfinite(self, memory: NDArray[Any]) -> int:
-        """As psd_core.first_nonfinite, in two threads where it takes milliseconds: everybody waits for it."""
+        """Run psd_core.first_nonfinite, in two threads where it takes milliseconds: everybody waits for it."""
         if memory.nbytes < SCANNED_BYTES_FOR_TWO:
             return psd_core.first_nonfinite(memory)
         if self._scanner is None:

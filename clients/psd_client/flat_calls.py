@@ -1,4 +1,4 @@
-"""The calls on flat buffers: what the faces of frameworks declare, push and pull.
+"""The calls on flat buffers, with which the faces of frameworks declare, push and pull.
 
 The buffers are the worker's; a face writes gradients where they are sent from, and reads parameters where they are received.
 Must not know frameworks, names of tensors, or how anything travels.
@@ -37,7 +37,7 @@ class FlatCalls(Worker):
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
     ) -> None:
-        """As `declare`: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
         with self.operation("declare"):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
@@ -76,7 +76,7 @@ class FlatCalls(Worker):
 
     @property
     def nan_policy(self) -> str:
-        """As declared: "refuse", "skip" or "allow"."""
+        """The declared nan_policy: "refuse", "skip" or "allow"."""
         return self.declared.parameters.layout.spec.nan_policy
 
     @property
@@ -125,7 +125,7 @@ class FlatCalls(Worker):
             self.declared.push_pull(scalars, weight, present, skip=skip)
 
     def begin_feed(self, feed: Feed) -> None:
-        """Before the thread begins that calls `push_pull_feed`: from now on other calls come after it."""
+        """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
         self._feed, self._untold = feed, None
 
     def push_pull_feed(
@@ -136,7 +136,7 @@ class FlatCalls(Worker):
         on_received: Callable[[int], None],
         versions_read: Sequence[int] | None = None,
     ) -> None:
-        """`push_pull_flat`, in a thread of the caller's, of gradients that are still being computed.
+        """Push and pull as `push_pull_flat` does, in a thread of the caller's, gradients that are still being computed.
 
         Once the feed is finished, other calls wait for this one's end.
 
@@ -162,5 +162,5 @@ class FlatCalls(Worker):
             feed.ended.set()
 
     def told(self) -> None:
-        """The program has heard of what the last push has failed with."""
+        """Note that the program has heard of the last push's failure."""
         self._untold = None

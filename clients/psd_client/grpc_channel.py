@@ -27,7 +27,7 @@ from psd_client.grpc_errors import may_be_tls, psd_error
 from psd_client.transport import Call, Cancelled, Scope
 
 MESSAGE_BYTES_MAX = 32 << 20
-"""As psd-server's default: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
+"""The default of psd-server: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -50,10 +50,11 @@ CHANNEL_OPTIONS = (
 )
 
 UNREACHED_S = 2.0
-"""A channel that is this old when it cannot reach the shard is replaced."""
+"""Age in seconds at which a channel that cannot reach the shard is replaced."""
 
 WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
-"""Besides, where no threads can be started any more: gRPC then makes blocking calls, and receives streams, without any."""
+"""Further options once no threads can be started any more: gRPC then makes blocking calls, and receives streams, without
+any."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -67,7 +68,7 @@ def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
 
 
 class GrpcChannel:
-    """One shard's.
+    """The gRPC channel of one shard.
 
     Attributes:
         is_leaving: the worker says good-bye, and does not care why it cannot connect.
@@ -100,7 +101,7 @@ class GrpcChannel:
         return self._reply(rpc, reply, call, is_wait=is_wait)
 
     def begin_unary(self, method: str, request: Message, reply: type[MessageT], timeout_s: float) -> Callable[[], MessageT]:
-        """Send one message; the function returned waits for the reply."""
+        """Send one message; return a function that waits for the reply."""
         if not can_start_threads():
             return lambda: self.blocking_unary(method, request, reply, timeout_s, is_wait=False)
         rpc = self._begin("unary_unary", method, request, timeout_s, reply)
@@ -199,7 +200,7 @@ class GrpcChannel:
             return self._channel
 
     def _failure(self, rpc: Any, scope: Scope | None, *, is_wait: bool) -> PsdError | Cancelled:
-        """Why a call has failed; where another attempt may fare better, what prepares that is done."""
+        """The error of a failed call, after preparing another attempt where one may succeed."""
         if self._closed or (scope is not None and scope.is_cancelled):
             return Cancelled()
         error = psd_error(rpc, self._shard, self._address, is_wait=is_wait)
@@ -223,7 +224,7 @@ class GrpcChannel:
         return error
 
     def _renew(self, *, is_lost: bool = False) -> None:
-        """Have the next call open another channel, if certificates have changed, or this one has lost the shard."""
+        """Let the next call open another channel, if certificates have changed, or this one has lost the shard."""
         pem = self._credentials.pem()
         with self._lock:
             if self._channel is None or (pem == self._pem and not is_lost):

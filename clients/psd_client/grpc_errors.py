@@ -1,4 +1,4 @@
-"""How a failed gRPC call becomes psd's error: the class that the shard raised, or else what the status means.
+"""Errors of gRPC calls as psd's errors: the class that the shard raised, or else the meaning of the status.
 
 One table, and the only place in the client that looks at gRPC statuses. What is worth sending again is shards.py's to say.
 """
@@ -30,15 +30,15 @@ WITHOUT_REASON: dict[grpc.StatusCode, type[PsdError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,
 }
-"""What a status means that comes from gRPC itself, without a reason of psd's. Others are a plain PsdError."""
+"""Meanings of statuses that come from gRPC itself, without a reason of psd's. Others are a plain PsdError."""
 
 _BROKEN_CONNECTION = ("RST_STREAM", "Stream removed", "Connection reset", "Socket closed", "GOAWAY")
-"""gRPC reports some broken connections as INTERNAL or UNKNOWN; then the text says so."""
+"""Words of gRPC's messages for broken connections that it reports as INTERNAL or UNKNOWN."""
 
 
 _NO_CONNECTION = "failed to connect"
 _TLS = ("handshake", "Verification", "Socket closed")
-"""Words in what gRPC says where no connection has come about, and TLS, or the lack of it, may be why."""
+"""Words of gRPC's messages that may mean trouble with TLS, or the lack of it."""
 
 
 def may_be_tls(error: PsdError) -> bool:

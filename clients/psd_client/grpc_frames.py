@@ -1,4 +1,4 @@
-"""What the gRPC lane sends and receives for blocks: messages and frames from flat buffers, and back into them.
+"""Messages of the gRPC lane for blocks: from flat buffers to frames, and back into buffers.
 
 Must not know channels or calls.
 """
@@ -62,7 +62,7 @@ class Answer:
         self._reply: data_pb2.PushReply | None = None
 
     def take(self, message: data_pb2.PullFrame, payload: memoryview) -> None:
-        """One frame."""
+        """Take one frame."""
         if message.HasField("push"):
             self._reply = message.push
             return
@@ -76,7 +76,7 @@ class Answer:
             self.received_bytes += block.nbytes
 
     def take_frame(self, frame: bytes) -> None:
-        """One frame as it was received."""
+        """Take one frame as it was received."""
         head, payload = frames.split(frame, "PullFrame")
         try:
             message = data_pb2.PullFrame.FromString(head)

@@ -29,15 +29,15 @@ BEATS_PER_LEASE = 3
 HEARTBEAT_TIMEOUT_MAX_S = 5.0
 AFTER_DEFECT_S = 1.0
 WAITING_BEAT_S = 3.0
-"""From one heartbeat to the next, at most, while an operation takes long."""
+"""Longest time between two heartbeats while an operation takes long."""
 ANSWER_S = 2.5
-"""A shard that takes longer for a heartbeat does not answer; with a short lease, half the time to the next one."""
+"""Seconds that a shard may take to answer a heartbeat; with a short lease, half the time to the next one."""
 REPORT_S = 0.7
-"""As above, when it is said what is waited for: within six seconds of the wait's beginning."""
+"""The same limit when a wait is to be explained: within six seconds of the wait's beginning."""
 
 
 class Heartbeats:
-    """Decides in `step` what is to be done now; the thread only calls it and sleeps for as long as it says."""
+    """Decides in `step` what is due now; the thread only calls it and sleeps as long as it says."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Heartbeats:
         session.memberships.on_joining = self.wake
 
     def step(self) -> float:
-        """Send and report what is due; the seconds until `step` is to be called again."""
+        """Send and report what is due; return the seconds until the next `step`."""
         membership = self._session.memberships.latest
         due_in_s = self._reporter.due_in_s()
         is_due = due_in_s is not None and due_in_s <= 0
@@ -86,7 +86,7 @@ class Heartbeats:
         return max(min(pauses), 0.01)
 
     def _beat(self, membership: Membership, timeout_s: float) -> list[control_pb2.Wait]:
-        """Heartbeats to all shards at once that know the session; what they say that this worker waits for."""
+        """Send heartbeats at once to all shards that know the session; return the waits that they report for this worker."""
         began = self._clock()
         # Where a session takes part is known only when all shards have let it in.
         clock = 0 if membership.is_joining else self._session.told_clock
@@ -134,7 +134,7 @@ class Heartbeats:
         if self._logged.get(lane.shard) != kind:
             self._logged[lane.shard] = kind
             logger.warning(
-                "psd: worker %d: shard %d at %s does not take its heartbeat: %s", self._rank, lane.shard, lane.address, error
+                "psd: worker %d: shard %d at %s rejects its heartbeat: %s", self._rank, lane.shard, lane.address, error
             )
 
     def _is_latest(self, membership: Membership) -> bool:
@@ -142,7 +142,7 @@ class Heartbeats:
         return latest is not None and latest.session == membership.session
 
     def _resume(self, restarted: Mapping[Lane, ShardRestarted], until: float) -> None:
-        """The leases at restarted shards must be renewed although no operation meets them for a while.
+        """Resume the session at restarted shards that no operation has met: their leases must be renewed.
 
         One of them may be away again, and all others must hear the next heartbeat in time: what is not done until then comes
         first the next time.
@@ -158,16 +158,16 @@ class Heartbeats:
                 logger.debug("psd: worker %d: shard %d: %s", self._rank, lane.shard, refusal)  # the next operation raises it
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name=f"psd-heartbeat-{self._rank}", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Look again now: the worker has joined."""
+        """Look again now, because the worker has joined."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Send nothing more. Does not wait: `join` does, after the lanes have been closed."""
+        """Stop sending. Does not wait: `join` does, after the lanes have been closed."""
         self._stopped = True
         self._wake.set()
 
@@ -181,7 +181,7 @@ class Heartbeats:
             try:
                 pause_s = self.step()
             except Exception:  # without this thread every lease would run out
-                logger.exception("psd: worker %d: a heartbeat failed by a defect", self._rank)
+                logger.exception("psd: worker %d: a heartbeat failed because of a defect", self._rank)
                 pause_s = AFTER_DEFECT_S
             self._wake.wait(pause_s)
             self._wake.clear()

@@ -1,4 +1,4 @@
-"""The JAX face: `distribute` makes a pytree of parameters and an optimizer's slots live on the shards.
+"""The JAX face: `distribute` places a pytree of parameters and an optimizer's slots on the shards.
 
     params, transformation = psd.distribute(params, psd_client.Adam(lr=1e-3))
     state = transformation.init(params)
@@ -36,7 +36,8 @@ State = Any
 
 
 class GradientTransformation(NamedTuple):
-    """As optax's: `init(params) -> state`, `update(gradients, state, params, batch_size=1) -> (updates, state)`.
+    """A transformation like optax's: `init(params) -> state`, `update(gradients, state, params, batch_size=1) -> (updates,
+    state)`.
 
     The state is the worker's clock. batch_size: samples behind the gradients. Outside of jax.jit `update` raises psd's errors;
     inside, JAX raises its own, with their text.
@@ -56,7 +57,7 @@ def distribute(
     connect_args: dict[str, Any] | None = None,
     **declare_args: Any,
 ) -> tuple[Params, GradientTransformation]:
-    """Declare parameters; returns the job's current ones, which are the first worker's at first, and the transformation.
+    """Declare parameters; return the job's current ones, at first those of the first worker, and the transformation.
 
     Args:
         params: a pytree of float32, float64, float16 or bfloat16 arrays.

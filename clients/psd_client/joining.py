@@ -1,4 +1,4 @@
-"""How a worker joins: at shard 0, which issues the session, then at the others; and again at a shard that was restarted.
+"""Joining: at shard 0, which issues the session, then at the others; and again at a shard that was restarted.
 
 Must not know what a worker does in the job, nor when it joins.
 """
@@ -27,7 +27,7 @@ TIMELINE_MAX = 1 << 63
 
 
 class Entrance:
-    """One worker's way into the job.
+    """The steps by which one worker joins the job.
 
     Args:
         memberships: told of every shard that has let the worker in, so that its lease is kept from then on.
@@ -44,7 +44,8 @@ class Entrance:
         self.run_id = config.run_id
 
     def join(self) -> list[control_pb2.JoinReply]:
-        """Enter as a new session, with all shards on one timeline; what they say. The memberships have it as being made."""
+        """Join as a new session, with all shards on one timeline; return their replies. The memberships have it as being
+        made."""
         return join_one_timeline(self._join_all, self._shards)
 
     def _join_all(self) -> list[control_pb2.JoinReply]:
@@ -93,7 +94,7 @@ class Entrance:
         )
 
     def resume(self, lane: Lane, call: Call, error: ShardRestarted) -> None:
-        """Go on with the same session at a shard that was killed and came back with what it held.
+        """Resume the same session at a shard that was killed and came back with its state.
 
         Called by the threads of operations and by that of the heartbeats. Whoever is slower than the other one, or than a new
         session, changes nothing.
@@ -118,6 +119,6 @@ class Entrance:
 
 
 def _check(reply: control_pb2.JoinReply, lane: Lane) -> None:
-    """Raise InternalError for what no shard says of itself."""
+    """Raise InternalError for a reply that no shard sends."""
     if not (reply.incarnation and reply.session and reply.timeline < TIMELINE_MAX and 0 < reply.lease_s < math.inf):
         raise InternalError(f"shard {lane.shard} at {lane.address}: its answer to a worker that joins makes no sense")

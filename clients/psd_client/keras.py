@@ -1,4 +1,4 @@
-"""The Keras face: `distribute` makes a Keras optimizer's variables and slots live on the shards.
+"""The Keras face: `distribute` places a Keras optimizer's variables and slots on the shards.
 
     model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1)), loss=...)     # model.fit as ever
 
@@ -122,7 +122,7 @@ def _link_type() -> type[Link]:
 
         return TorchLink
     raise InvalidRequest(
-        f"keras: psd has no face for the backend {name!r}; use tensorflow or torch (for JAX see psd_client.jax)"
+        f"keras: psd does not support the backend {name!r}; use tensorflow or torch (for JAX see psd_client.jax)"
     )
 
 
@@ -144,7 +144,7 @@ def _options(given: Any) -> KerasOptions:
 
 
 class _Distributed:
-    """What a program finds at the result beside what Keras defines.
+    """Properties and methods of the result beyond those of Keras.
 
     Attributes:
         batch_size: samples behind the gradients of the next step, 1 unless the program sets it. Workers with batches of
@@ -175,7 +175,7 @@ class _Distributed:
         return self._link.error
 
     def pull(self) -> None:
-        """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
+        """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
         self._link.worker.pull_flat()
         self._link.load()
         self.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
@@ -208,20 +208,21 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> float | None:
-        """As in Keras: a fixed one. None can be set only by `distribute`: a LossScaleOptimizer around this one would do so."""
+        """A fixed factor, as in Keras. None can be set only by `distribute`: a LossScaleOptimizer around this one would do
+        so."""
         return self._loss_scale_factor
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
         if value is None and getattr(self, "_link", None) is not None and not self._link.is_scaled:
             raise InvalidRequest(
-                "LossScaleOptimizer: it would leave out steps for which the other workers wait; set the dtype policy, or pass "
+                "LossScaleOptimizer: it would skip steps that the other workers wait for; set the dtype policy, or pass "
                 'the LossScaleOptimizer to distribute(), with nan_policy="skip"'
             )
         self._loss_scale_factor = value
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        """Keras's hook for the update itself: gradients are there, and unscaled by a fixed loss_scale_factor."""
+        """Override Keras's hook for the update itself: gradients are there, and unscaled by a fixed loss_scale_factor."""
         indices = [self._get_variable_index(variable) for variable in trainable_variables]
         clock = self._link.exchange(self.learning_rate, indices, grads)
         self._iterations.assign(clock - 1)  # Keras adds 1 when this returns
@@ -240,7 +241,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(package="psd")
 class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
-    """As DistributedOptimizer, with dynamic loss scaling: a step with an infinity on any worker is skipped on all of them.
+    """A DistributedOptimizer with dynamic loss scaling: a step with an infinity on any worker is skipped on all of them.
 
     Args:
         scaler: whose options it takes, and which a saved model has.
@@ -253,7 +254,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self.build(link.declaration.variables[: link.declaration.trained])
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """As in Keras, but that infinities are pushed, too: psd finds them, and skips the round."""
+        """Apply gradients as Keras does, but push infinities, too: psd finds them, and skips the round."""
         ops = keras.ops
         scale = ops.convert_to_tensor(self.dynamic_scale)
         unscaled = [None if gradient is None else ops.divide(gradient, scale) for gradient in grads]
@@ -272,5 +273,5 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """As DistributedOptimizer.from_config."""
+        """Return the given optimizer, see DistributedOptimizer.from_config."""
         return keras.optimizers.deserialize(config["given"], custom_objects=custom_objects)

@@ -1,4 +1,4 @@
-"""What a Keras model and its optimizer declare, checked before anybody is connected to.
+"""The declaration of a Keras model and its optimizer, checked before connecting.
 
 Decides names, groups, what is trained and what is only shared, and refuses what the shards would not do as Keras does. Names
 are the variables' paths. Imports no framework. Must not know connections, gradients or steps.
@@ -19,7 +19,7 @@ from psd_client.optimizers import scalar_values
 
 @dataclass(frozen=True, eq=False)
 class Declaration:
-    """What one model and optimizer declare.
+    """The declaration of one model and optimizer.
 
     Attributes:
         variables: Keras variables: those that are trained, in the order of model.trainable_variables, then those of frozen
@@ -34,7 +34,7 @@ class Declaration:
     options: list[dict[str, Any]]
 
     def scalars(self, learning_rate: float) -> list[list[float]]:
-        """What travels with a push, per group; raises InvalidRequest for a learning rate that is out of range."""
+        """The scalars of a push, per group; raises InvalidRequest for a learning rate that is out of range."""
         trained = [
             scalar_values(spec, {**options, "lr": learning_rate}, index)
             for index, (spec, options) in enumerate(zip(self.groups, self.options, strict=False))
@@ -43,7 +43,7 @@ class Declaration:
 
 
 def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], bool]) -> Declaration:
-    """Everything that is declared. `decays`: whether the optimizer applies its weight decay to a variable.
+    """Read and check the declaration. `decays`: whether the optimizer applies its weight decay to a variable.
 
     Raises:
         InvalidRequest, InvalidTensor: the model has no variables yet, none to train, or one that psd cannot train.
@@ -71,7 +71,8 @@ def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], 
 
 
 def _frozen(model: Any, trained: list[Any]) -> list[Any]:
-    """What layers could train but do not. Not what they keep for themselves, such as BatchNormalization's statistics."""
+    """The variables that layers could train but do not. Not what they keep for themselves, such as BatchNormalization's
+    statistics."""
     known = {id(variable) for variable in trained}
     frozen: dict[int, Any] = {}
     for layer in model._flatten_layers():  # noqa: SLF001 - the public ways do not tell weights from statistics
@@ -101,7 +102,7 @@ def _dtype(variable: Any) -> str:
 
 
 def _unique(paths: Iterable[str]) -> list[str]:
-    """The paths; the n-th of the same one, from the second on, gets ":n" behind it, since Keras lets layers share a name."""
+    """Unique paths: from the second of the same one on, ":n" is appended, since Keras lets layers share a name."""
     counts: dict[str, int] = {}
     names = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""The step between a Keras optimizer and the shards, whichever backend computes: what the backends' halves have in common.
+"""The step between a Keras optimizer and the shards, as far as it is common to all backends.
 
 Must not know a framework, shards or messages.
 """
@@ -64,7 +64,7 @@ class Link(ABC):
         self.ps.close()
 
     def push_pull(self, learning_rate: float, missing: Sequence[int], write: Callable[[FlatBuffers], None]) -> tuple[int, bool]:
-        """Have `write` put the gradients into the buffers, push and pull; the clock, and whether the round was skipped.
+        """Have `write` put the gradients into the buffers, push and pull; return the clock, and whether the round was skipped.
 
         missing: indices of the trained variables without a gradient.
         """

@@ -1,4 +1,4 @@
-"""What Keras's optimizers are called on the shards: rule, flags and numbers, by Keras's names.
+"""Keras's optimizers as the shards know them: rule, flags and numbers, by Keras's names.
 
 Decides which classes and options psd has, and refuses the others by name. Where Keras computes otherwise than torch, the rule
 has the flag "keras" (psd_core/csrc/rule_*.h say what it changes), and a Keras user always gets it. Imports no framework: it
@@ -77,7 +77,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class KerasOptions:
-    """What an optimizer is to the shards.
+    """An optimizer as the shards know it.
 
     Attributes:
         always: flags that do not follow from the options. values: psd's options but for the learning rate.
@@ -91,17 +91,17 @@ class KerasOptions:
     clip_norm: float | None = None
 
     def group(self, *, decays: bool) -> tuple[GroupSpec, dict[str, Any]]:
-        """A group as it is declared, and its options without the learning rate."""
+        """The declaration of a group, and its options without the learning rate."""
         values = {**self.values, "weight_decay": self.weight_decay if decays else 0.0}
         return group_spec(self.rule, self.always, values), values
 
     def with_staleness(self, name: str, scalars: Mapping[str, float]) -> KerasOptions:
-        """The same, with what is done about the age of gradients."""
+        """The same, with this treatment of the age of gradients."""
         return replace(self, rule=replace(self.rule, staleness=name), values={**self.values, **scalars})
 
 
 def options_of(name: str, config: Mapping[str, Any]) -> KerasOptions:
-    """What a class of keras.optimizers is to the shards; `config`: its get_config().
+    """The rule and options of a class of keras.optimizers; `config`: its get_config().
 
     Raises:
         TypeError: psd does not have the class. InvalidRequest: it does not have an option.

@@ -23,7 +23,7 @@ from psd_client.keras_link import Link
 
 
 class _Run(NamedTuple):
-    """Gradients of neighbours: where they go, and how many arrays they are."""
+    """A run of gradients that lie side by side: their place, and the number of arrays."""
 
     space: int
     start: int
@@ -66,7 +66,7 @@ class TensorFlowLink(Link):
         return clock
 
     def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
-        """Traced once for each choice of variables that have a gradient, given by their index."""
+        """Run one step; traced once for each choice of variables that have a gradient, given by their index."""
         gradients = {int(index): gradient for index, gradient in named.items()}
         runs, arrays = self._runs(gradients)
         trained = range(self.declaration.trained)
@@ -89,7 +89,7 @@ class TensorFlowLink(Link):
         return tf.ensure_shape(clock, ()), tf.ensure_shape(is_skipped, ())
 
     def _runs(self, gradients: dict[int, Any]) -> tuple[list[_Run], list[Any]]:
-        """The gradients in the order of the flat spaces, flat and in the buffers' dtypes, and where runs of them go."""
+        """The gradients in the order of the flat spaces, flat and in the buffers' dtypes, and the places of runs of them."""
         runs: list[_Run] = []
         arrays: list[Any] = []
         for number, space in enumerate(self.worker.gradients.layout.spaces):
@@ -116,7 +116,7 @@ class TensorFlowLink(Link):
         self._assign(everything, self._call(lambda: [views[index] for index in everything], [], [], everything))
 
     def _call(self, function: Callable[..., list[Any]], inputs: list[Any], first: list[Any], indices: list[int]) -> list[Any]:
-        """Call Python from the graph; its results have the dtypes `first`, and then those of the shards for some tensors."""
+        """Call Python from the graph; the results have the dtypes `first`, and then those of the shards for some tensors."""
         dtypes = [tf.as_dtype(self.declaration.tensors[index].master_dtype) for index in indices]
         return list(tf.numpy_function(function, inputs, [*first, *dtypes]))
 

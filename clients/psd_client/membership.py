@@ -1,4 +1,4 @@
-"""Where a worker is in the job, as the shards have confirmed it: the session, and which life of each shard knows it.
+"""A worker's membership as the shards have confirmed it: the session, and which life of each shard knows it.
 
 The thread of an operation makes memberships, and that of the heartbeats reads them and notes which shards were restarted. So a
 membership is a value, and every change is made under one lock, to the membership that it is about and to no later one. Must not
@@ -17,7 +17,7 @@ from psd_client.transport import Cancelled
 
 @dataclass(frozen=True)
 class Membership:
-    """What the shards answered when the worker joined.
+    """The shards' replies when the worker joined.
 
     Attributes:
         run_id, session: as in Caller.
@@ -35,7 +35,7 @@ class Membership:
     is_joining: bool = False
 
     def caller(self, shard: int) -> job_pb2.Caller:
-        """Who asks, for a request to that shard."""
+        """The caller of a request to that shard."""
         return job_pb2.Caller(run_id=self.run_id, incarnation=self.incarnations[shard], rank=self.rank, session=self.session)
 
     def with_incarnation(self, shard: int, incarnation: int) -> Membership:
@@ -46,7 +46,7 @@ class Membership:
 
 
 class Memberships:
-    """The membership that a worker has, and the one that it is about to get: leases run from the first shard's answer on.
+    """The present membership of a worker, and the one that it is about to get: leases run from the first shard's answer on.
 
     Attributes:
         on_joining: called when there is a new one, whose leases are to be renewed.
@@ -60,13 +60,13 @@ class Memberships:
 
     @property
     def latest(self) -> Membership | None:
-        """Whose leases are to be renewed; None before the worker has joined anywhere, and after it has left."""
+        """The membership whose leases are to be renewed; None before the worker has joined anywhere, and after it has left."""
         with self._lock:
             return self._joining if self._joining is not None else self._held
 
     @property
     def held(self) -> Membership:
-        """As whom the worker makes its calls; Cancelled if another thread has left the job."""
+        """The membership for the worker's calls; Cancelled if another thread has left the job."""
         held = self._held
         if held is None:
             raise Cancelled
@@ -78,13 +78,13 @@ class Memberships:
         return self._held is not None
 
     def begin(self, first: Membership) -> None:
-        """Shard 0 has issued a session; an earlier one that was being made is given up."""
+        """Begin a membership with the session that shard 0 has issued; an earlier one in the making is given up."""
         with self._lock:
             self._joining = replace(first, is_joining=True)
         self.on_joining()
 
     def on_joined(self, session: int, shard: int, incarnation: int, lease_s: float) -> None:
-        """Another shard knows the session that is being made."""
+        """Note that another shard knows the session in the making."""
         with self._lock:
             joining = self._joining
             if joining is not None and joining.session == session:
@@ -93,7 +93,7 @@ class Memberships:
         self.on_joining()
 
     def complete(self) -> Membership:
-        """All shards know the session that was being made: it is the worker's."""
+        """Make the session in the making the worker's: all shards know it."""
         with self._lock:
             if self._joining is None:
                 raise Cancelled
@@ -101,13 +101,13 @@ class Memberships:
             return self._held
 
     def give_up(self) -> None:
-        """No session is being made any more, whether or not it has become the worker's."""
+        """Drop the session in the making, whether or not it has become the worker's."""
         with self._lock:
             self._joining = None
 
     def on_resumed(self, seen: Membership, shard: int, incarnation: int) -> bool:
-        """Another life of a shard has taken over the session of `seen`; False if that is not the worker's any more, or another
-        thread has been faster."""
+        """Note that another life of a shard has taken over the session of `seen`; False if that is no longer the worker's, or
+        another thread has been faster."""
 
         def changed(membership: Membership | None) -> Membership | None:
             if membership is None or membership.session != seen.session:
@@ -122,7 +122,7 @@ class Memberships:
             return before != (self._held, self._joining)
 
     def end(self) -> Callable[[int], Membership | None]:
-        """Leave: nobody is a member any more. Returns as whom each shard has known the worker last."""
+        """Leave: drop both memberships. Returns as whom each shard has known the worker last."""
         with self._lock:
             held, joining = self._held, self._joining
             self._held = self._joining = None

@@ -1,4 +1,4 @@
-"""Groups and scalars, as they are declared and pushed, from a rule as the worker names it, psd_client.Adam(lr=1e-3) say.
+"""Groups and scalars, for declarations and pushes, from a rule that the worker names, such as psd_client.Adam(lr=1e-3).
 
 The rules are in psd_core/rules.py; and CustomRule. Must not know tensors or connections.
 """
@@ -15,14 +15,14 @@ from psd_core.optimizer import Optimizer, number, option_of, scalar_of
 
 
 def spec_of(optimizer: Optimizer) -> GroupSpec:
-    """The group that a rule declares: its name, and what is fixed for the job."""
+    """The group that a rule declares: its name and fixed facts."""
     if isinstance(optimizer, CustomRule):
         return optimizer.spec
     return group_spec(GroupSpec(optimizer.rule), optimizer.always, optimizer.option_values())
 
 
 def group_spec(declared: GroupSpec, always: tuple[str, ...], options: Mapping[str, Any]) -> GroupSpec:
-    """What would be declared for a group of the same rule and staleness with these options, such as an entry of `param_groups`.
+    """The declaration of a group of the same rule and staleness with these options, such as an entry of `param_groups`.
 
     Momentum is both a number and, if it is not 0, the flag that gives it a slot.
     """

@@ -51,17 +51,17 @@ class ParamGroups:
             members = list(group["params"])
             for name in members:
                 if name not in unassigned:
-                    problem = "stands in two groups" if name in self.group_of else "is not among the parameters"
+                    problem = "is in two groups" if name in self.group_of else "is not among the parameters"
                     raise ValueError(f"groups[{index}]['params']: {name!r} {problem}")
                 del unassigned[name]
                 self.group_of[name] = index
             self.groups.append({"params": members} | rule.scalars() | stale_scalars)
             self.specs.append(replace(spec_of(rule), staleness=name_of_staleness))
         if unassigned:
-            raise ValueError(f"groups: {next(iter(unassigned))!r} stands in no group")
+            raise ValueError(f"groups: {next(iter(unassigned))!r} is in no group")
 
     def scalars(self) -> list[list[float]]:
-        """What travels with the next push; raises InvalidRequest, KeyError or TypeError for what the user has put there."""
+        """The scalars of the next push; raises InvalidRequest, KeyError or TypeError for the user's wrong values."""
         if self._checked is None or self._checked[0] != self.groups:
             values = [
                 scalar_values(spec, group, i) for i, (spec, group) in enumerate(zip(self.specs, self.groups, strict=True))

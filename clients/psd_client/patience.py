@@ -1,4 +1,4 @@
-"""How long whoever waits for the other end of a bulk connection goes on waiting: looked up every PAUSE_S, in its own thread.
+"""Patience of whoever waits for the other end of a bulk connection: checked every PAUSE_S, in its own thread.
 
 Not beyond the call's deadline; not for long once it was cancelled; and over TCP not if nothing has moved for SILENT_S, since a
 shard that is there says so. Must not know messages.
@@ -14,11 +14,11 @@ from psd_client.transport import CANCEL_S
 
 PAUSE_S = 0.5
 SILENT_S = 16.0
-"""More than three times as long as a shard takes between two words on a connection with a call under way."""
+"""Longest silence on a connection with a call under way: more than three times what a shard allows itself."""
 
 
 class Patience:
-    """Of one connection, for one call after the other. `cancel` may come from any thread."""
+    """The patience of one connection, for one call after the other. `cancel` may come from any thread."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -29,17 +29,17 @@ class Patience:
         stream.set_patience(PAUSE_S, self.check)
 
     def begin(self, timeout_s: float) -> None:
-        """A call begins."""
+        """Note that a call begins."""
         self._moved_at = time.monotonic()
         self._deadline = self._moved_at + timeout_s
 
     def cancel(self) -> None:
-        """The call is to end: CANCEL_S from now, or from the first time that this was said."""
+        """End the call: CANCEL_S from now, or from the first time that this was called."""
         self._cancelled_at = min(self._cancelled_at, time.monotonic())
         self._deadline = math.inf
 
     def check(self) -> None:
-        """Nothing has moved for a while: raise what ends the call, if anything does.
+        """Raise whatever ends the call, if anything does, because nothing has moved for a while.
 
         Raises:
             TimeoutError: its time is up. Disconnected: the other end has vanished.

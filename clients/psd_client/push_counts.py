@@ -1,4 +1,4 @@
-"""What has become of a worker's pushes, as its program is told by `stats()`: what shards and decisions said, and nothing else.
+"""Outcomes of a worker's pushes, which `stats()` shows: exactly what shards and decisions said.
 
 Must not know shards, or when anything is sent.
 """
@@ -34,7 +34,7 @@ class PushCounts:
         self._lock = threading.Lock()
 
     def on_reply(self, sent: SentPush, shard: int, reply: data_pb2.PushReply) -> None:
-        """Note what a shard says of a push; it replaces what the shard said before. From any thread.
+        """Note a shard's reply to a push; it replaces the shard's earlier reply. From any thread.
 
         A shard that is sent the push again, because it was killed, has staged it, although the decision is known.
         """

@@ -1,4 +1,4 @@
-"""A reader: fetches consistent copies of the parameters while training goes on, and takes part in nothing.
+"""A reader: fetches consistent copies of the parameters while training continues, and takes part in nothing.
 
 It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
 version throughout, no worker waits, and no round counts the reader. Must not know sessions, clocks or gradients.
@@ -25,10 +25,10 @@ from psd_client.transport import Call, Lane, Scope
 from psd_client.waiting import Health
 
 AHEAD = 2
-"""Rounds ahead at which the first attempt aims; twice as far after each one that came too late."""
+"""Rounds ahead at which the first attempt aims; doubled after each attempt that came too late."""
 
 PATIENCE_S = 1.0
-"""If no round closes for so long, training rests, and the reader takes the blocks where they are."""
+"""Seconds without a closed round after which training is at rest, and the reader takes the blocks as they are."""
 
 DESCRIBE_TIMEOUT_S = 10.0
 

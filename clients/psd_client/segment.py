@@ -52,7 +52,7 @@ class Segment:
         self._end = ALIGN_BYTES
 
     def zeros(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
-        """A (size,) array and where it begins, in bytes. It keeps the memory, not the descriptor."""
+        """A (size,) array and its offset in bytes. It keeps the memory, not the descriptor."""
         start = self._end
         array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
         self._end += aligned(size * dtype.itemsize)
@@ -60,7 +60,8 @@ class Segment:
         return array, start
 
     def give_up(self, received: Sequence[NDArray[Any]]) -> None:
-        """Keep the memory, where it is and as it is, for this process alone: others go on seeing it as it was.
+        """Make the memory private to this process, at the same address and with the same contents: others keep seeing the old
+        contents.
 
         From now on a page becomes this process's own when it writes there. received: arrays cut from here which only others
         write to; they become its own at once, so that what is still written there is not seen either.
@@ -88,5 +89,5 @@ if hasattr(os, "memfd_create"):
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up to ALIGN_BYTES."""
+    """A number of bytes, rounded up to ALIGN_BYTES."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,4 +1,4 @@
-"""One push as it was begun: its name and content, what shards have said of it, and whether a call made again means it.
+"""One push: its name and content, the shards' replies, and whether a repeated call means it.
 
 Must not know when it is sent, nor how it travels.
 """
@@ -23,7 +23,7 @@ PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace, Keyb
 """Errors after which the very same push may succeed."""
 
 DIGEST_BYTES_MAX = 1 << 30
-"""Of gradients that are looked at after Ctrl-C, which is not kept waiting: a second's work. Larger ones are given up."""
+"""Limit of gradients that are compared after Ctrl-C: a second's work. Larger ones are given up."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class SentPush:
     def part(
         self, shard: int, caller: job_pb2.Caller, blocks: Sequence[Block], buffers: FlatBuffers, versions: Sequence[int]
     ) -> GradientPart:
-        """What one shard is sent. `versions`: of its blocks, that this worker has read; where there are no rounds."""
+        """The part of one shard. `versions`: of its blocks, that this worker has read; where there are no rounds."""
         own = data_pb2.PushHeader()
         own.CopyFrom(self.header)
         own.caller.CopyFrom(caller)
@@ -78,22 +78,23 @@ class SentPush:
 
     @property
     def may_be_completed(self) -> bool:
-        """True if the push itself was not refused, and is whole: the same numbers, sent again, complete it."""
+        """True if the push itself was not refused, and is whole, so that the same numbers, sent again, complete it."""
         is_passing = isinstance(self.error, PASSING) or (isinstance(self.error, SessionFenced) and not self.is_superseded)
         return is_passing and (self.feed is None or self.feed.is_finished)
 
     def on_failure(self, error: BaseException, blocks: Sequence[Block], buffers: FlatBuffers) -> None:
-        """Note why its call has failed, and what has left, so that the next call can tell whether it means this push."""
+        """Note the failure of its call, and what has left, so that the next call can tell whether it means this push."""
         self.error = error
         if isinstance(error, Exception) or sum(block.gradient_nbytes for block in blocks) <= DIGEST_BYTES_MAX:
             self._left = dict(self._digests(blocks, buffers, self.feed, self.present))
 
     def is_same(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, skip: bool) -> bool:
-        """True if a call made after one that has failed may be the same call, as far as this goes; see `is_unchanged`, too."""
+        """True if a call made after a failed one may be the same call, as far as its arguments tell; see `is_unchanged`,
+        too."""
         return (list(self.header.scalars), self.header.weight, self.skip) == (list(scalars), weight, skip)
 
     def is_unchanged(self, blocks: Sequence[Block], buffers: FlatBuffers, present: NDArray[np.bool_] | None) -> bool:
-        """True if the buffers still hold what has left of this push."""
+        """True if the buffers still hold the parts of this push that have left."""
         if self._left is None:
             return False
         left = [block for block in blocks if block.index in self._left]

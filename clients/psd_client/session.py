@@ -27,9 +27,9 @@ logger = logging.getLogger("psd_client")
 
 LEAVE_TIMEOUT_S = 5.0
 LEAVE_FAILED_TIMEOUT_S = 1.5
-"""Of a worker that has failed, or is interrupted: its program is not to be kept from ending."""
+"""Seconds to leave after a failure or an interruption: the program should not be kept from ending."""
 REJOINS_MAX = 5
-"""In one operation, once its wait timeout is over; then the lease is too short for this network or this worker."""
+"""Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
 
@@ -74,12 +74,12 @@ class Session:
         self.rejoins = 0
 
     def caller(self, shard: int) -> job_pb2.Caller:
-        """Who asks, for a request to that shard."""
+        """The caller of a request to that shard."""
         return self.memberships.held.caller(shard)
 
     @property
     def told_clock(self) -> int:
-        """The clock that heartbeats tell."""
+        """The clock that heartbeats report."""
         pushing = self.pushing
         return self.clock if pushing is None else min(self.clock, pushing)
 
@@ -133,10 +133,10 @@ class Session:
         if not _may_return(error):
             raise error
         self.begin_anew()
-        logger.warning("psd: worker %d: %s; it has joined again and goes on at step %d", self._config.rank, error, self.clock)
+        logger.warning("psd: worker %d: %s; it has joined again and continues at step %d", self._config.rank, error, self.clock)
 
     def begin_anew(self) -> None:
-        """Go on as a new session, declared at all shards: from now on nothing counts that this one still sends. Raises what
+        """Go on as a new session, declared at all shards: nothing counts any more of what the old one still sends. Raises what
         `rejoin` does."""
         self._enter()
         self.rejoins += 1
@@ -157,7 +157,7 @@ class Session:
             except SessionFenced as error:
                 if limit.is_over() or not _may_return(error):
                     raise
-                logger.warning("psd: worker %d: %s, on its way into the job; joining again", self._config.rank, error)
+                logger.warning("psd: worker %d: %s, while joining; joining again", self._config.rank, error)
                 Scope().sleep(REJOIN_PAUSE_S)
             else:
                 self._is_entered = True
@@ -191,14 +191,15 @@ class Session:
         if self._declaration is None:
             return
         if self._followed is None:
-            raise RolledBack("the job has gone back to a checkpoint, and this worker has not followed it there yet")
+            raise RolledBack("the job has gone back to a checkpoint, and this worker has not followed yet")
         if not self._is_entered:
             self.begin_anew()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def prepare_lanes(self) -> list[Share]:
-        """Open the ways for bulk data; how to share memory with those shards that can see this process's."""
+        """Open the transports for bulk data; return a function that shares memory with the shards that can see this
+        process's."""
 
         shares: list[Share | None] = []
         for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
@@ -207,7 +208,7 @@ class Session:
         return [share for share in shares if share is not None]
 
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
-        """Agree on the job, and provide `values` as its initial ones if it has none yet; else `fetch` those that it has."""
+        """Agree on the job; provide `values` as its initial ones if it has none, else `fetch` its own."""
         declaration = Declaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
         is_first, is_provided = self._declaration is None, False
         for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
@@ -235,7 +236,7 @@ class Session:
     # -- in the job ------------------------------------------------------------------------------------------------------
 
     def await_decisions(self, timeout_s: float) -> None:
-        """Exact aggregation: know what was decided on the round before the clock, for pulls and pushes to carry to all shards.
+        """Exact aggregation: learn the decision on the round before the clock, for pulls and pushes to carry to all shards.
 
         A session that follows one that had committed a round begins after that round, which may still be open; and those who
         hear of the decision may leave before they have told all shards.
@@ -298,7 +299,7 @@ class Session:
 
 
 class Limit:
-    """How often something is attempted: for some time, and REJOINS_MAX times in any case: the process may have been stopped."""
+    """A limit on attempts: some time, and REJOINS_MAX times in any case, since the process may have been stopped."""
 
     def __init__(self, now: Callable[[], float], timeout_s: float) -> None:
         self._now = now
@@ -312,7 +313,7 @@ class Limit:
 
 
 class Attempts:
-    """Attempts at something that a session does: after one that has failed because the session is over, it goes on as another.
+    """Attempts at an operation of a session: after a failure because the session has ended, the operation continues as another.
 
         for attempt in session.attempts():
             with attempt:

@@ -1,4 +1,4 @@
-"""Exact aggregation with norms over the whole gradient: brings the verdict on a decided round about.
+"""Exact aggregation with norms over the whole gradient: finds the verdict on a decided round.
 
 Every shard measures its part of the round, shard 0 turns the measures of all into a verdict, and the pull that follows carries
 it to the shards, which apply the round. Any worker may do so, for a round of its own or one whose workers are gone, and all of
@@ -17,15 +17,15 @@ from psd_client.shards import Shards
 from psd_client.transport import Call, Lane
 
 POLL_S = 0.05
-"""Between two questions to all shards, after one was killed. They are asked again, and nobody waits at them: a worker waiting
-at one for what others have to send would not hear that another was killed, and lacks what only this worker can send."""
+"""Seconds between two questions to all shards, after one was killed. They are asked again, and nobody waits at them: a worker
+waiting at one for what others have to send would not hear that another was killed, and lacks what only this worker can send."""
 
 ATTEMPTS_MAX = 8
-"""Two for each thing that is measured, and some for workers that come in between."""
+"""Attempts to settle a round: two for each thing that is measured, and some for workers that come in between."""
 
 
 class Settlement:
-    """One worker's part in it.
+    """The part of one worker in settling rounds.
 
     Args:
         lanes: of the shards that have something to measure.
@@ -59,7 +59,7 @@ class Settlement:
         return max((d.round for d in self._session.decisions if any(d.members)), default=-1)
 
     def settle(self) -> None:
-        """Have the verdict on the latest round, measuring it if nobody has."""
+        """Settle the latest round, measuring it if nobody has."""
         measures: Sequence[job_pb2.Measure] = ()
         under = None
         for _ in range(ATTEMPTS_MAX):
@@ -73,25 +73,25 @@ class Settlement:
                 under = self.verdict if self.verdict is not None and self.verdict.round == round_ else None
                 measures = self._measure(round_, under)
                 self._asked = -1
-        raise InternalError(f"round {round_} was measured again and again, and shard 0 has no verdict on it")
+        raise InternalError(f"round {round_} was measured several times, but shard 0 has no verdict on it")
 
     def on_commit(self, round_: int, reply: control_pb2.CommitReply) -> None:
-        """Note what shard 0 says of a round."""
+        """Note shard 0's decision and verdict on a round."""
         self._asked = round_
         if reply.HasField("verdict"):
             self.verdict = reply.verdict
 
     def on_told(self) -> None:
-        """All shards have the last verdict, and have applied its round."""
+        """Note that all shards have the last verdict, and have applied its round."""
         if self.verdict is not None:
             self.settled = self.verdict.round
 
     def skips(self, round_: int) -> bool:
-        """True if the last verdict is on that round, and skips it."""
+        """True if the last verdict is on that round and skips it."""
         return self.verdict is not None and self.verdict.round == round_ and self.verdict.skip
 
     def forget(self) -> None:
-        """The job has gone back to a checkpoint."""
+        """Forget everything: the job has gone back to a checkpoint."""
         self.verdict, self.settled, self._asked = None, -1, -1
 
     @staticmethod
@@ -99,7 +99,7 @@ class Settlement:
         return verdict is not None and verdict.round == round_ and verdict.is_final
 
     def _ask(self, round_: int, measures: Sequence[job_pb2.Measure], under: job_pb2.Verdict | None) -> None:
-        """Learn what shard 0 knows of the round, after it has been told these measures, if any."""
+        """Learn shard 0's verdict on the round, after sending it these measures, if any."""
 
         def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
             request = control_pb2.CommitRequest(
@@ -116,7 +116,7 @@ class Settlement:
         self.on_commit(round_, reply)
 
     def _measure(self, round_: int, under: job_pb2.Verdict | None) -> list[job_pb2.Measure]:
-        """What the round amounts to, shard by shard; empty if it has closed somewhere, so that shard 0 knows the verdict."""
+        """Measures of the round by shard; empty if it has closed somewhere, so that shard 0 knows the verdict."""
 
         def measure_at(lane: Lane, call: Call) -> control_pb2.MeasureReply:
             self._push_again(lane, call)

@@ -24,14 +24,14 @@ from psd_client.grpc_frames import Answer, initial_frames, push_messages
 from psd_client.transport import Call, GradientPart, Lane, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
-"""Of gradients or parameters, in one message."""
+"""Limit of gradients or parameters in one message."""
 
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
 
 
 class ShardLane(Lane):
-    """One shard. Without `credentials`: no TLS, no token.
+    """The lane to one shard. Without `credentials`: no TLS, no token.
 
     Args:
         transport: "grpc"; "auto", the best way that works; or "shm" or "tcp", which raise ConfigError where they do not work.
@@ -121,7 +121,7 @@ class ShardLane(Lane):
         return connection
 
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
-        """The connection, ready for bulk calls; None: gRPC it is."""
+        """The connection, ready for bulk calls; None to use gRPC."""
         connection = self._opened(caller, call)
         if connection is not None and connection.is_local and self._shared is not None:
             gradients, parameters = self._shared
@@ -145,7 +145,7 @@ class ShardLane(Lane):
         if can_start_threads():
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
-            raise RuntimeError("when the program ends, gRPC cannot send so much with this Python: call close() before")
+            raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # Whoever ends waits for the round, too.
         reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
         return self._answered(reply, part.blocks, None)

@@ -4,6 +4,9 @@ An `Operation` is one such call: its deadline, its scope and its retries. Only e
 retried, by exponential back-off with full jitter, until the retry timeout. That is safe for every call of psd: a push is named
 by (rank, session, clock) and counted once however often it is sent, a barrier by its number, and the others only read or state.
 
+Ours, not tenacity, or gRPC's own retry policy: one deadline spans all shards, another shard's failure ends the wait, and the
+error says which shard could not be reached for how long. gRPC's policy covers no bulk connection.
+
 The first failure cancels the calls to the other shards through their scope, so nothing hangs, and so does an interrupt of the
 calling thread. Clock and randomness are passed in. Must not know what the calls are, nor sessions or gradients.
 """
@@ -31,7 +34,7 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 0.5
 
 ENDING_S = CANCEL_S + 1
-"""How long calls that were cancelled are waited for. What ends later, as a name server that does not answer lets it, finds its
+"""Seconds to wait for calls that were cancelled. What ends later, as a name server that does not answer lets it, finds its
 scope cancelled before it touches anything."""
 
 THROUGHPUT_MIN = 10 << 20
@@ -44,13 +47,13 @@ OnRestart = Callable[[Lane, Call, ShardRestarted], None]
 
 
 def transfer_s(layout: Layout, lanes: Sequence[Lane]) -> float:
-    """Seconds that moving all blocks of the slowest of these lanes may take."""
+    """Seconds that the slowest of these lanes may take to move all its blocks."""
     return max((sum(b.nbytes for b in layout.blocks_of(lane.shard)) for lane in lanes), default=0) / THROUGHPUT_MIN
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long and how often.
+    """The limits of retries.
 
     Attributes:
         timeout_s: how long a shard may fail; 0: no second attempt.
@@ -87,7 +90,7 @@ class Operation(Generic[ResultT]):
         self._deadline = policy.clock() + timeout_s
 
     def call(self) -> Call:
-        """How an attempt that begins now runs."""
+        """The conditions of an attempt that begins now."""
         # A late attempt still gets a moment: the shard's answer says more than a deadline that passed on the way.
         return Call(max(self._deadline - self._policy.clock(), min(self._timeout_s, 1.0)), self.scope)
 
@@ -219,7 +222,7 @@ class Shards:
 
 
 def _cancel(scope: Scope, done: SimpleQueue[Task[Any]], count: int) -> list[Task[Any]]:
-    """Those of the `count` tasks that end in time."""
+    """Cancel the tasks; the results of those of the `count` that end in time."""
     scope.cancel()
     deadline = time.monotonic() + ENDING_S
     ended: list[Task[Any]] = []

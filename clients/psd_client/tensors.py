@@ -1,4 +1,4 @@
-"""Named NumPy arrays in and out of flat buffers: the dict face of the client.
+"""Named NumPy arrays in and out of flat buffers, for the dict face of the client.
 
 Checks names, shapes and dtypes, all of them before anything is written. Must not know shards, clocks or optimizers' arithmetic.
 """
@@ -18,7 +18,7 @@ from psd_client.flat import FlatBuffers
 
 
 def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:
-    """What is declared for named arrays, in their order; `groups` has the index of each one's group."""
+    """Declarations of named arrays, in their order; `groups` has the index of each one's group."""
     specs = []
     for name, value in params.items():
         if not isinstance(name, str):
@@ -41,8 +41,8 @@ def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
 
 
 def check_gradient(what: str, spec: TensorSpec, declared: np.dtype[Any], gradient: Any) -> None:
-    """Raise InvalidTensor unless an array has the tensor's shape, and no numbers that the declared dtype, in which it travels,
-    does not have. `what`: for messages."""
+    """Raise InvalidTensor unless an array has the tensor's shape, and a dtype whose numbers the declared dtype can hold.
+    `what`: for messages."""
     shape, dtype = tuple(gradient.shape), gradient.dtype
     if shape != spec.shape:
         raise InvalidTensor(f"{what}[{spec.name!r}]: shape must be {spec.shape}, got {shape}")
@@ -51,7 +51,7 @@ def check_gradient(what: str, spec: TensorSpec, declared: np.dtype[Any], gradien
 
 
 def write_gradient(view: NDArray[Any], gradient: NDArray[Any]) -> None:
-    """Write a gradient that fits into its view of the buffers: of bfloat16, which nothing else fits, the bits."""
+    """Write a matching gradient into its view of the buffers; for bfloat16, which matches nothing else, its bits."""
     if view.dtype == np.uint16:
         view[...] = gradient.astype(gradient.dtype.newbyteorder("="), copy=False).view(np.uint16)
     else:
@@ -71,7 +71,7 @@ class NamedTensors:
         self._index = {spec.name: index for index, spec in enumerate(specs)}
 
     def write_gradients(self, grads: Mapping[str, Any], buffers: FlatBuffers) -> NDArray[np.bool_] | None:
-        """Write gradients into the buffers; which tensors have one, or None for all.
+        """Write gradients into the buffers; return which tensors have one, or None for all.
 
         Raises:
             InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are as they were.
@@ -108,7 +108,7 @@ def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[A
 
 
 def _of_number(spec: TensorSpec, declared: np.dtype[Any], value: float) -> NDArray[Any]:
-    """A Python number, which has no dtype of its own."""
+    """The array of a Python number, which has no dtype of its own."""
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(float(value), declared)

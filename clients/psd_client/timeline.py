@@ -20,11 +20,11 @@ from psd_client.transport import Call, Lane, Scope
 logger = logging.getLogger("psd_client")
 
 ROLLBACK_TIMEOUT_S = 600.0
-"""Loading a shard's part of a checkpoint."""
+"""Seconds to load a shard's part of a checkpoint."""
 
 ATTEMPTS_MAX = 20
 LOOK_AGAIN_S = 0.5
-"""A mixture that another worker is putting in order is gone after that; otherwise this worker does it."""
+"""Seconds for which another worker may put a mixture of timelines in order; then this worker does it."""
 
 
 def join_one_timeline(
@@ -53,7 +53,7 @@ def join_one_timeline(
 
 
 def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
-    """Numbers alone do not tell: two workers may have begun a timeline at once, from what each had found."""
+    """True if all replies agree on the timeline and its origin: two workers may have begun one at once."""
     return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
 
 
@@ -63,7 +63,7 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) ->
     # The oldest, if there are different ones: the newer may be damaged for some shards.
     checkpoint = min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
     if checkpoint is None:
-        raise StateLost("the shards are of different times, and no shard names a checkpoint to which all could go back")
+        raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
     # A later one than any shard's: those that are on the latest already may have been trained since.
     timeline = latest + 1
     logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)

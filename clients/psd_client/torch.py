@@ -1,4 +1,4 @@
-"""The PyTorch face: `distribute` makes a torch optimizer's parameters and slots live on the shards.
+"""The PyTorch face: `distribute` places a torch optimizer's parameters and slots on the shards.
 
 A step is one push_pull: gradients lie in the client's flat gradient space (torch_gradients.py) and travel to the shards, which
 apply the rule, and the new parameters are copied back into the model in place (torch_parameters.py). Copies convert dtypes and
@@ -65,8 +65,8 @@ def distribute(
         model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
             workers once, and are never pushed.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
-            Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, Lion, or
-            CustomRule for one of your own; its options are then in the result's param_groups.
+            Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
+            or CustomRule for one of your own; its options are then in the result's param_groups.
         params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
             None: all of the model that need gradients.
         ps: a connection; None connects with `connect_args`, as psd_client.connect does.
@@ -242,14 +242,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
 
     def pull(self) -> None:
-        """Fetch the parameters as they are now into the model, without pushing; for evaluation in async and ssp."""
+        """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
         self._gradients.settle()
         self._worker.pull_flat()
         self._parameters.copy()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With overlap: back-propagations in here only add up gradients; the next one outside sends the sums.
+        """Add up gradients without sending them (with overlap); the next back-propagation outside sends the sums.
 
         Without overlap gradients add up until step() in any case, as in torch.
         """
@@ -257,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
-        """Overlap: what travels in front of the gradients, as it is when the first one is there; the push itself."""
+        """Overlap: begin the push when the first gradient is there, with the header as it is then."""
         scalars = self._groups.scalars_now(self.param_groups)
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
@@ -307,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._groups.keep(given, lambda: connection.clock, every)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: what a job trains is fixed when it is declared."""
+        """Raise: what a job trains is fixed when it is declared."""
         if self._is_declared:
             raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
         super().add_param_group(param_group)

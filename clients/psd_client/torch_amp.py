@@ -1,4 +1,4 @@
-"""How a step learns from torch's GradScaler whether a gradient is infinite, and how the scaler learns whether the step counted.
+"""The link to torch's GradScaler: a step learns whether a gradient is infinite, the scaler whether the step counted.
 
 Where it has found an infinity, `scaler.step(optimizer)` leaves an ordinary optimizer's step out; the other workers would then
 wait for a gradient that never comes. An optimizer with `_step_supports_amp_scaling` whose step takes a `grad_scaler` is always
@@ -17,12 +17,12 @@ from psd.contract.errors import InvalidRequest
 
 
 def ignore_the_warning() -> None:
-    """Torch warns a program whose optimizer has this step, on whichever line calls it; nothing there can be changed."""
+    """Silence torch's warning to programs whose optimizer has this step; nothing there can be changed."""
     warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
 def check(scaler: Any, optimizer: Any, nan_policy: str) -> None:
-    """Raise InvalidRequest if a scaler calls whose infinities the shards could not be told of."""
+    """Raise InvalidRequest for a scaler whose infinities cannot be reported to the shards."""
     if scaler is None and hasattr(optimizer, "found_inf"):
         raise InvalidRequest("grad_scaler: this version of torch does not give its GradScaler to the optimizer's step")
     if scaler is not None and nan_policy != "skip":
@@ -37,6 +37,6 @@ def unscale(scaler: Any, optimizer: Any) -> bool:
 
 
 def report(scaler: Any, optimizer: Any, *, is_skipped: bool) -> None:
-    """Let the scaler's next update know whether the step was skipped, whatever this worker's own gradients were."""
+    """Tell the scaler's next update whether the step was skipped, whatever this worker's own gradients were."""
     for found in scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001
         found.fill_(float(is_skipped))

@@ -1,4 +1,4 @@
-"""What a torch model and its optimizer declare, checked before anybody is connected to.
+"""The declaration of a torch model and its optimizer, checked before connecting.
 
 Decides names, groups, what is trained and what is only shared, and refuses what the shards would not do as torch does. Must not
 know connections, gradients or steps.
@@ -29,7 +29,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Declaration:
-    """What one model and optimizer declare.
+    """The declaration of one model and optimizer.
 
     Attributes:
         parameters: the model's distinct parameters. tensors: their specs, in the same order.
@@ -60,7 +60,7 @@ class Options(torch.optim.Optimizer):
 def read_declaration(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...]
 ) -> Declaration:
-    """Everything that is declared, checked before anybody is connected to. `template`: the rule."""
+    """Read and check the declaration. `template`: the rule."""
     groups = [group_spec(template, always, group) for group in optimizer.param_groups]
     named = _named_parameters(model)
     known = {id(parameter) for _, parameter in named}
@@ -93,7 +93,7 @@ def read_declaration(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:
-    """The flags that the optimizer's class stands for, and the rule that it is here."""
+    """Check the optimizer; return the rule that corresponds to it."""
     kind = type(optimizer)
     rule, always = rule_of(kind, torch.optim)
     check_no_slots(optimizer.state.values(), "optimizer: it has been stepped, and its state")
@@ -103,7 +103,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], 
 
 
 def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The model's distinct parameters, by the names that they have without DistributedDataParallel and torch.compile."""
+    """The model's distinct parameters, by their names without DistributedDataParallel and torch.compile."""
     named = [
         (".".join(part for part in name.split(".") if part != "_orig_mod"), parameter)
         for name, parameter in model.named_parameters()  # a tied parameter comes once, by its first name

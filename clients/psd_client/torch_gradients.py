@@ -1,10 +1,10 @@
-"""Where torch's gradients are: in the client's flat buffers, from which they travel.
+"""The gradients of torch's parameters, in the client's flat buffers, from which they travel.
 
 As soon as back-propagation has finished a parameter's gradient a hook copies it into the flat buffer, while it still lies in
 the processor's cache, and makes `.grad` a view of the buffer (torch_places.py). So nothing is copied at the push, and what
 the program does to `.grad` before the step, such as clipping, happens in the buffer. Where `.grad` cannot be a view (another
 device, dtype or memory layout) the copy is made at the push. With `overlap` it is made by the hook, too, and each block leaves
-when it is complete. If the push goes on during the next forward pass, `.grad` stays torch's own, so that nothing but the hook
+when it is complete. If the push continues during the next forward pass, `.grad` stays torch's own, so that nothing but the hook
 of the next back-propagation changes what is sent, and that one waits for the push before.
 
 Must not know shards, sessions or optimizers' options.
@@ -34,7 +34,7 @@ from psd_client.torch_places import Places
 
 @dataclass(frozen=True)
 class Overlap:
-    """How gradients leave before the step.
+    """Options of gradients that leave before the step.
 
     Attributes:
         prepare: called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of
@@ -92,7 +92,7 @@ class Gradients:
     # -- at the step ---------------------------------------------------------------------------------------------------
 
     def gather(self, gradients: Sequence[torch.Tensor | None] | None = None) -> NDArray[np.bool_] | None:
-        """Have all gradients in the buffers; returns which tensors have one, None for all.
+        """Put all gradients into the buffers; return which tensors have one, None for all.
 
         Args:
             gradients: of the trained parameters; None: what is in their `.grad`.
@@ -151,7 +151,7 @@ class Gradients:
             self._going_on = None
 
     def settle(self) -> None:
-        """Wait until the push that goes on has ended; raises what it has failed with."""
+        """Wait until the push under way has ended; raise its error."""
         push = self._going_on
         if push is not None:
             with self._noted_failure(push):
@@ -160,7 +160,7 @@ class Gradients:
 
     @contextmanager
     def _noted_failure(self, push: _Push) -> Iterator[None]:
-        """Whether this worker can go on after a push that has failed: not, if its gradients are not there to be sent again."""
+        """Note a push's failure; raise if this worker cannot go on because its gradients cannot be sent again."""
         try:
             yield
         except NonFiniteGradient as error:
@@ -172,7 +172,7 @@ class Gradients:
                 **error.detail,
             ) from None
         except BaseException as error:
-            if error is not push.error:  # Ctrl-C: the push goes on, and the next one waits for it
+            if error is not push.error:  # Ctrl-C: the push continues, and the next one waits for it
                 self._leave_views()
                 raise
             self._told()
@@ -185,14 +185,14 @@ class Gradients:
         self._overlap.on_told()
 
     def _leave_views(self) -> None:
-        """From now on what the program does to `.grad` does not change what is being sent."""
+        """Protect what is being sent from further changes of `.grad`."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Overlap: give up the push that is under way if the body raises."""
+        """Give up the push under way if the body raises (with overlap)."""
         try:
             yield
         except BaseException:
@@ -200,7 +200,7 @@ class Gradients:
             raise
 
     def abandon(self) -> None:
-        """Overlap: give up the push that is under way. Blocks that have left are counted, as if the worker had died there."""
+        """Give up the push under way (with overlap). Blocks that have left are counted, as if the worker had died there."""
         push, self._push = self._push, None
         if push is not None:
             self._is_broken = True
@@ -208,7 +208,7 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Overlap: gradients of back-propagations in here are only added up, and leave with the next one outside."""
+        """Add up gradients in here without sending them (with overlap); they leave with the next ones outside."""
         before, self._is_syncing = self._is_syncing, False
         try:
             yield
@@ -241,7 +241,7 @@ class Gradients:
     def _pushing(self) -> _Push:
         assert self._overlap is not None
         if self._is_broken:
-            raise InvalidRequest("overlap: an earlier push was given up in its middle, or failed; start this worker again")
+            raise InvalidRequest("overlap: an earlier push failed or was given up halfway; restart this worker")
         if self._push is None:
             self.settle()
             feed, begin = Feed(self._buffers.layout, goes_on=self._goes_on), self._overlap.prepare()
@@ -336,7 +336,7 @@ class _Push:
         return block
 
     def wait(self) -> None:
-        """Return when the push has ended; raises what it has failed with."""
+        """Wait until the push has ended; raise its error."""
         self._thread.join()
         if self.error is not None:
             raise self.error
@@ -348,7 +348,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _hook(method: Any, number: int) -> Callable[[torch.Tensor], None]:
-    """Does not keep the optimizer alive."""
+    """Make a hook that does not keep the optimizer alive."""
 
     def hook(parameter: torch.Tensor) -> None:
         on_gradient = method()

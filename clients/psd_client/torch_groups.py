@@ -65,13 +65,13 @@ class SharedGroups:
         return self.schedule
 
     def scalars_now(self, own: Groups) -> list[list[float]]:
-        """As `scalars`, for the push of the worker's clock, to which the schedule is brought."""
+        """The scalars for the push of the worker's clock, after bringing the schedule to it."""
         if self.schedule is not None:
             self.schedule.follow()
         return self.scalars(own)
 
     def scalars(self, own: Groups) -> list[list[float]]:
-        """What travels with a push, per group; `own`: the distributed optimizer's param_groups.
+        """The scalars of a push, per group; `own`: the distributed optimizer's param_groups.
 
         Raises:
             InvalidRequest: an option that is fixed for the job has changed; or there are other groups than were declared.

@@ -1,4 +1,4 @@
-"""What torch's optimizers are called on the shards: rule and options, by torch's names.
+"""Torch's optimizers as the shards know them: rule and options, by torch's names.
 
 Decides which classes and options psd has, and refuses the others by name. Imports no torch: it looks at names and values.
 """
@@ -20,7 +20,7 @@ _IGNORED = {"foreach", "fused"}
 
 
 def rule_of(kind: type, optim: ModuleType) -> tuple[str, tuple[str, ...]]:
-    """The rule that a class of the module torch.optim is, and the flags that it stands for.
+    """The rule of a class of torch.optim, and the flags that the class implies.
 
     Raises:
         TypeError: another class, or a subclass of one; the message names it.
@@ -50,7 +50,7 @@ def check_options(rule: str, options: Mapping[str, Any], index: int) -> None:
 
 
 def has_slots(state: Mapping[str, Any]) -> str | None:
-    """The first slot in one parameter's state, or None if there is nothing in it that a step has put there.
+    """The first slot in one parameter's state, or None if no step has put any there.
 
     Adagrad makes its slots when it is built; they are worth nothing until the first step.
     """

@@ -1,4 +1,4 @@
-"""Flat buffers as torch sees them, and the way from there into the parameters of a model.
+"""Flat buffers as torch sees them, and copies from there into the parameters of a model.
 
 These keep memory of their own: it may be on another device, of another dtype or memory layout, and back-propagation may still
 read it while the next values arrive.
@@ -57,14 +57,14 @@ class Parameters:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """All of them, which have been received."""
+        """Copy all of them, after they have been received."""
         self._copy(self._pairs)
         self._left = set()
         self.versions = list(self._buffers.versions)
 
     @torch.no_grad()
     def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
-        """Those that can be piece by piece, while others are still being received.
+        """Copy piece by piece those that can be, while others are still being received.
 
         Args:
             next_block: returns the index of one that has been received; None, if there is none now and it is told not to wait,
@@ -95,7 +95,7 @@ class Parameters:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [view for _, view in pairs])
 
     def _copy_block(self, block: int, apart: set[int]) -> None:
-        """Of a block all but the pieces of the tensors `apart`."""
+        """Copy a block, except the pieces of the tensors `apart`."""
         pieces = [(*self._pairs[tensor], elements) for tensor, elements in self._pieces[block] if tensor not in apart]
         if pieces:
             targets = [parameter.view(-1)[elements] for parameter, _, elements in pieces]

@@ -1,4 +1,4 @@
-"""Which gradients lie in the flat buffer, and that none of them lies in another parameter's place.
+"""The places of gradients in the flat buffer: which lie there, and that none lies in another parameter's place.
 
 A parameter's `.grad` is a view of its own place in the buffer, once a hook has put it there; the program may then give it to
 another parameter, or to several. Before anything is written to such a place, what was moved becomes memory of its own.
@@ -47,13 +47,13 @@ class Places:
             self._taken.add(number)
 
     def clear(self, number: int) -> None:
-        """See to it that a parameter's place has no other one's gradient."""
+        """Remove another parameter's gradient from a parameter's place."""
         if number in self._taken and self._parameters[number].grad is not self._views[number]:
             self.part()
 
     @torch.no_grad()
     def part(self) -> None:
-        """See to it that no place has another parameter's gradient."""
+        """Remove gradients from the places of other parameters."""
         taken: set[int] = set()
         apart: dict[int, torch.Tensor] = {}
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):

@@ -1,4 +1,4 @@
-"""A torch learning-rate scheduler at the job's clock, and not at the number of steps that this process has made.
+"""A torch learning-rate scheduler at the job's clock, not at the number of this process's steps.
 
 The two differ where a worker was started again, has fallen behind, or has gone back to a checkpoint with its job. The scheduler
 is moved by its own steps, so that its numbers are the very bits of a run that nothing has disturbed: on to the clock, or from
@@ -31,13 +31,13 @@ _owners: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[Owner]] = WeakKe
 
 
 def register(owner: Owner, *optimizers: torch.optim.Optimizer) -> None:
-    """Schedulers of these optimizers belong to `owner`."""
+    """Register the optimizers, whose schedulers then belong to `owner`."""
     for optimizer in optimizers:
         _owners[optimizer] = ref(owner)
 
 
 def scheduler(given: LRScheduler, *, every: int = 1) -> DistributedScheduler:
-    """Keep a schedule of learning rates at the job's clock, whatever becomes of this process.
+    """Keep a schedule of learning rates at the job's clock, also after this process has restarted.
 
         schedule = psd.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000))
 
@@ -69,7 +69,9 @@ class DistributedScheduler(LRScheduler):
     """A scheduler whose position is the job's clock; made by `scheduler`. Its other attributes are the given one's.
 
     Args:
-        given: as it is at the job's step 0. clock: the worker's. every: steps of the optimizer for each of the scheduler's.
+        given: as it is at the job's step 0.
+        clock: the worker's.
+        every: steps of the optimizer for each of the scheduler's.
     """
 
     def __init__(self, given: LRScheduler, clock: Callable[[], int], every: int) -> None:
@@ -111,7 +113,7 @@ class DistributedScheduler(LRScheduler):
         self.follow()
 
     def on_optimizer_step(self) -> None:
-        """The optimizer has made a step."""
+        """Note that the optimizer has made a step."""
         self._steps_since += 1
 
     def follow(self) -> None:
@@ -131,21 +133,21 @@ class DistributedScheduler(LRScheduler):
             self._advance()
 
     def reapply(self) -> None:
-        """The groups' options have been replaced, by load_state_dict say: set those that the schedule moves."""
+        """Set the options that the schedule moves again, after load_state_dict, say, has replaced them."""
         self._is_stale = True
         self.follow()
 
     def get_last_lr(self) -> list[Any]:
-        """As in torch, at the job's clock."""
+        """The learning rates at the job's clock."""
         self.follow()
         return self._given.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Its position, for reading: there is nothing to be kept that the job's clock does not say."""
+        """The position, for reading only: the job's clock determines it."""
         return {"last_epoch": self._position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Changes nothing: the position stays the job's."""
+        """Do nothing: the position stays the job's."""
         del state_dict
         self.follow()
 
@@ -159,7 +161,7 @@ class DistributedScheduler(LRScheduler):
         self._position += 1
 
     def _rewind(self) -> None:
-        """To the beginning."""
+        """Move the scheduler back to the beginning."""
         self._given.load_state_dict(_copied(self._start, self._given))
         for group, options in zip(self._given.optimizer.param_groups, self._options, strict=True):
             for name in self._moved & options.keys():
@@ -172,7 +174,7 @@ class DistributedScheduler(LRScheduler):
 
 
 def _check(given: Any) -> None:
-    """Raise TypeError or InvalidRequest unless it can be moved to any clock."""
+    """Raise TypeError or InvalidRequest unless the scheduler can be moved to any clock."""
     if isinstance(given, DistributedScheduler) or not isinstance(given, LRScheduler):
         raise TypeError(f"scheduler: expected one of torch.optim.lr_scheduler, got {given!r}")
     for part in _parts(given):
@@ -191,14 +193,14 @@ def _check(given: Any) -> None:
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """It, and those that it is composed of."""
+    """The scheduler and those that it is composed of."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)
 
 
 def _mark(scheduler: Any) -> list[Any]:
-    """What every step changes."""
+    """Everything that each step changes."""
     return [(vars(part).get("last_epoch"), vars(part).get("_step_count")) for part in _parts(scheduler)]
 
 
@@ -209,5 +211,5 @@ def _copied(state: dict[str, Any], scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def _value(option: Any) -> Any:
-    """An option that is not changed in place."""
+    """The value of an option that is not changed in place."""
     return option.clone() if isinstance(option, torch.Tensor) else option

@@ -27,10 +27,10 @@ SMALL_BYTES = 64 << 10
 """See GradientPart.is_small."""
 
 CANCEL_S = 2.0
-"""After a call was cancelled, how long the shard may take to let go of this worker's memory. It takes one block."""
+"""Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
 
 Share = Callable[[FlatBuffers, FlatBuffers], None]
-"""Lets a shard see the gradients and the parameters, whose memory is shared, in all bulk calls from now on."""
+"""A function that lets a shard see the gradients and the parameters, whose memory is shared, in all later bulk calls."""
 
 
 class Cancelled(Exception):
@@ -47,11 +47,11 @@ class Scope:
 
     @property
     def is_cancelled(self) -> bool:
-        """True from the first `cancel` on."""
+        """True after the first `cancel`."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """End every call of the scope, and all that would still begin."""
+        """Cancel the scope's calls, present and later ones."""
         self._cancelled.set()
         with self._lock:
             cancels = list(self._cancels)
@@ -60,7 +60,7 @@ class Scope:
 
     @contextmanager
     def entered(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """A call runs; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
+        """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
         with self._lock:
             self._cancels.add(cancel)
         try:
@@ -74,7 +74,7 @@ class Scope:
                 self._cancels.discard(cancel)
 
     def sleep(self, seconds: float) -> None:
-        """Wait; Cancelled if the scope is or becomes cancelled."""
+        """Wait; raise Cancelled if the scope is or becomes cancelled."""
         self._cancelled.wait(seconds)
         self._check()
 
@@ -85,7 +85,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Call:
-    """How one call runs: its deadline, from now, and the scope that can end it."""
+    """The conditions of one call: its deadline, from now, and the scope that can end it."""
 
     timeout_s: float
     scope: Scope
@@ -93,7 +93,7 @@ class Call:
 
 @dataclass(frozen=True)
 class GradientPart:
-    """What a push sends to one shard.
+    """The part of a push for one shard.
 
     Attributes:
         header: identity, weight and scalars of the push.
@@ -111,7 +111,7 @@ class GradientPart:
 
     @property
     def is_small(self) -> bool:
-        """True if it is all there, and fits the buffers of a socket, or one message."""
+        """True if the part is complete, and fits the buffers of a socket, or one message."""
         return self.feed is None and sum(block.nbytes for block in self.blocks) <= SMALL_BYTES
 
     def outgoing(self) -> Iterator[Outgoing]:
@@ -148,11 +148,12 @@ class Lane(ABC):
 
     @property
     def is_interruptible(self) -> bool:
-        """True if a bulk call made now may be interrupted by an exception out of a signal handler, as Ctrl-C raises."""
+        """True if a bulk call made now may be interrupted by an exception from a signal handler, such as Ctrl-C's."""
         return False
 
     def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
-        """Open what bulk calls need; how to share memory with the shard, None if it cannot see this process's."""
+        """Open the transport for bulk calls; return a function that shares memory with the shard, None if it cannot see this
+        process's."""
         del caller, call
         return None
 
@@ -166,15 +167,15 @@ class Lane(ABC):
 
     @abstractmethod
     def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
-        """Let the shard go back to a checkpoint, on a new timeline."""
+        """Make the shard go back to a checkpoint, on a new timeline."""
 
     @abstractmethod
     def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
-        """Exact aggregation: say that all shards have a push; wait for the decision on its round."""
+        """Exact aggregation: report that all shards have a push; wait for the decision on its round."""
 
     @abstractmethod
     def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        """Exact aggregation: what the shard's part of a decided round amounts to."""
+        """Exact aggregation: fetch the measure of the shard's part of a decided round."""
 
     @abstractmethod
     def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
@@ -184,11 +185,11 @@ class Lane(ABC):
     def begin_heartbeat(
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
-        """Send a heartbeat without waiting; the function returned waits for the reply."""
+        """Send a heartbeat without waiting; return a function that waits for the reply."""
 
     @abstractmethod
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
-        """Say that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
+        """Report that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
 
     @abstractmethod
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
@@ -209,7 +210,7 @@ class Lane(ABC):
 
     @abstractmethod
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
-        """The job, and how far it is, for a reader."""
+        """Fetch the job and its progress, for a reader."""
 
     @abstractmethod
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:

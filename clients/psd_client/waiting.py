@@ -1,4 +1,4 @@
-"""Says on the log what a worker waits for, once that takes long: who is missing, or which shard does not answer.
+"""Explains a worker's long waits on the log: who is missing, or which shard does not answer.
 
 `WaitReporter` knows the operation that runs and when it is to be explained next: after report_after_s, then each time the wait
 has doubled. heartbeat.py asks it whether something is due, and hands it what the shards say. `Health` is the list of shards
@@ -22,7 +22,7 @@ logger = logging.getLogger("psd_client")
 
 
 class Health:
-    """Since when each shard has not answered. Used by all threads of a client."""
+    """The time since which each shard has not answered. Used by all threads of a client."""
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses = addresses
@@ -32,13 +32,13 @@ class Health:
         self._lock = threading.Lock()
 
     def answered(self, shard: int) -> None:
-        """The shard has answered, whatever it said."""
+        """Note that the shard has answered."""
         with self._lock:
             self._failing_since.pop(shard, None)
 
     @contextmanager
     def asking(self, shard: int) -> Iterator[None]:
-        """The shard has a call of the worker's operation."""
+        """Note that the shard has a call of the worker's operation."""
         with self._lock:
             self._asked_since.setdefault(shard, self._clock())
         try:
@@ -48,23 +48,23 @@ class Health:
                 self._asked_since.pop(shard, None)
 
     def failed(self, shard: int, since: float | None = None) -> None:
-        """The shard could not be reached; `since`: when that began."""
+        """Note that the shard could not be reached; `since`: when that began."""
         with self._lock:
             self._failing_since.setdefault(shard, self._clock() if since is None else since)
 
     def silent(self, *, is_joining: bool = False) -> list[str]:
-        """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 does not answer since 7 s".
+        """A clause for each shard that does not answer, such as "shard 1 at 10.0.0.7:7000 has not answered for 7 s".
 
         is_joining: the calls that are under way are such as no shard lets wait, and heartbeats do not ask all shards yet:
         whoever has a call and has not answered it is silent.
         """
         with self._lock:
-            return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "does not answer since")
+            return self._clauses({**(self._asked_since if is_joining else {}), **self._failing_since}, "has not answered for")
 
     def asked(self) -> list[str]:
-        """A clause for each shard that has a call, such as "shard 1 at 10.0.0.7:7000 has a call since 7 s"."""
+        """A clause for each shard that has a call, such as "shard 1 at 10.0.0.7:7000 has had a call for 7 s"."""
         with self._lock:
-            return self._clauses(self._asked_since, "has a call since")
+            return self._clauses(self._asked_since, "has had a call for")
 
     def _clauses(self, since: Mapping[int, float], what: str) -> list[str]:
         now = self._clock()
@@ -99,7 +99,7 @@ class WaitReporter:
 
     @contextmanager
     def watching(self, what: str, step: int) -> Iterator[None]:
-        """The operation `what` runs, at the worker's clock `step`."""
+        """Watch the operation `what`, at the worker's clock `step`."""
         self.last_text, self.last_missing = "", []
         self._current = _Current(what, step, self._clock(), self.report_after_s)
         try:
@@ -119,7 +119,7 @@ class WaitReporter:
         return current is not None and self._clock() >= current.began + self.report_after_s
 
     def report(self, waits: Iterable[control_pb2.Wait], silent: Sequence[str], asked: Sequence[str] = ()) -> None:
-        """Log why the current operation takes long: what the shards say that it waits for, and which shards say nothing.
+        """Log why the current operation takes long: the waits that the shards report, and the shards that do not answer.
 
         asked: which have a call. If there is no other reason it is on its way, or the connection for bulk data is dead.
         """
@@ -137,14 +137,14 @@ class WaitReporter:
             self._warn(clause)
         if not clauses:
             what = f"step {current.step}: {current.what} has taken {waited_s:.0f} s"
-            self._warn("; ".join([what, "no shard says that it waits for anybody", *asked]))
+            self._warn("; ".join([what, "no shard reports a wait", *asked]))
 
     def _warn(self, text: str) -> None:
         logger.warning("%s%s", self._prefix, text)
 
 
 def merge(waits: Iterable[control_pb2.Wait]) -> list[control_pb2.Wait]:
-    """One wait for each kind, name and clock, with the missing workers of all shards in the order of their ranks."""
+    """Merge waits: one for each kind, name and clock, with the missing workers of all shards in the order of their ranks."""
     merged: dict[tuple[control_pb2.WaitKind, str, int], dict[int, control_pb2.WorkerStatus]] = {}
     for wait in waits:
         workers = merged.setdefault((wait.kind, wait.name, wait.clock), {})

@@ -1,4 +1,4 @@
-"""One worker's connection: the order of things (connected, declared, closed), one thread at a time, and the end.
+"""One worker's connection: the order of calls (connect, declare, close), one thread at a time, and the end.
 
 A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
 exits (ending.py). Programs hold a ParameterServer, which has a worker; flat_calls.py adds what all faces build on: flat buffers
@@ -69,7 +69,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """How many workers the job has."""
+        """Number of workers of the job."""
         return self._config.world_size
 
     @property
@@ -123,7 +123,7 @@ class Worker:
             untold, self._untold = self._untold, None
             if untold is not None and is_success:
                 is_success = False
-                logger.error("psd: worker %d: its last push has failed, which the program was not told: %s", self.rank, untold)
+                logger.error("psd: worker %d: its last push failed, and the program has not been told: %s", self.rank, untold)
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
         except BaseException:  # Ctrl-C
@@ -174,7 +174,7 @@ class Worker:
 
     def _warn_unconfirmed(self, why: str) -> None:
         logger.warning(
-            "psd: worker %d: ends without knowing that its last push has been applied; if a shard is killed now, that "
+            "psd: worker %d: ends without knowing whether its last push was applied; if a shard is killed now, that "
             "gradient is lost: %s",
             self.rank,
             why,
@@ -182,12 +182,12 @@ class Worker:
 
     @property
     def gradients(self) -> FlatBuffers:
-        """Where the gradients of the next push are to be written."""
+        """The buffers for the gradients of the next push."""
         return self.declared.gradients
 
     @property
     def parameters(self) -> FlatBuffers:
-        """Where pulls leave the parameters."""
+        """The buffers that pulls write the parameters to."""
         return self.declared.parameters
 
     @property
@@ -202,7 +202,7 @@ class Worker:
         return self._exchange
 
     def _go_back(self, error: RolledBack) -> RolledBack:
-        """Join the timeline that begins at a checkpoint; the error that tells the program so."""
+        """Join the timeline that begins at a checkpoint; return the error that tells the program so."""
         if self._exchange is None:
             return error
         self._exchange.go_back()

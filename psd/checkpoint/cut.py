@@ -50,35 +50,35 @@ class Cut:
 
     @property
     def shard_count(self) -> int:
-        """How many parts there will be."""
+        """The number of parts."""
         return self.layout.shard_count
 
     @property
     def name(self) -> str:
-        """Of its directory; sorts by timeline, then by step."""
+        """Name of the checkpoint's directory; names sort by timeline, then by step."""
         return f"timeline-{self.timeline:05}-step-{self.step:012}-{self.cut_id}"
 
 
 class Progress(tuple[int, int, str]):
-    """What a checkpoint's name says: timeline, step and cut id. Later ones compare as greater."""
+    """The timeline, step and cut id in a checkpoint's name. Later ones compare as greater."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, name: str) -> Progress | None:
-        """None if it is not a checkpoint's name."""
+        """Parse a name; None if it is not a checkpoint's."""
         match = _NAME.fullmatch(name)
         return cls((int(match[1]), int(match[2]), match[3])) if match else None
 
 
 class CheckpointState(str, enum.Enum):
-    """What has become of a checkpoint."""
+    """The condition of a checkpoint."""
 
     VALID = "valid"
     INCOMPLETE = "incomplete"
-    """Has no manifest: it is being written, or whoever wrote it has died, or somebody began to delete it."""
+    """No manifest: it is being written, its writer has died, or its deletion was interrupted."""
     DAMAGED = "damaged"
-    """Has a manifest that its files do not match."""
+    """The files do not match the manifest."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: writes parts, makes them a checkpoint, finds the newest that can be relied on, deletes old ones.
+"""A directory of checkpoints: writes parts, completes checkpoints, finds the newest reliable one, deletes old ones.
 
 The order of writing makes a checkpoint valid at one instant, by one rename or put:
 
@@ -41,7 +41,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash) -> None:
-        """Nothing is read or written yet.
+        """Store the arguments; nothing is read or written yet.
 
         Args:
             url: a local path, or whatever fsspec takes.
@@ -131,7 +131,7 @@ class CheckpointDirectory:
             raise CheckpointCorrupt(str(error)) from None
 
     def _names(self) -> list[str]:
-        """Newest first; whatever else lies in the directory is not ours."""
+        """Names of the checkpoints, newest first; other entries of the directory are ignored."""
         return sorted(filter(Progress.of, self._storage.directories()), key=_progress, reverse=True)
 
     def _inspect(self, name: str) -> CheckpointInfo:
@@ -149,7 +149,7 @@ class CheckpointDirectory:
     # -- deleting ------------------------------------------------------------------------------------------------------
 
     def collect_garbage(self) -> list[str]:
-        """Remove what is no longer needed, once what replaces it is durable; returns the names.
+        """Remove what is no longer needed, once its replacement is durable; return the names.
 
         Left are the newest `keep` valid checkpoints and all that is newer. Unfinished ones go when a newer one is valid,
         damaged ones when there are `keep` newer valid ones. If nothing is valid, nothing is removed.
@@ -172,7 +172,7 @@ class CheckpointDirectory:
         return doomed
 
     def discard(self, cut: Cut) -> bool:
-        """Remove what there is of a cut that will not be completed, so that a full disk has room again.
+        """Remove the remains of a cut that will not be completed, to free the disk.
 
         Returns:
             False if the checkpoint is valid; then it stays.
@@ -194,7 +194,7 @@ class CheckpointDirectory:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_blocks(self, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
-        """The blocks of one shard of `layout`, which may have any number of shards, in their order.
+        """Yield the blocks of one shard of `layout`, in order; the layout may have any number of shards.
 
         Only a few blocks are in memory at a time, and every byte is checked before it is used.
 
@@ -206,7 +206,7 @@ class CheckpointDirectory:
         return restored_blocks(self._storage, manifest, layout, shard_index)
 
     def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
-        """Read every byte of a checkpoint; what is wrong, in words; empty if nothing is. `progress`: bytes read, of all."""
+        """Read every byte of a checkpoint; return its problems in words. `progress`: bytes read, of all."""
         try:
             manifest = self.load(name)
         except CheckpointCorrupt as error:

@@ -21,7 +21,7 @@ from psd.checkpoint.storage import Chunk, Storage, open_storage
 from psd.contract.jobspec import TensorSpec
 
 ExportProgress = Callable[[int, int], None]
-"""Is told the bytes written so far, and how many there will be."""
+"""A callback that takes the bytes written so far and the total."""
 
 ELEMENT_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -44,7 +44,7 @@ def export_tensors(storage: Storage, manifest: Manifest, path: str, progress: Ex
 
 
 def _places(manifest: Manifest) -> list[_Place]:
-    """All tensors, wide elements first, so that each starts on a multiple of its item size."""
+    """Offsets of all tensors, wide elements first, so that each starts on a multiple of its item size."""
     where = {
         int(tensor): (index, int(start))
         for index, stored in enumerate(manifest.spaces)
@@ -79,7 +79,7 @@ def _counted(
 
 
 def converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Master values as a worker holds them; bfloat16 as its bit patterns."""
+    """Master values in a worker's dtype; bfloat16 as its bit patterns."""
     if dtype == "float16":
         with np.errstate(over="ignore"):  # what is too large becomes infinity, as on the worker
             return values.astype("<f2")

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's documents and says whether it can be relied on, as far as documents and sizes tell.
+"""Reads a checkpoint's documents and tells whether it is reliable, as far as documents and sizes show.
 
 The numbers themselves are checked where they are read (reading.py). Must not know other checkpoints.
 """
@@ -18,7 +18,7 @@ _PART = re.compile(r"shard-\d+-of-(\d+)\.json")
 
 
 class Incomplete(Exception):
-    """The checkpoint has no manifest; the message says what there is."""
+    """The checkpoint has no manifest; the message lists what there is."""
 
 
 def load(storage: Storage, name: str, files: Mapping[str, int]) -> Manifest:
@@ -59,7 +59,7 @@ def read_document(storage: Storage, name: str, file: str) -> bytes:
 
 
 def check_size(name: str, files: Mapping[str, int], file: str, nbytes: int) -> None:
-    """Raise CheckpointCorrupt unless the file is there and as long as it was."""
+    """Raise CheckpointCorrupt unless the file exists and has its recorded length."""
     if file not in files:
         raise CheckpointCorrupt(f"{name}/{file}: is missing")
     if files[file] != nbytes:

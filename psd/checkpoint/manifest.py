@@ -28,12 +28,12 @@ from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.v1 import job_pb2
 
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
-"""What the manifest and all its parts must agree on."""
+"""Fields on which the manifest and all parts must agree."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one shard wrote: its document, read.
+    """One shard's part, as its document describes it.
 
     Attributes:
         header_bytes: of the data file, its first 8 bytes included. records: in the order of their bytes.
@@ -161,7 +161,7 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:
-    """A group's rule; what only some groups have is there if they have it."""
+    """The document of a group's rule; optional facts appear only where they apply."""
     fields = dataclasses.asdict(group)
     return {name: value for name, value in fields.items() if value or name in ("rule", "flags", "constants")}
 
@@ -189,17 +189,17 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
             psd_version=document["psd_version"],
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{file}: has unexpected content: {error!r}") from error
+        raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
 
 
 def identity_of(cut: Cut) -> dict[str, Any]:
-    """What each part of a cut must say."""
+    """The fields that every part of a cut must share."""
     head = _head(cut, "")
     return {key: head[key] for key in _IDENTITY}
 
 
 class PartEntry(NamedTuple):
-    """What the manifest says of a part: its document's name, size and SHA-256, its data file's name and size."""
+    """A part as the manifest lists it: its document's name, size and SHA-256, its data file's name and size."""
 
     file: str
     nbytes: int
@@ -226,7 +226,7 @@ class ManifestDocument:
             if len(self.parts) != self._document["shard_count"]:
                 raise CheckpointCorrupt(f"{self.file}: has {len(self.parts)} parts of {self._document['shard_count']}")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
+            raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
 
     def with_parts(self, parts: Sequence[Part]) -> Manifest:
         """The manifest; CheckpointCorrupt unless the parts hold all of the job, each element once."""
@@ -241,7 +241,7 @@ class ManifestDocument:
         except CheckpointCorrupt:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, DecodeError, PsdError) as error:
-            raise CheckpointCorrupt(f"{self.file}: has unexpected content: {error!r}") from error
+            raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
         if not is_known:
             raise CheckpointCorrupt(f"{self.file}: psd {psd.__version__} lays such a job out differently")
         return Manifest(
@@ -272,7 +272,7 @@ def _states(document: Mapping[str, Any]) -> dict[int, bytes]:
 
 
 def _tiled(file: str, spaces: Sequence[StoredSpace], parts: Sequence[Part]) -> tuple[tuple[Record, ...], ...]:
-    """The records of each space by offset, checked: they tile the spaces, and the data files behind their headers."""
+    """The records of each space by offset, after a check that they tile the spaces, and the data files behind their headers."""
     of_space: list[list[Record]] = [[] for _ in spaces]
     for part in parts:
         end = part.header_bytes

@@ -27,10 +27,11 @@ from psd.contract.layout import Block, Layout
 
 READERS = 4
 RECORDS_AHEAD_MAX = 8
-"""Of at most 4 MiB times one plus the slots each: enough to hide a store's latency, little beside a shard's memory."""
+"""Records read ahead, each of at most 4 MiB times one plus the slots: enough to hide a store's latency, little beside a shard's
+memory."""
 
 Advance = Callable[[int], None]
-"""Is told how many bytes more have been read."""
+"""A callback that takes the number of further bytes read."""
 
 
 def overlapping(manifest: Manifest, space: int, offset: int, length: int) -> Sequence[Record]:
@@ -45,7 +46,7 @@ def _offset(record: Record) -> int:
 
 
 class Records:
-    """Reads records in an order that is known before, ahead of their use. Close it."""
+    """Reads records in a known order, ahead of their use. Close it."""
 
     def __init__(self, storage: Storage, manifest: Manifest, wanted: Iterable[Sequence[Record]]) -> None:
         """`wanted`: the records of each use; a record that stands twice in a row is read once."""
@@ -57,7 +58,7 @@ class Records:
         self._current: tuple[Record, BlockPart] | None = None
 
     def get(self, record: Record) -> BlockPart:
-        """The next record of the order, or again the one before; CheckpointCorrupt if a byte of it has changed."""
+        """The next record of the order, or the previous one again; CheckpointCorrupt if a byte of it has changed."""
         if self._current is None or self._current[0] is not record:
             self._current = None
             while len(self._ahead) < RECORDS_AHEAD_MAX and (coming := next(self._coming, None)) is not None:
@@ -85,7 +86,7 @@ def _without_repeats(wanted: Iterable[Sequence[Record]]) -> Iterator[Record]:
 
 
 def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
-    """The bytes of a record; CheckpointCorrupt unless they are those that were written."""
+    """The bytes of a record; CheckpointCorrupt if any has changed since it was written."""
     file = data_file(record.part, manifest.shard_count)
     try:
         data = storage.read(manifest.name, file, record.start, record.start + record.nbytes)
@@ -130,7 +131,7 @@ def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_
 
 
 def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], records: Records) -> RestoredBlock:
-    """A block that was cut differently.
+    """A block that was cut differently, assembled from several records.
 
     A tensor's pieces may have seen different numbers of updates where gradients arrive one by one; the largest holds, because
     with it no rule takes a larger step than it would have.
@@ -161,7 +162,7 @@ def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], recor
 
 
 def verify_part(storage: Storage, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
-    """Read every byte of a part's data file; what is wrong, in words."""
+    """Read every byte of a part's data file; return the problems in words."""
     file = data_file(part.shard_index, manifest.shard_count)
     try:
         header = storage.read(manifest.name, file, 0, part.header_bytes)
@@ -182,7 +183,7 @@ def verify_part(storage: Storage, manifest: Manifest, part: Part, advance: Advan
 
 
 def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[str]:
-    """Whether other readers of the file see what the documents say; only a defect of psd could make a difference."""
+    """Compare the file's own header, which other readers use, with the documents; they differ only by a defect of psd."""
     expected = safetensors.lay_out(
         (field.tensor_name(record.space, record.offset), field.dtype, (field.length,))
         for record in part.records
@@ -191,4 +192,4 @@ def _header_problems(manifest: Manifest, part: Part, header: bytes) -> Iterator[
     entries, _ = safetensors.parse_header(header[safetensors.PREFIX_BYTES :])
     # Empty tensors have no place of their own, so the order of the bytes is not quite the order of the header.
     if sorted(entries) != sorted(expected):
-        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header is not the documents'"
+        yield f"{manifest.name}/{data_file(part.shard_index, manifest.shard_count)}: the header differs from the documents"

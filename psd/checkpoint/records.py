@@ -1,4 +1,4 @@
-"""What a checkpoint says about one block, and how that lies in a shard's data file: a *record*, its arrays one after the other.
+"""A checkpoint's facts about one block, and their layout in a shard's data file: a *record*, its arrays one after the other.
 
     space-0/steps/4096            (k,)  U64   updates applied to each segment
     space-0/sessions/4096         (W,)  U64   the dedup window: per rank, session ...
@@ -31,7 +31,7 @@ _ELEMENT_TYPES = {"float32": "F32", "float64": "F64"}
 
 
 class BlockPart(NamedTuple):
-    """A block at the cut, as its shard hands it over: views of a pinned page, and what lies beside it.
+    """A block at the cut, as its shard hands it over: views of a pinned page, and the facts beside it.
 
     Attributes:
         space, offset, length: which block, in elements of its space.
@@ -53,7 +53,7 @@ class BlockPart(NamedTuple):
 
 
 class RestoredBlock(NamedTuple):
-    """A block as it is to be restored. The arrays may be read-only views; copy them.
+    """A block to be restored. The arrays may be read-only views; copy them.
 
     Attributes:
         block: of the new layout.
@@ -72,7 +72,7 @@ class RestoredBlock(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Where a stored block is, and what its bytes must sum to.
+    """The place of a stored block, and the checksum of its bytes.
 
     Attributes:
         part: index of the shard that wrote it.
@@ -100,14 +100,14 @@ class Field(NamedTuple):
     length: int
 
     def tensor_name(self, space: int, offset: int) -> str:
-        """Under which it stands in the file."""
+        """Name of an array in the file."""
         middle = f"slots/{self.slot}" if self.kind == "slots" else self.kind
         return f"space-{space}/{middle}/{offset}"
 
 
 @dataclass(frozen=True, eq=False)
 class StoredSpace:
-    """A flat space of the job that was stored, with what a record of it is made of.
+    """A flat space of the stored job, with the arrays of its records.
 
     Attributes:
         space: of the layout; its blocks do not matter. ends: where each of its tensors ends, in elements.
@@ -137,7 +137,7 @@ class StoredSpace:
         return int(np.searchsorted(self.ends, offset, side="right"))
 
     def segments_in(self, offset: int, length: int) -> int:
-        """How many tensors have elements in a run."""
+        """Number of tensors with elements in a run."""
         return self.first_tensor(offset + length - 1) - self.first_tensor(offset) + 1
 
 

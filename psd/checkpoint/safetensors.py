@@ -28,7 +28,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "U64": np.dtype("<u8"),
 }
-"""Those that checkpoints are made of."""
+"""Element types of checkpoints."""
 
 PREFIX_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # the library's own limit

@@ -31,7 +31,7 @@ _SEAL_BYTES = len(_seal_of(b""))
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """As text: one line per key, one per element of a list."""
+    """The document as text: one line per key, one per element of a list."""
     lines = []
     for key, value in document.items():
         if isinstance(value, list) and value:

@@ -1,4 +1,5 @@
-"""Where checkpoints lie: whole files in one directory per checkpoint, on a local file system or in any store that fsspec knows.
+"""The storage of checkpoints: whole files in one directory per checkpoint, on a local file system or in any store that fsspec
+knows.
 
 `write` either leaves the whole file, to stay, or no file of that name, whatever happens meanwhile:
 
@@ -35,7 +36,7 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 def no_crash(step: str) -> None:
-    """The crash point of every run that is no test."""
+    """The crash point outside of tests: does nothing."""
 
 
 class Storage(Protocol):
@@ -98,7 +99,7 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> Storage:
 
 @contextlib.contextmanager
 def _surfacing(what: str, kind: type[Exception] = OSError, *, missing_is_failure: bool = False) -> Iterator[None]:
-    """Turn errors of a kind into CheckpointFailed, FileNotFoundError only if asked to."""
+    """Turn errors of a kind into CheckpointFailed; FileNotFoundError only on request."""
     try:
         yield
     except (PsdError, AssertionError):
@@ -193,7 +194,7 @@ class LocalStorage:
                 self._fsync(self._root)
 
     def _make_directory(self, path: Path) -> None:
-        """With its parents, each of them durable."""
+        """Make a directory with its parents, each of them durable."""
         if path.is_dir():
             return
         self._make_directory(path.parent)

@@ -64,7 +64,7 @@ def write_part(
 
 
 def _is_written(storage: Storage, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
-    """Whether the part is there and whole: some object stores show what an interrupted put has left."""
+    """True if the part is there and whole: some object stores show the remains of an interrupted put."""
     file = part_file(shard_index, cut.shard_count)
     if file not in files:
         return False
@@ -77,7 +77,7 @@ def _is_written(storage: Storage, cut: Cut, shard_index: int, files: Mapping[str
 
 
 def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, int]) -> Part:
-    """A part from its document; CheckpointCorrupt unless it is this cut's, and its data file as long as it says."""
+    """Read a part from its document; CheckpointCorrupt unless it is this cut's, and its data file has the recorded length."""
     file = f"{cut.name}/{part_file(shard_index, cut.shard_count)}"
     part = documents.parse_part(document, file, documents.identity_of(cut), shard_index)
     check_size(cut.name, files, data_file(shard_index, cut.shard_count), part.data_bytes)
@@ -100,7 +100,7 @@ def _header(cut: Cut, shard_index: int, plans: _Plans) -> bytes:
 def _chunks(
     cut: Cut, shard_index: int, header: bytes, plans: _Plans, blocks: Iterable[BlockPart], records: list[Record]
 ) -> Iterator[Chunk]:
-    """The data file; appends to `records` what was written of each block."""
+    """Yield the data file's bytes; append to `records` the place and checksum of each block."""
     yield header
     start = len(header)
     for (plan, fields), block in zip(plans, blocks, strict=True):

@@ -1,5 +1,5 @@
-"""What the three commands' argument parsers share: one-line errors, help that keeps its layout, converters, exit statuses, and
-the options that two of them have.
+"""Parts of the three commands' argument parsers: one-line errors, help that keeps its layout, converters, exit statuses, shared
+options.
 
 Converters only say "not a number"; what a number may be is the configuration's business (psd/contract/config.py), whose
 ConfigError the commands report through `Parser.error`, so that each limit is stated in one place.
@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import psd
 from psd.cli.terminal import show
-from psd.contract.config import Limits, ServerConfig
+from psd.contract.config import ServerConfig
 from psd.contract.printable import printable
 
 EXIT_OK = 0
@@ -23,12 +24,12 @@ EXIT_USAGE = 2
 
 
 def exit_status(signum: int) -> int:
-    """The status of a process that a signal ended, as shells count: 130 for SIGINT, 143 for SIGTERM."""
+    """The exit status that shells report for a signal: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + signum
 
 
 def signal_name(signum: int) -> str:
-    """SIGTERM for 15."""
+    """Name of a signal, such as SIGTERM for 15."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -63,6 +64,15 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # noqa: SLF001 - argparse has no public name for it
+
+
+def add_command(commands: Commands, name: str, usage: str, description: str, epilog: str) -> Parser:
+    """Add a command to psdctl; returns its parser."""
+    prog = f"psdctl {name}"
+    return commands.add_parser(name, prog=prog, usage=f"{prog} {usage}", description=description, epilog=epilog)
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Description and epilog as written; options in a column of their own that fits the terminal of a README."""
 
@@ -86,46 +96,63 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected seconds, such as 10 or 0.5, got {text!r}") from None
 
 
-CHECKPOINT_OPTIONS = ("checkpoint_dir", "checkpoint_secs", "checkpoint_steps", "checkpoint_keep")
-"""What add_checkpoint_options adds, as ServerConfig names it."""
+class Option(NamedTuple):
+    """A flag that takes a value. Its help shows the default, unless that is empty or the help names it."""
+
+    metavar: str | None
+    help: str
+    type: Callable[[str], Any] = str
+    choices: Sequence[str] | None = None
+
+
+Options: TypeAlias = dict[str, Option]
+"""Options by the names of their values: --checkpoint-dir sets checkpoint_dir, --lease sets lease_s."""
+
+
+def add_options(group: argparse._ArgumentGroup, options: Options, defaults: Mapping[str, Any], prefix: str = "--") -> None:
+    """Add flags to a group of the help."""
+    for name, option in options.items():
+        default = defaults.get(name)
+        shown = "" if default in ("", None) or "default:" in option.help else " (default: %(default)s)"
+        group.add_argument(
+            f"{prefix}{name.removesuffix('_s').removesuffix('_max').replace('_', '-')}",
+            dest=name,
+            type=option.type,
+            choices=option.choices,
+            default=default,
+            metavar=option.metavar,
+            help=option.help + (shown.replace(")s", ")g") if isinstance(default, float) else shown),
+        )
+
+
+def values(args: argparse.Namespace, options: Options) -> dict[str, Any]:
+    """The parsed values of some options, by name."""
+    return {name: getattr(args, name) for name in options}
+
+
+SERVER_DEFAULTS = vars(ServerConfig(0, 1))
+
+CHECKPOINT_OPTIONS: Options = {
+    "checkpoint_dir": Option(
+        "URL",
+        "where checkpoints are stored, and looked for at the start: a path, or any URL that fsspec knows (default: no "
+        "checkpoints)",
+    ),
+    "checkpoint_secs": Option("S", "take one every S seconds; 0: not by time", seconds),
+    "checkpoint_steps": Option("N", "take one every N steps; 0: not by steps", whole_number),
+    "checkpoint_keep": Option("K", "remove all but the K newest", whole_number),
+}
+"""Options of psd-server that psd-run passes on to it; fields of ServerConfig."""
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that psd-server has and psd-run hands on to it."""
-    default = ServerConfig(0, 1)
-    group = parser.add_argument_group("checkpoints (the same for all shards; see also psdctl checkpoints)")
-    group.add_argument(
-        "--checkpoint-dir",
-        default=default.checkpoint_dir,
-        metavar="URL",
-        help="where checkpoints are stored, and looked for at the start: a path, or any URL that fsspec knows (default: none "
-        "are)",
-    )
-    group.add_argument(
-        "--checkpoint-secs",
-        type=seconds,
-        default=default.checkpoint_secs,
-        metavar="S",
-        help="take one every S seconds; 0: not by time (default: %(default)g)",
-    )
-    group.add_argument(
-        "--checkpoint-steps",
-        type=whole_number,
-        default=default.checkpoint_steps,
-        metavar="N",
-        help="take one every N steps; 0: not by steps (default: %(default)s)",
-    )
-    group.add_argument(
-        "--checkpoint-keep",
-        type=whole_number,
-        default=default.checkpoint_keep,
-        metavar="K",
-        help="remove all but the K newest (default: %(default)s)",
-    )
+    """Add CHECKPOINT_OPTIONS."""
+    group = parser.add_argument_group("checkpoints (use the same for all shards; see also psdctl checkpoints)")
+    add_options(group, CHECKPOINT_OPTIONS, SERVER_DEFAULTS)
 
 
 def add_rule_option(parser: argparse._ArgumentGroup) -> None:
-    """Add the option that psd-server has and psd-run hands on to it."""
+    """Add --rule, which psd-run passes on to psd-server."""
     parser.add_argument(
         "--rule",
         dest="rules",
@@ -137,94 +164,18 @@ def add_rule_option(parser: argparse._ArgumentGroup) -> None:
     )
 
 
-SECURITY_OPTIONS = ("tls_cert", "tls_key", "tls_client_ca", "token_file", "insecure")
-"""What add_security_options adds, as ServerConfig names it."""
-
-
-def add_security_options(parser: argparse.ArgumentParser) -> None:
-    """Add psd-server's options that say who is let in."""
-    group = parser.add_argument_group("security (files are read again when they change)")
-    group.add_argument(
-        "--tls-cert", default="", metavar="FILE", help="PEM certificate, and what leads from it to its authority: TLS"
-    )
-    group.add_argument("--tls-key", default="", metavar="FILE", help="its PEM key, without a password")
-    group.add_argument(
-        "--tls-client-ca",
-        default="",
-        metavar="FILE",
-        help="PEM certificates: let in only clients that have a certificate signed by one of these",
-    )
-    group.add_argument(
-        "--token-file",
-        default="",
-        metavar="FILE",
-        help="let in only clients that have a token; lines: ROLE TOKEN, roles: worker, reader, admin",
-    )
-    group.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without TLS, where the network keeps strangers out"
-    )
-
-
-CREDENTIAL_OPTIONS = {
-    "tls_ca": ("PSD_TLS_CA", "PEM certificates of the authorities that sign the shards': connect by TLS"),
-    "tls_cert": ("PSD_TLS_CERT", "PEM certificate of your own, where shards ask for one"),
-    "tls_key": ("PSD_TLS_KEY", "its PEM key"),
-    "token_file": ("PSD_TOKEN_FILE", "holds your token, where shards ask for one"),
+CREDENTIAL_OPTIONS: Options = {
+    "tls_ca": Option(
+        "FILE", "PEM certificates of the authorities that sign the shards' certificates; turns TLS on (default: PSD_TLS_CA)"
+    ),
+    "tls_cert": Option("FILE", "your own PEM certificate, if the shards require one (default: PSD_TLS_CERT)"),
+    "tls_key": Option("FILE", "its PEM key (default: PSD_TLS_KEY)"),
+    "token_file": Option("FILE", "file with your token, if the shards require one (default: PSD_TOKEN_FILE)"),
 }
-"""What add_credential_options adds, as Credentials names it: the variable that is its default, and the help."""
+"""Options of psdctl; arguments of Credentials."""
 
 
 def add_credential_options(parser: argparse.ArgumentParser) -> None:
-    """Add psdctl's options that say who asks."""
-    group = parser.add_argument_group("who asks")
-    for name, (variable, text) in CREDENTIAL_OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, default=os.environ.get(variable, ""), metavar="FILE", help=f"{text} (default: {variable})")
-
-
-LIMIT_OPTIONS = {
-    "workers_max": "workers of the job",
-    "tensors_max": "tensors of the job",
-    "elements_max": "parameters of the job, all shards together",
-    "message_bytes_max": "one gRPC message; large declarations may need more",
-    "name_bytes_max": "the name of a tensor or a barrier",
-    "reads_max": "readers that are fetching parameters at a time; each may keep another version of them in memory",
-    "calls": "gRPC calls at a time; each has a thread (default: 4 for each of --max-workers, and 576)",
-    "connections": "gRPC connections at a time (default: 2 for each of --max-workers, and 64)",
-    "streams_max": "gRPC calls at a time on one connection; 8 for each worker if they share one (default: %(default)s)",
-}
-"""Each field of Limits, and what its flag's help says."""
-
-
-def add_limit_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each of Limits: --max-workers for workers_max."""
-    group = parser.add_argument_group("limits (requests beyond them are refused)")
-    for name, text in LIMIT_OPTIONS.items():
-        group.add_argument(
-            f"--max-{name.removesuffix('_max').replace('_', '-')}",
-            dest=name,
-            type=whole_number,
-            default=getattr(Limits(), name),
-            metavar="N",
-            help=text if "default:" in text else f"{text} (default: %(default)s)",
-        )
-
-
-def checkpoint_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Their values, as arguments of ServerConfig."""
-    return {name: getattr(args, name) for name in CHECKPOINT_OPTIONS}
-
-
-def security_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Likewise, of add_security_options."""
-    return {name: getattr(args, name) for name in SECURITY_OPTIONS}
-
-
-def credential_options(args: argparse.Namespace) -> dict[str, str]:
-    """Likewise, of add_credential_options, as arguments of Credentials."""
-    return {name: getattr(args, name) for name in CREDENTIAL_OPTIONS}
-
-
-def limit_options(args: argparse.Namespace) -> Limits:
-    """Likewise, of add_limit_options; ConfigError if one is out of range."""
-    return Limits(**{name: getattr(args, name) for name in LIMIT_OPTIONS})
+    """Add CREDENTIAL_OPTIONS, with defaults from the environment."""
+    defaults = {name: os.environ.get(f"PSD_{name.upper()}", "") for name in CREDENTIAL_OPTIONS}
+    add_options(parser.add_argument_group("credentials"), CREDENTIAL_OPTIONS, defaults)

@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command
 from psd.cli.report import size, table
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.errors import PsdError
 from psd.contract.printable import printable
-
-Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for it
 
 _LIST_DESCRIPTION = """\
 List the checkpoints in a directory, newest first. Reads the small documents and the sizes of the files, not
@@ -50,18 +48,18 @@ exit status:
   2     the options are wrong"""
 
 _VERIFY_DESCRIPTION = """\
-Read every byte of one checkpoint, or of all, and compare it with the checksums of when it was written."""
+Read every byte of one checkpoint, or of all, and compare it with the checksums written with it."""
 
 _VERIFY_EPILOG = """\
 examples:
   psdctl verify /data/checkpoints                  all of them
   psdctl verify /data/checkpoints timeline-00000-step-000000001200-7f3a
 
-Without NAME, an incomplete checkpoint is only mentioned: it may be in the middle of being written.
+Without NAME, an incomplete checkpoint is only mentioned: it may be still being written.
 
 exit status:
   0     every byte is as it was written
-  1     something is not, as the lines say; or there is no checkpoint; or the directory cannot be read
+  1     some bytes differ, as the lines say; or there is no checkpoint; or the directory cannot be read
   2     the options are wrong"""
 
 _EXPORT_DESCRIPTION = """\
@@ -85,37 +83,19 @@ exit status:
   2     the options are wrong"""
 
 
-def add_commands(commands: Commands[Parser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add `checkpoints`, `verify` and `export` to psdctl."""
-    parser = commands.add_parser(
-        "checkpoints",
-        prog="psdctl checkpoints",
-        usage="psdctl checkpoints URL [--json]",
-        description=_LIST_DESCRIPTION,
-        epilog=_LIST_EPILOG,
-    )
+    parser = add_command(commands, "checkpoints", "URL [--json]", _LIST_DESCRIPTION, _LIST_EPILOG)
     _where(parser, None)
-    how = parser.add_argument_group("how to show it")
+    how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of a table")
     _finish(parser, _run_list)
 
-    parser = commands.add_parser(
-        "verify",
-        prog="psdctl verify",
-        usage="psdctl verify URL [NAME]",
-        description=_VERIFY_DESCRIPTION,
-        epilog=_VERIFY_EPILOG,
-    )
+    parser = add_command(commands, "verify", "URL [NAME]", _VERIFY_DESCRIPTION, _VERIFY_EPILOG)
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: all)")
     _finish(parser, _run_verify)
 
-    parser = commands.add_parser(
-        "export",
-        prog="psdctl export",
-        usage="psdctl export URL [NAME] --to FILE",
-        description=_EXPORT_DESCRIPTION,
-        epilog=_EXPORT_EPILOG,
-    )
+    parser = add_command(commands, "export", "URL [NAME] --to FILE", _EXPORT_DESCRIPTION, _EXPORT_EPILOG)
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: the newest valid one)")
     what = parser.add_argument_group("what to write")
     what.add_argument("--to", required=True, metavar="FILE", help="path or URL of the file to write")
@@ -157,7 +137,7 @@ def _run_list(directory: CheckpointDirectory, args: argparse.Namespace) -> int:
 
 
 def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
-    """As psdctl checkpoints --help documents it; keys are added in later versions, never changed."""
+    """The object that psdctl checkpoints --help documents; later versions add keys and never change them."""
     return {
         "url": location,
         "newest": next((info.name for info in found if info.state is CheckpointState.VALID), None),
@@ -178,7 +158,7 @@ def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
 
 
 def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
-    """A table for people, without a line end at the end, and below it why those that are not valid are not."""
+    """A table for people, and below it the reasons why some checkpoints are not valid; without a final line end."""
     if not found:
         return f"no checkpoints in {location}"
     rows: list[tuple[str, ...]] = [("CHECKPOINT", "STATE", "STEP", "TIMELINE", "CREATED", "SHARDS", "SIZE")]
@@ -244,7 +224,7 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 
 
 def _progress(what: str) -> Callable[[int, int], None]:
-    """Shows a percentage to people; programs, whose standard error is no terminal, see nothing."""
+    """Show a percentage on a terminal; nothing if standard error is not one."""
     shown = -1
 
     def show(done: int, total: int) -> None:

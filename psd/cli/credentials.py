@@ -1,7 +1,8 @@
 """Certificates and tokens for a job on Kubernetes, as Secrets; `psdctl credentials` prints them.
 
 The certificate is its own authority: one key pair, good for the shards' names alone, trusted by those who hold the certificate.
-Made by the openssl command, since Python itself cannot. Tokens are 256 random bits. Nothing is written to disk.
+Made by the openssl command, since Python itself cannot; the package cryptography could, as a compiled dependency of every
+install for one certificate. Tokens are 256 random bits. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import secrets
 import subprocess
 from typing import Any
 
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, whole_number
+from psd.cli import arguments
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Option, Options, add_options, whole_number
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 
@@ -37,22 +39,22 @@ keep it. To renew them, apply new ones: shards and workers read the files again.
 
 exit status:
   0     printed
-  1     the openssl command is lacking, or has failed
+  1     the openssl command is missing, or failed
   2     the options are wrong"""
 
 
 def check_name(name: str) -> str:
-    """A name that Kubernetes takes for a StatefulSet and its pods; ConfigError if it does not."""
+    """Check that Kubernetes accepts the name for a StatefulSet and its pods; ConfigError if not."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name: expected at most 41 small letters, digits and hyphens, a letter first, got {name!r}")
     return name
 
 
 def secrets_of(name: str, namespace: str = "", *, shards: int = SHARDS_MAX) -> list[dict[str, Any]]:
-    """The Secrets NAME-tls and NAME-tokens, for up to so many shards.
+    """The Secrets NAME-tls and NAME-tokens, for that many shards.
 
     Raises:
-        ConfigError: openssl is lacking, or has failed.
+        ConfigError: openssl is missing, or failed.
     """
     certificate, key = _certificate([f"{name}-{index}.{name}" for index in range(shards)] + ["localhost"])
     tokens = {role: secrets.token_urlsafe(32) for role in ROLES}
@@ -93,24 +95,16 @@ def _certificate(names: list[str]) -> tuple[str, str]:
     return pem["CERTIFICATE"], pem["PRIVATE KEY"]
 
 
-def add_command(commands: argparse._SubParsersAction[Parser]) -> None:
+_OPTIONS: Options = {
+    "name": Option("NAME", "name of the job, that is of its StatefulSet"),
+    "shards": Option("N", "how many shards the certificate is valid for", whole_number),
+}
+
+
+def add_command(commands: Commands) -> None:
     """Add `credentials` to psdctl."""
-    parser = commands.add_parser(
-        "credentials",
-        prog="psdctl credentials",
-        usage="psdctl credentials [--name NAME] [--shards N]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
-    group = parser.add_argument_group("whose")
-    group.add_argument("--name", default="psd", metavar="NAME", help="of the job: of its StatefulSet (default: %(default)s)")
-    group.add_argument(
-        "--shards",
-        type=whole_number,
-        default=64,
-        metavar="N",
-        help="how many shards the certificate is good for (default: %(default)s)",
-    )
+    parser = arguments.add_command(commands, "credentials", "[--name NAME] [--shards N]", _DESCRIPTION, _EPILOG)
+    add_options(parser.add_argument_group("job"), _OPTIONS, {"name": "psd", "shards": 64})
     parser.add_information()
     parser.set_defaults(run=_run, parser=parser)
 

@@ -19,7 +19,17 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 import grpc
 
 from psd.cli import checkpoints, credentials
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Parser, add_credential_options, credential_options, seconds
+from psd.cli.arguments import (
+    CREDENTIAL_OPTIONS,
+    EXIT_FAILURE,
+    EXIT_OK,
+    Commands,
+    Parser,
+    add_command,
+    add_credential_options,
+    seconds,
+    values,
+)
 from psd.cli.report import Answer, as_json, as_text, problems
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, parse_servers
@@ -32,7 +42,7 @@ TIMEOUT_MAX_S = 3_600.0
 _USAGE = "psdctl COMMAND [options]"
 
 _DESCRIPTION = """\
-Look at a job of psd from outside. Takes part in nothing: it can be run at any time, from any machine that
+Look at a job of psd from outside. It takes no part in the job: run it at any time, from any machine that
 reaches the shards, or the checkpoints."""
 
 _EPILOG = """\
@@ -46,10 +56,10 @@ commands:
 
 psdctl COMMAND --help explains each."""
 
-_STATUS_USAGE = "psdctl status [--servers HOST:PORT,...] [options]"
+_STATUS_USAGE = "[--servers HOST:PORT,...] [options]"
 
 _STATUS_DESCRIPTION = """\
-Ask all shards at once for what they know, and show it as one picture: the job, the shards, the workers,
+Ask all shards at once for their status, and show it as one picture: the job, the shards, the workers,
 who waits for whom, and counters. A shard that does not answer is shown as such beside the others."""
 
 _STATUS_EPILOG = """\
@@ -58,12 +68,12 @@ examples:
   PSD_SERVERS=127.0.0.1:7000 psdctl status --watch 2
   psdctl status --json | jq '.workers[] | select(.state == "WORKER_STATE_EXPIRED") | .rank'
 
-A worker is shown once. Where the shards know different things of it, the worst holds: the state that
+Each worker is shown once. Where the shards disagree about it, the worst is shown: the state that
 needs most attention, the lowest clock, the longest silence.
   live       renews its lease             finished   has left; nobody waits for it
   absent     has not joined yet           expired    its lease ran out; nobody waits for it
 
-AGE, in async and ssp: how many gradients, block by block, were applied so many updates after their worker
+AGE, in async and ssp: how many gradients, block by block, were applied that many updates after their worker
 had read the parameters ("ages" of StatusReply: 0, 1, 2, 3 to 4, 5 to 8, and so on).
 
 --json prints one object:
@@ -77,17 +87,17 @@ Numbers are numbers, except "incarnation" and "session": 64-bit names, which wou
 readers that use floating point, are strings.
 
 exit status:
-  0     all shards answered, and belong together
+  0     all shards answered, and belong to one job
   1     a shard did not answer, or the addresses are not those of one job's shards in their order
   2     the options are wrong
-A watch ends, by Ctrl-C, with the status of what it showed last."""
+Ctrl-C ends a watch with the status of its last picture."""
 
 
-_CHECKPOINT_USAGE = "psdctl checkpoint [--servers HOST:PORT,...] [--timeout SECONDS]"
+_CHECKPOINT_USAGE = "[--servers HOST:PORT,...] [--timeout SECONDS]"
 
 _CHECKPOINT_DESCRIPTION = """\
 Take a checkpoint of a running job now, and print its name when it is complete on all shards. The shards must
-have been started with --checkpoint-dir. A synchronous job is stored a few steps later, so it must go on
+have been started with --checkpoint-dir. A synchronous job is stored a few steps later, so it must keep
 training; training is not stopped."""
 
 _CHECKPOINT_EPILOG = """\
@@ -96,12 +106,12 @@ examples:
 
 exit status:
   0     the checkpoint is complete; its name is printed
-  1     it was not taken, or not completed in time; the message says why. With --token-file it is for admins
+  1     it was not taken, or not completed in time; the message says why. With --token-file only admins may
   2     the options are wrong"""
 
 
 def query(servers: Sequence[str], timeout_s: float, credentials: Credentials) -> list[Answer]:
-    """Ask all shards at once; in the order of `servers`, an error's name and text where one did not answer."""
+    """Ask all shards at once; the answers, or errors, are in the order of `servers`."""
     channels = [_dial(server, credentials) for server in servers]
     try:
         stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
@@ -128,7 +138,7 @@ def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply], credent
 
 
 def _why(server: str, call: grpc.Call, credentials: Credentials) -> str:
-    """What a failed call's error is; better words than gRPC's where TLS is the reason."""
+    """The reason of a failed call, in better words than gRPC's if it is TLS."""
     is_tls = call.code() is grpc.StatusCode.UNAVAILABLE
     return (credentials.why_not(server) if is_tls else None) or call.details() or ""
 
@@ -186,39 +196,31 @@ def _add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
     )
 
 
-def _add_checkpoint(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = commands.add_parser(
-        "checkpoint",
-        prog="psdctl checkpoint",
-        usage=_CHECKPOINT_USAGE,
-        description=_CHECKPOINT_DESCRIPTION,
-        epilog=_CHECKPOINT_EPILOG,
-    )
-    _add_where(parser, 300.0, "how long to wait for it to be complete")
+def _add_checkpoint(commands: Commands) -> None:
+    parser = add_command(commands, "checkpoint", _CHECKPOINT_USAGE, _CHECKPOINT_DESCRIPTION, _CHECKPOINT_EPILOG)
+    _add_where(parser, 300.0, "how long to wait until it is complete")
     parser.add_information()
     parser.set_defaults(run=_run_checkpoint, parser=parser, watch=None)
 
 
-def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = commands.add_parser(
-        "status", prog="psdctl status", usage=_STATUS_USAGE, description=_STATUS_DESCRIPTION, epilog=_STATUS_EPILOG
-    )
-    _add_where(parser, 5.0, "how long to wait for each")
-    how = parser.add_argument_group("how to show it")
+def _add_status(commands: Commands) -> None:
+    parser = add_command(commands, "status", _STATUS_USAGE, _STATUS_DESCRIPTION, _STATUS_EPILOG)
+    _add_where(parser, 5.0, "how long to wait for each shard")
+    how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
-    how.add_argument("--watch", type=seconds, metavar="SECONDS", help="again and again, this long apart, until Ctrl-C")
+    how.add_argument("--watch", type=seconds, metavar="SECONDS", help="repeat at this interval until Ctrl-C")
     parser.add_information()
     parser.set_defaults(run=_run_status, parser=parser)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Turn the flags of commands that ask shards into values that are in range."""
+    """Replace the parsed flags of commands that ask shards by checked values."""
     parser: Parser = args.parser
     if args.servers is None:
-        parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them at its start")
+        parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them when it starts")
     try:
         args.servers = parse_servers(args.servers)
-        args.credentials = Credentials(**credential_options(args))
+        args.credentials = Credentials(**values(args, CREDENTIAL_OPTIONS))
     except ConfigError as error:
         parser.error(f"--{str(error).replace('_', '-', 1) if str(error).startswith(('tls_', 'token_')) else error}")
     for name in ("timeout", "watch"):

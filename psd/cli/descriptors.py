@@ -1,4 +1,4 @@
-"""Lets the process have as many open descriptors as its connections may need, where the system permits it.
+"""Raises the limit of open descriptors as far as the connections need and the system permits.
 
 Login shells start with 1,024, of which connections that nobody uses could take all, so that a checkpoint could not be written.
 Knows nothing of psd.
@@ -10,7 +10,7 @@ import contextlib
 
 
 def allow(count: int) -> int:
-    """Raise the process's own limit to `count`, or to what it may; returns the limit, 0 where there is no such thing."""
+    """Raise the process's own limit to `count`, or as far as permitted; return the limit, 0 on systems without one."""
     try:
         import resource
     except ImportError:  # not a Unix

@@ -1,4 +1,6 @@
-"""Carries out on a cluster what psd/cli/kubernetes.py has put together, by way of the kubectl command.
+"""Applies the manifests of psd/cli/kubernetes.py to a cluster, with the kubectl command.
+
+The command, not the package kubernetes: it has the user's contexts, credentials and plug-ins, and apply is a command's feature.
 
 In order: what must not be overwritten is looked for; with --rescale a checkpoint is taken and the shards and workers of the old
 size are removed, their volumes too; credentials are made where there are none; the manifests are applied.
@@ -20,7 +22,7 @@ from psd.contract.config import ConfigError
 
 
 class Kubectl:
-    """The command, in one namespace; empty: its own default.
+    """The kubectl command in one namespace; empty: kubectl's default.
 
     Args:
         run: as subprocess.run.
@@ -34,7 +36,7 @@ class Kubectl:
         self._run = run
 
     def __call__(self, *args: str, stdin: str | None = None) -> str:
-        """Its output; ConfigError with what it said if it fails."""
+        """Run it and return its output; ConfigError with its error text if it fails."""
         done = self._run([*self.prefix, *args], input=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if done.returncode != 0:
             raise ConfigError(f"{' '.join([*self.prefix, *args])}: {done.stderr.strip() or done.returncode}")
@@ -68,7 +70,7 @@ def deploy(
     if replicas != shards and not (job is not None and _has_ended(job, "Complete")):  # then the volumes are empty
         if not is_rescale:
             raise ConfigError(
-                f"--shards: job {name} has {replicas} shards, not {shards}; --rescale changes that by way of a checkpoint"
+                f"--shards: job {name} has {replicas} shards, not {shards}; --rescale changes that, by a checkpoint"
             )
         _make_room(kubectl, name, replicas, checkpoint_dir)
     else:
@@ -82,7 +84,7 @@ def deploy(
             kubectl("delete", "job", f"{name}-worker", "--cascade=foreground")
         if stateful_set is not None:
             # Shards without a job are not ready, and a rolling update would wait until they are: for the job, and amid it.
-            _say("removing the shards, to start them anew; what they hold is on their volumes")
+            _say("removing the shards, to start them anew; their state is on their volumes")
             kubectl("delete", "statefulset", name, "--cascade=foreground")
     if needs_credentials:
         _make_credentials(kubectl, name)
@@ -95,11 +97,12 @@ def deploy(
 
 
 def _make_room(kubectl: Kubectl, name: str, replicas: int, checkpoint_dir: str) -> None:
-    """Store what the shards hold, then remove workers, shards and volumes: each volume holds a part of so many."""
+    """Store the shards' state, then remove workers, shards and volumes: each volume holds a part for the old number of
+    shards."""
     config = kubectl.get("configmap", name)
     stored = config["data"].get("CHECKPOINT_DIR", "") if config is not None else ""
     if stored != checkpoint_dir:
-        raise ConfigError(f"--checkpoint-dir: the shards that are running have {stored!r}, not {checkpoint_dir!r}")
+        raise ConfigError(f"--checkpoint-dir: the running shards have {stored!r}, not {checkpoint_dir!r}")
     _say(f"taking a checkpoint of {replicas} shards in {stored}")
     checkpoint = kubectl("exec", f"{name}-0", "--container", "shard", "--", "psdctl", "checkpoint").strip()
     _say(f"stored {checkpoint}; removing workers and shards")

@@ -21,12 +21,12 @@ from psd.cli.terminal import show
 from psd.contract.config import ConfigError, Limits, ServerConfig
 
 SCRIPT_BYTES_MAX = 1 << 20
-"""What a ConfigMap can hold."""
+"""The limit of a ConfigMap."""
 
 SCRIPT_DIR = "/etc/psd/script"
 
 TERMINATION_SLACK_S = 20
-"""Beyond --grace: the shard's own five seconds, and some for its volume."""
+"""Seconds beyond --grace: the shard's own five, and some for its volume."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class Deployment:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not self.image:
-            raise ConfigError("--image: expected the image that has psd and what the script needs; see deploy/Dockerfile")
+            raise ConfigError("--image: expected an image with psd and whatever the script needs; see deploy/Dockerfile")
         if self.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.namespace):
             raise ConfigError(f"--namespace: expected at most 63 small letters, digits and hyphens, got {self.namespace!r}")
         if self.checkpoint_dir and "://" not in self.checkpoint_dir:
             raise ConfigError(
-                f"--checkpoint-dir: {self.checkpoint_dir!r} would be another place in each pod; expected a URL that all shards "
-                "reach, such as s3://bucket/run-7"
+                f"--checkpoint-dir: {self.checkpoint_dir!r} would be a different place in each pod; expected a URL that all "
+                "shards reach, such as s3://bucket/run-7"
             )
         if self.is_rescale and not self.checkpoint_dir:
-            raise ConfigError("--rescale: needs --checkpoint-dir; the new shards begin with a checkpoint")
+            raise ConfigError("--rescale: needs --checkpoint-dir; the new shards start from a checkpoint")
 
     def run(self, cluster: kubectl.Kubectl | None = None) -> int:
-        """Print it, or apply it to a cluster (default: kubectl's own); the exit status."""
+        """Print the manifests, or apply them to a cluster (default: kubectl's own); return the exit status."""
         try:
             rendered = self.render()
             if self.is_dry:
@@ -96,7 +96,7 @@ class Deployment:
         return EXIT_OK
 
     def render(self) -> list[Manifest]:
-        """The manifests, in the order in which they are to be applied.
+        """The manifests, in the order in which to apply them.
 
         Raises:
             ConfigError: the script cannot be read or sent; PyYAML is not installed.
@@ -124,7 +124,7 @@ class Deployment:
         return rendered if self.script is None else [self._send_script(self.script, config, job), *rendered]
 
     def _send_script(self, script: Path, config: Manifest, job: Manifest) -> Manifest:
-        """A ConfigMap with the script, which the job's container then has as a file."""
+        """A ConfigMap with the script, mounted as a file in the job's container."""
         name = f"{self.name}-script"
         worker = manifests.container(job)
         worker["volumeMounts"].append({"name": "script", "mountPath": SCRIPT_DIR, "readOnly": True})
@@ -134,23 +134,23 @@ class Deployment:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add those of psd-run that are for clusters alone."""
+    """Add psd-run's options for clusters."""
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
-        "--on", choices=("kubernetes",), help="run the job there instead of on this machine, by way of kubectl (see below)"
+        "--on", choices=("kubernetes",), help="run the job there instead of on this machine, with kubectl (see below)"
     )
-    group.add_argument("--image", metavar="IMAGE", help="what shards and workers run in; it has psd (see deploy/Dockerfile)")
-    group.add_argument("--name", metavar="NAME", help=f"of the job, and of what belongs to it (default: {manifests.NAME})")
-    group.add_argument("--namespace", metavar="NS", help="where the job runs (default: kubectl's)")
+    group.add_argument("--image", metavar="IMAGE", help="image of shards and workers, with psd in it (see deploy/Dockerfile)")
     group.add_argument(
-        "--insecure", action="store_true", help="shards ask for neither certificate nor token; for a cluster of one's own"
+        "--name", metavar="NAME", help=f"name of the job, and of all that belongs to it (default: {manifests.NAME})"
     )
-    group.add_argument("--dry-run", action="store_true", help="print the manifests, and do nothing")
+    group.add_argument("--namespace", metavar="NS", help="where the job runs (default: kubectl's)")
+    group.add_argument("--insecure", action="store_true", help="do without certificates and tokens, on a cluster of your own")
+    group.add_argument("--dry-run", action="store_true", help="only print the manifests")
     group.add_argument(
         "--rescale",
         action="store_true",
-        help="give the job of this name, which is running, --shards shards: take a checkpoint, remove its workers and shards, "
-        "and begin again with the checkpoint; needs --checkpoint-dir",
+        help="change the number of shards of the running job of this name to --shards: take a checkpoint, remove its workers "
+        "and shards, and start again from the checkpoint; needs --checkpoint-dir",
     )
 
 
@@ -158,12 +158,12 @@ _FOR_CLUSTERS = ("image", "name", "namespace", "insecure", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
     "metrics_port": "metrics are on port 7002",
-    "max_shard_restarts": "Kubernetes starts shards again as often as it takes",
+    "max_shard_restarts": "Kubernetes restarts shards without limit",
 }
 
 
 def check_absent(args: argparse.Namespace) -> None:
-    """Without --on: ConfigError if an option for clusters is given."""
+    """Raise ConfigError if an option for clusters is given without --on."""
     for name in _FOR_CLUSTERS:
         if getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')}: is for --on kubernetes")
@@ -182,12 +182,12 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         if getattr(args, name) not in (None, ""):
             raise ConfigError(f"--{name.replace('_', '-')}: not with --on kubernetes, where {why}")
     if args.transport == "shm":
-        raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is one of its own")
+        raise ConfigError("--transport: shm is for one machine; on Kubernetes each pod is a machine of its own")
     script, command = worker_command(words)
     default = ServerConfig(0, 1)
     values = {
-        "--lease": (args.lease, default.lease_s),
-        "--grace": (args.grace, default.grace_s),
+        "--lease": (args.lease_s, default.lease_s),
+        "--grace": (args.grace_s, default.grace_s),
         "--max-workers": (max(args.workers, Limits().workers_max), Limits().workers_max),
         "--checkpoint-steps": (args.checkpoint_steps, default.checkpoint_steps),
         "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
@@ -205,7 +205,7 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         shard_flags=[*flags, *(f"--rule={rule}" for rule in args.rules)],
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_secs=args.checkpoint_secs,
-        grace_s=args.grace if args.grace != default.grace_s else None,
+        grace_s=args.grace_s if args.grace_s != default.grace_s else None,
         restarts_max=args.max_restarts,
         is_insecure=args.insecure,
         is_dry=args.dry_run,
@@ -227,7 +227,7 @@ def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         return None, ["python", "-u", *words]
     path = Path(words[0])
     if not path.is_file():
-        raise ConfigError(f"there is no script {words[0]!r} here; one of the image's is named by its absolute path")
+        raise ConfigError(f"there is no script {words[0]!r} here; for a script in the image give its absolute path")
     if not re.fullmatch(r"[-._A-Za-z0-9]+", path.name):
         raise ConfigError(f"the script's name can have letters, digits, hyphens, dots and underscores, got {path.name!r}")
     return path, ["python", "-u", f"{SCRIPT_DIR}/{path.name}", *words[1:]]
@@ -242,11 +242,11 @@ def _read(script: Path) -> str:
     if nbytes > SCRIPT_BYTES_MAX - 4096:
         raise ConfigError(
             f"the script {script} has {nbytes} bytes, and Kubernetes sends at most 1 MiB in a ConfigMap; put it into the "
-            "image, and name it by its absolute path there"
+            "image, and give its absolute path there"
         )
     return text
 
 
 def _escaped(text: str) -> str:
-    """Kubernetes expands $(NAME) in commands and values."""
+    """Escape $(NAME), which Kubernetes would expand in commands and values."""
     return text.replace("$(", "$$(")

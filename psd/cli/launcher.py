@@ -34,15 +34,15 @@ from psd.contract.config import ConfigError
 _ANY_PORT = "127.0.0.1:0"
 
 _WATCHDOGS_MAX = 4
-"""Of one job. Whoever kills more of them means it."""
+"""Watchdogs started in one job at most. Whoever kills more of them means it."""
 
 _SWEEP_GRACE_S = 2.0
-"""For processes that workers have left behind, once the workers themselves are gone."""
+"""Seconds for processes that workers have left behind, once the workers themselves are gone."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run.
+    """A job to run.
 
     Attributes:
         run_id: of this run only; processes are found by it.
@@ -124,7 +124,7 @@ class Launcher:
     # -- events --
 
     def _wait(self, wakeups: Wakeups) -> None:
-        """Sleep until something happens, and see to it."""
+        """Sleep until something happens, and handle it."""
         times = [at for lines in self._lines.values() if (at := lines.quiet_at()) is not None]
         if self._policy.deadline is not None:
             times.append(self._policy.deadline)
@@ -219,7 +219,7 @@ class Launcher:
                 directories=[self._state.path] if self._state.is_private else [],
             )
         except OSError as error:
-            self._say(f"cannot start the watchdog ({error}); if psd-run is killed, its processes may stay behind")
+            self._say(f"cannot start the watchdog ({error}); if psd-run is killed, its processes may be left behind")
 
     def _replace_watchdog(self) -> None:
         assert self._watchdog is not None
@@ -229,10 +229,12 @@ class Launcher:
             self._start_watchdog()
             self._say("the watchdog, which ends the job if psd-run is killed, has died; started another")
         else:
-            self._say("the watchdog has died again; going on without: if psd-run is killed, its processes may stay behind")
+            self._say(
+                "the watchdog has died again; continuing without one: if psd-run is killed, its processes may be left behind"
+            )
 
     def _clear_away(self) -> None:
-        """Leave nothing, also when psd-run itself has failed."""
+        """End all processes and remove the state, also when psd-run itself has failed."""
         for child in self._children.values():
             child.signal(signal.SIGKILL)
             child.close()
@@ -241,7 +243,7 @@ class Launcher:
         if count:
             self._say(f"ended {count} processes that the workers had left behind")
         if self._state.close(keep=self._policy.status != EXIT_OK):
-            self._say(f"the parameters are kept in {self._state.path}; psd-run with this --state-dir goes on with them")
+            self._say(f"the parameters are kept in {self._state.path}; psd-run with this --state-dir continues with them")
         if self._watchdog is not None:
             self._watchdog.close()
 

@@ -1,10 +1,11 @@
-"""How psd's processes write their logs: one record a line on stderr, as text for people or as JSON for programs.
+"""Logs of psd's processes: one record a line on stderr, as text for people or as JSON for programs.
 
     psd-server: WARNING session fenced  rank=3 session=12
     {"time": "2026-01-31T12:00:00.000Z", "level": "warning", "logger": "psd.rim.server", "message": "session fenced", ...}
 
 Records carry constant texts and fields (`logger.warning("session fenced", extra={"rank": 3})`); this is the one place that
-turns them into lines. What peers have chosen cannot begin a line of its own, nor command the terminal: see printable.py. Knows
+turns them into lines. Ours, not python-json-logger or structlog, since both forms must escape what peers have chosen, and the
+rest is twenty lines. What peers have chosen cannot begin a line of its own, nor command the terminal: see printable.py. Knows
 no event.
 """
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Settings(NamedTuple):
-    """How a process logs: the least important level, one of LEVELS; and whether as JSON."""
+    """The log settings of a process: the least important level, one of LEVELS, and the format."""
 
     level: str
     is_json: bool = False
@@ -41,7 +42,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _TextFormatter(logging.Formatter):
-    """Text, then the record's fields in the order in which they were given; a traceback follows on lines of its own."""
+    """Text, then the record's fields in the order given; a traceback follows on separate lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(f"{prog}: %(levelname)s %(message)s")
@@ -80,7 +81,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure(prog: str, settings: Settings, *, shard: int) -> Callable[[str], None]:
-    """Send psd's records from a level up, and everybody else's warnings, to stderr; with JSON, what ends threads as well.
+    """Send psd's records from a level up, and all other warnings, to stderr; with JSON, uncaught exceptions as well.
 
     Returns:
         What says on stderr, whatever the level, what happens to the process itself.
@@ -106,4 +107,4 @@ def configure(prog: str, settings: Settings, *, shard: int) -> Callable[[str], N
 
 def _log_exception(type_: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
     if error is not None and not issubclass(type_, SystemExit):
-        logger.error("a thread has ended by a defect", exc_info=(type_, error, traceback))
+        logger.error("a thread ended because of a defect", exc_info=(type_, error, traceback))

@@ -16,10 +16,10 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 MMAP_THRESHOLD_BYTES = 32 << 20
-"""Smaller blocks come from the heap. The largest value that every glibc takes (half of an arena's heap)."""
+"""Size below which blocks come from the heap. The largest value that every glibc takes (half of an arena's heap)."""
 
 TRIM_THRESHOLD_BYTES = 512 << 20
-"""Free memory that the heap keeps at its end: what a shard has under way at once, with room."""
+"""Free memory that the heap keeps at its end: room for all that a shard has under way at once."""
 
 
 ARENAS = 1
@@ -40,7 +40,7 @@ def keep_freed_memory() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """The same for a process that is about to be started."""
+    """Environment variables with the same effect on a process that is about to be started."""
     return {
         "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(TRIM_THRESHOLD_BYTES),

@@ -1,11 +1,12 @@
-"""The manifests of deploy/ as objects: reads the very files that Kustomize users apply, and makes of them one job of one's own.
+"""The manifests of deploy/ as objects: reads the files that Kustomize users apply, and adapts them to one job.
 
     load       deploy/base and deploy/workers, with the patches of deploy/components/insecure if asked for
     named      the same under another name; shards, workers: of another size
     as_yaml    for kubectl
 
-Of Kustomize it knows what those files use: `resources`, and `patches` in the form of JSON Patch. Decides nothing; psd/cli/
-kubernetes.py does. Must not know flags, nor kubectl.
+Of Kustomize it knows what those files use: `resources`, and `patches` in the form of JSON Patch: the four operations below, for
+which the package jsonpatch would be a dependency, and kubectl's own Kustomize a command that --dry-run does without. Decides
+nothing; psd/cli/kubernetes.py does. Must not know flags, nor kubectl.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from psd.contract.config import ConfigError
 Manifest = dict[str, Any]
 
 NAME = "psd"
-"""What everything is named in deploy/."""
+"""The name of everything in deploy/."""
 
 GRPC_PORT = 7000
 
 
 def load(*, is_insecure: bool) -> list[Manifest]:
-    """The shards, the workers and what belongs to them, as they are in deploy/.
+    """Read the manifests of shards and workers in deploy/.
 
     Raises:
         ConfigError: PyYAML is not installed.
@@ -47,7 +48,7 @@ def patched(manifests: Iterable[Manifest], component: str) -> list[Manifest]:
 
 
 def the(kind: str, manifests: Iterable[Manifest]) -> Manifest:
-    """The only one of its kind."""
+    """The only manifest of a kind."""
     (found,) = (manifest for manifest in manifests if manifest["kind"] == kind)
     return found
 
@@ -60,12 +61,12 @@ def container(manifest: Manifest) -> Manifest:
 
 
 def servers(name: str, shards: int) -> str:
-    """The shards' addresses, as PSD_SERVERS has them."""
+    """The shards' addresses, in the form of PSD_SERVERS."""
     return ",".join(f"{name}-{index}.{name}:{GRPC_PORT}" for index in range(shards))
 
 
 def named(manifests: Iterable[Manifest], name: str, namespace: str) -> list[Manifest]:
-    """Copies for a job of this name, in this namespace; empty: whichever kubectl takes."""
+    """Copies for a job of this name, in this namespace; empty: kubectl's default."""
 
     def renamed(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -94,7 +95,7 @@ _ADVERTISE = f"--advertise=$(POD_NAME).{{}}:{GRPC_PORT}"
 
 
 def set_sizes(manifests: Iterable[Manifest], shards: int, workers: int) -> None:
-    """Give a job so many shards and workers."""
+    """Set the numbers of shards and workers."""
     manifests = list(manifests)
     stateful_set, job, config = (the(kind, manifests) for kind in ("StatefulSet", "Job", "ConfigMap"))
     stateful_set["spec"]["replicas"] = shards
@@ -105,13 +106,13 @@ def set_sizes(manifests: Iterable[Manifest], shards: int, workers: int) -> None:
 
 
 def set_variable(in_container: Manifest, name: str, value: str) -> None:
-    """Give a container an environment variable, in place of the one of that name."""
+    """Set an environment variable of a container, in place of one of that name."""
     others = [variable for variable in in_container["env"] if variable["name"] != name]
     in_container["env"] = [*others, {"name": name, "value": value}]
 
 
 def as_yaml(manifests: Sequence[Manifest]) -> str:
-    """For kubectl apply -f -."""
+    """YAML for kubectl apply -f -."""
     text: str = _yaml().safe_dump_all(manifests, sort_keys=False, width=120)
     return text
 
@@ -135,7 +136,7 @@ def _yaml() -> Any:
 
 
 def _apply(operation: Manifest, manifest: Manifest) -> None:
-    """One operation of JSON Patch (RFC 6902): test, add, replace or remove."""
+    """Apply one operation of JSON Patch (RFC 6902): test, add, replace or remove."""
     *parents, last = operation["path"].removeprefix("/").split("/")
     target: Any = manifest
     for part in parents:

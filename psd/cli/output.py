@@ -8,6 +8,8 @@ Invariants: a line of one process is never cut by another's; nothing that was wr
 bar in between (text that a carriage return makes the terminal overwrite), of which at most one a second is shown, and the
 last one always. A line without an end (a prompt, "loading ... ") is shown when its process has been quiet for a while.
 
+honcho, which merges outputs likewise, knows neither progress bars nor unfinished lines, and no limit for a line.
+
 Bytes in, bytes out: what a program writes is passed on as it is. Knows neither files nor processes; time is passed in.
 """
 
@@ -17,16 +19,16 @@ from collections import deque
 from collections.abc import Iterable
 
 QUIET_S = 2.0
-"""An unfinished line is shown after this long without more of it."""
+"""Seconds after which an unfinished line is shown."""
 
 PROGRESS_INTERVAL_S = 1.0
-"""How often a progress bar's state is shown as a line."""
+"""Seconds between two states of a progress bar that are shown as lines."""
 
 LINE_BYTES_MAX = 1 << 16
-"""A longer line is cut: it might be a binary file, and must not fill the memory."""
+"""Length at which a line is cut: it might be a binary file, and must not fill the memory."""
 
 TAIL_LINES = 8
-"""Kept of each process, to be shown again with the news of its death."""
+"""Lines kept of each process, to be shown again with the news of its death."""
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # of the workers, in turn: cyan, yellow, magenta, green, blue, red
 
@@ -47,7 +49,7 @@ class Lines:
         self._state_shown_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Take what was read; returns the lines, without their ends, that can be shown."""
+        """Take bytes that were read; return the lines, without their ends, that can be shown."""
         *whole, rest = (self._partial + data).split(b"\n")
         lines = [line for raw in whole for line in self._finish(raw)]
         *states, rest = rest.split(b"\r")
@@ -64,11 +66,11 @@ class Lines:
         return lines
 
     def quiet_at(self) -> float | None:
-        """When an unfinished line is to be shown, unless more comes; None if there is none."""
+        """The time at which an unfinished line is to be shown, unless more comes; None if there is none."""
         return self._fed_at + QUIET_S if self._partial.strip() or self._state else None
 
     def flush(self) -> list[bytes]:
-        """The unfinished line, as the process is quiet or has ended."""
+        """Return the unfinished line, because the process is quiet or has ended."""
         if self.quiet_at() is None:
             return []
         lines = self._finish(self._partial)
@@ -77,7 +79,7 @@ class Lines:
         return lines
 
     def _finish(self, raw: bytes) -> list[bytes]:
-        """A line that has ended, as the terminal shows it; nothing if that was shown before."""
+        """The final state of a line, as a terminal shows it; nothing if it was already shown."""
         earlier, self._state = self._state, None
         states = raw.split(b"\r")
         if earlier is None and len(states) == 1:
@@ -87,7 +89,7 @@ class Lines:
 
 
 def _last(states: list[bytes]) -> bytes:
-    """The last one that is more than blanks: a progress bar may wipe itself out at its end."""
+    """The last state that is more than blanks: a progress bar may wipe itself out at its end."""
     return next((state.rstrip() for state in reversed(states) if state.strip()), b"")
 
 
@@ -112,5 +114,5 @@ class Prefixes:
             self._prefixes[name] = text.encode() + b" "
 
     def line(self, name: str, line: bytes) -> bytes:
-        """A line as it is written."""
+        """A line with its prefix and end."""
         return (self._prefixes[name] + line).rstrip(b" ") + b"\n"

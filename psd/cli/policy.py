@@ -1,16 +1,19 @@
-"""What psd-run does when something happens to one of its processes: the one place that decides, without doing any of it.
+"""The policy of psd-run: the one place that decides about events of its processes, without doing anything.
 
 Events come in as method calls with the time; what must happen comes out as a list of actions, which psd/cli/launcher.py carries
 out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
-    a worker fails                  started again with its rank, while --max-restarts (of all workers together) lasts and no
+    a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
                                     shard has ended; then the job is stopped, with the worker's status
-    a shard dies                    started again at its address with its state directory, while --max-shard-restarts (of all
+    a shard dies                    restarted at its address with its state directory, while --max-shard-restarts (of all
                                     shards together) lasts; the workers wait for it and know nothing. Then the job is stopped,
                                     with status 1; at once, if the shard has never served; and if it is started in vain
                                     SHARD_STARTS_MAX times in a row, as the next time will be no better
     SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N; the second one kills everything at once
+
+Ours, not torchrun or a process manager such as supervisor: those restart what dies, but do not tell a shard that has state, and
+is waited for, from a worker, nor what the job's own status is.
 
 A job goes through the phases STARTING, RUNNING, WINDING_DOWN (all workers have finished, shards end by themselves), or from
 any of them STOPPING (workers got SIGTERM), STOPPING_SHARDS, KILLING, to ENDED. Every phase but RUNNING has a deadline, at which
@@ -28,17 +31,18 @@ from dataclasses import dataclass
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, signal_name
 
 READY_TIMEOUT_S = 60.0
-"""From the start of a shard to its ready line: loading gRPC on a crowded machine."""
+"""Seconds from the start of a shard to its ready line: loading gRPC on a crowded machine takes long."""
 
 SHARD_STARTS_MAX = 3
-"""Of a shard that has died, in a row. More than one, as its port may be somebody else's for a moment: of a worker's own socket,
-when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
+"""Starts in a row of a shard that has died. More than one, as its port may be somebody else's for a moment: of a worker's own
+socket, when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
 
 SHARDS_END_S = 3.0
-"""From the end of the last worker to that of the shards, which they reach by themselves if every worker has left."""
+"""Seconds from the end of the last worker until the shards are told to end; they end by themselves if every worker has left."""
 
 KILL_S = 5.0
-"""From SIGKILL to giving up: the kernel may be unable to end a process that hangs in a device or a network file system."""
+"""Seconds from SIGKILL to giving up: the kernel may be unable to end a process that hangs in a device or a network file
+system."""
 
 
 @dataclass(frozen=True, order=True)
@@ -79,7 +83,7 @@ Action = Start | Send | Say
 
 
 class Phase(enum.Enum):
-    """See the module's first paragraphs."""
+    """Phases of a job; see the module's docstring."""
 
     STARTING = enum.auto()
     RUNNING = enum.auto()
@@ -91,7 +95,7 @@ class Phase(enum.Enum):
 
 
 class Policy:
-    """One job.
+    """The decisions on one job.
 
     Args:
         state_dirs: of the shards, for messages.
@@ -128,17 +132,17 @@ class Policy:
 
     @property
     def deadline(self) -> float | None:
-        """When `on_deadline` is to be called, on the clock whose times the events carry; None: never."""
+        """The time at which to call `on_deadline`, on the clock of the events; None: never."""
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             return min(self._ready_by.values(), default=None)
         return self._phase_ends_at
 
     def on_start(self, now: float) -> list[Action]:
-        """The job begins."""
+        """Begin the job."""
         return [self._start_shard(shard, now) for shard in self._shards]
 
     def on_ready(self, shard: Name, now: float) -> list[Action]:
-        """A shard serves. Workers start when all do."""
+        """Handle a shard's ready line. Workers start when all do."""
         self._ready.add(shard)
         self._ready_by.pop(shard, None)
         self._starts_in_vain.pop(shard, None)
@@ -155,11 +159,11 @@ class Policy:
         return actions
 
     def on_done(self, shard: Name) -> None:
-        """A shard has said that all workers have left it: its end is no death."""
+        """Note that all workers have left a shard, so that its end is no failure."""
         self._done.add(shard)
 
     def on_exit(self, name: Name, returncode: int, now: float) -> list[Action]:
-        """A process has ended; `returncode` is negative if a signal ended it."""
+        """Handle the end of a process; `returncode` is negative if a signal ended it."""
         self._alive.discard(name)
         if name.kind == "worker":
             actions = self._on_worker_exit(name, returncode, now)
@@ -168,7 +172,7 @@ class Policy:
         return actions + self._advance(now)
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """psd-run was told to end."""
+        """Handle a signal that tells psd-run to end."""
         self._signals += 1
         if self._signals == 1 and self.phase in (Phase.STARTING, Phase.RUNNING, Phase.WINDING_DOWN):
             text = f"{signal_name(signum)}: stopping the job, within {self._grace_s:g} s; a second signal kills it at once"
@@ -180,7 +184,7 @@ class Policy:
         return [Say(f"{signal_name(signum)}: killing all processes"), *self._kill(now)]
 
     def on_deadline(self, now: float) -> list[Action]:
-        """The phase, or a shard's start, has lasted too long."""
+        """Handle a phase, or a shard's start, that has lasted too long."""
         late = self._names(self._alive)
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             shard = min(self._ready_by, key=lambda name: (self._ready_by[name], name))
@@ -263,7 +267,7 @@ class Policy:
         return [Send(name, signal.SIGKILL) for name in sorted(self._alive)]
 
     def _advance(self, now: float) -> list[Action]:
-        """Leave the phase if what it waited for has come."""
+        """Leave the phase if it is over."""
         actions: list[Action] = []
         if self.phase is Phase.STOPPING and not self._living("worker"):
             actions = self._stop_shards(now)

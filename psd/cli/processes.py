@@ -33,7 +33,7 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start; OSError if that is impossible."""
+        """Start the child; OSError if that is impossible."""
         self._process = subprocess.Popen(  # noqa: S603, what the user asked for
             command,
             env=environ,
@@ -49,18 +49,18 @@ class Child:
         os.set_blocking(self._output.fileno(), False)
 
     def fileno(self) -> int:
-        """Of its output, for a selector."""
+        """Descriptor of the child's output, for a selector."""
         return self._output.fileno()
 
     def read(self) -> bytes | None:
-        """What it has written by now; None if nothing is there, b"" at the end of its output."""
+        """Read the available output; None if there is none, b"" at its end."""
         try:
             return os.read(self.fileno(), READ_BYTES)
         except BlockingIOError:
             return None
 
     def read_rest(self) -> bytes:
-        """All that is in the pipe, after its end."""
+        """Read the rest of the pipe, after the child's end."""
         rest = bytearray()
         while len(rest) < _DRAIN_BYTES and (data := self.read()):
             rest += data
@@ -72,14 +72,15 @@ class Child:
             os.killpg(self.pid, signum)
 
     def has_ended(self) -> bool:
-        """Whether its first process has ended. It stays a zombie, so that its group's number stays ours until `close`."""
+        """True if the group's first process has ended. It stays a zombie, so that its group's number stays ours until
+        `close`."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # somebody else has waited for it
             return True
 
     def close(self) -> int:
-        """End what is left of the group, free everything; returns the exit status, negative for a signal."""
+        """End the rest of the group and free everything; return the exit status, negative for a signal."""
         self.signal(signal.SIGKILL)
         self._output.close()
         return self._process.wait()

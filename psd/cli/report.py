@@ -1,7 +1,8 @@
 """One picture of a job from the answers of its shards: merged, as text for people, as JSON for programs.
 
 Pure functions on psd.v1 messages. Knows neither how they were fetched nor where the text goes. Where shards know different
-things of one worker, the worst holds, because that is what somebody who looks at the status needs to see.
+things of one worker, the worst holds, because that is what somebody who looks at the status needs to see. The tables are a
+dozen lines, which spare a dependency such as tabulate.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NAMES_64_BIT = frozenset({"incarnation", "session"})
 
 @dataclass(frozen=True)
 class Answer:
-    """What one address said: a reply, or the name and the text of the error."""
+    """The answer of one address: a reply, or the name and the text of the error."""
 
     server: str
     reply: pb.StatusReply | None
@@ -47,7 +48,7 @@ class MergedWait:
 
 
 def _short(message: str) -> str:
-    """Of gRPC's long story of attempts to connect, the end."""
+    """The end of gRPC's long story of attempts to connect."""
     return message.rpartition(": ")[2] if message.startswith("failed to connect") else message
 
 
@@ -55,7 +56,7 @@ def _short(message: str) -> str:
 
 
 def problems(answers: Sequence[Answer]) -> list[str]:
-    """What is wrong with the picture itself; empty if all shards answered and belong together."""
+    """Problems of the picture itself; empty if all shards answered and belong together."""
     found = [
         f"{answer.server} did not answer: {answer.error_code}, {_short(answer.error_message)}"
         for answer in answers
@@ -113,7 +114,7 @@ def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
 
 
 def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
-    """As psdctl status --help documents it; keys are added in later versions, never changed."""
+    """The object that psdctl status --help documents; later versions add keys and never change them."""
     replies = [answer.reply for answer in answers if answer.reply is not None]
     return {
         "servers": [answer.server for answer in answers],
@@ -155,7 +156,7 @@ def _enum_name(enum: EnumDescriptor, number: int) -> str:
 
 
 def as_text(answers: Sequence[Answer]) -> str:
-    """Tables for people, without a line end at the end. What peers have named is made printable."""
+    """Tables for people, without a final line end. What peers have named is made printable."""
     answers = [_printable(answer) for answer in answers]
     replies = [answer.reply for answer in answers if answer.reply is not None]
     workers = merged_workers(replies)
@@ -236,7 +237,7 @@ def _shard_table(answers: Sequence[Answer]) -> str:
             (
                 f"{reply.shard_index}/{reply.shard_count}",
                 reply.address or answer.server,
-                pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower(),
+                _state_text(reply),
                 duration(reply.uptime_s),
                 f"{reply.block_count}",
                 size(reply.parameter_bytes),
@@ -246,6 +247,13 @@ def _shard_table(answers: Sequence[Answer]) -> str:
             )
         )
     return table(rows, left={0, 1, 2})
+
+
+def _state_text(reply: pb.StatusReply) -> str:
+    """The shard's state; then, if that is another word, its place in the life cycle."""
+    state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
+    life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
+    return state if life == state else f"{state}, {life}"
 
 
 def _worker_table(workers: Sequence[pb.WorkerStatus]) -> str:
@@ -278,7 +286,7 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
 
 
 def _age_table(replies: Sequence[pb.StatusReply]) -> str:
-    """How many gradients were applied at which age; see StatusReply.ages."""
+    """Numbers of gradients by the age at which they were applied; see StatusReply.ages."""
     columns = max(len(reply.ages) for reply in replies)
     names = [f"{index}" if index < 3 else f"{(1 << index - 2) + 1}-{1 << index - 1}" for index in range(columns)]
     rows = [("SHARD", "AGE", *names)]
@@ -289,7 +297,7 @@ def _age_table(replies: Sequence[pb.StatusReply]) -> str:
 
 
 def _checkpoint_table(replies: Sequence[pb.StatusReply]) -> str:
-    """Each shard's part of the last one; then what went wrong at the last attempt, once for all shards that say so."""
+    """Each shard's part of its last checkpoint; below it the last errors, each once for all shards that report it."""
     rows = [("SHARD", "CHECKPOINTS IN", "LAST", "AGE", "SIZE", "TOOK")]
     errors: dict[str, list[str]] = {}
     for reply in replies:

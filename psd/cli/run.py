@@ -21,7 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from psd.cli import kubernetes, malloc
-from psd.cli.arguments import Parser, add_checkpoint_options, add_rule_option, checkpoint_options, seconds, whole_number
+from psd.cli.arguments import (
+    CHECKPOINT_OPTIONS,
+    SERVER_DEFAULTS,
+    Option,
+    Options,
+    Parser,
+    add_checkpoint_options,
+    add_options,
+    add_rule_option,
+    seconds,
+    values,
+    whole_number,
+)
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
@@ -37,10 +49,10 @@ WORKERS_MAX = 4096
 RESTARTS_MAX = 1_000_000
 
 SHARD_RESTARTS = 100
-"""By default: a bound at all, for a shard that dies of each request, at about a second each."""
+"""Restarts by default: a limit for a shard that dies of each request, about once a second."""
 
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
-"""For shards elsewhere: those of psd-run are without TLS and tokens, on this machine alone."""
+"""Variables for shards elsewhere: psd-run's own shards have neither TLS nor tokens, and serve this machine alone."""
 
 _USAGE = """\
 psd-run [options] script.py [args ...]
@@ -49,9 +61,9 @@ psd-run [options] script.py [args ...]
 
 _DESCRIPTION = """\
 Run a training job on this machine: start the shards of a parameter server and the workers that train
-with them, show the output of all, each line with the name of its process, and end with the workers'
-status. A script.py is run by this Python; anything else is executed as a command. With --on kubernetes:
-run it on a cluster."""
+with them, show all output, each line with the name of its process, and end with the workers' status. A
+script.py is run by this Python; anything else is executed as a command. With --on kubernetes, run the job
+on a cluster."""
 
 _EPILOG = """\
 examples:
@@ -60,7 +72,7 @@ examples:
   psd-run --workers 8 --consistency ssp:3 --max-restarts 2 train.py
   psd-run --on kubernetes --image registry/psd:1 --shards 2 --workers 4 train.py --epochs 3
 
-Each worker finds in its environment what psd_client.connect() and psd.distribute() take as defaults,
+Each worker finds the defaults of psd_client.connect() and psd.distribute() in its environment,
 so that the script needs no addresses and no ranks:
 {variables}
 psd-run sets the first four, and those for which an option is given. Unless they are set, it also sets
@@ -68,15 +80,15 @@ OMP_NUM_THREADS, so that all workers together have as many threads as there are 
 PYTHONUNBUFFERED=1; and malloc thresholds that spare fresh memory for each message. All output goes to
 standard output, psd-run's own messages to standard error. NO_COLOR=1 turns colours off.
 
-The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines do not reach them, everybody
-who is logged in to this one does. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not handed
-on to the workers.
+The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
+of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the
+workers.
 
 when something dies or is told to end:
-  a worker fails       it is started again with its rank, while --max-restarts lasts; then the others
+  a worker fails       it is restarted with its rank, while --max-restarts lasts; then the others
                        get SIGTERM, and after --grace SIGKILL. Status: the worker's
-  a shard dies         it is started again at its address, and goes on where it was: its state directory
-                       has its parameters. Workers wait for it and send again what was unanswered. When
+  a shard dies         it is restarted at its address and continues where it was: its state directory
+                       has its parameters. Workers wait for it and repeat unanswered requests. When
                        --max-shard-restarts are used up, or it could not be started {starts} times in a
                        row, or has never served, the job is stopped in the same way. Status: 1
   Ctrl-C, SIGTERM,     the job is stopped in the same way, the shards after the workers. A second one
@@ -86,97 +98,83 @@ when something dies or is told to end:
   the watchdog dies    psd-run says so and starts another
   all workers end      the shards end, too, by themselves or, if a worker did not leave, by SIGTERM
 
-The shards' state lies in memory (a private directory under /dev/shm, or, where there is none, among
-temporary files), and is removed at the end, whichever end that is. With --state-dir it lies there, and
-is removed only if all workers end with status 0: else psd-run with the same --state-dir and --shards
-goes on with the parameters as they are, under the same PSD_RUN_ID, while scripts begin anew.
+The shards keep their state in memory (a private directory under /dev/shm, or, where there is none, among
+temporary files); it is removed at the end in any case. With --state-dir it is kept there, and removed only
+if all workers end with status 0: otherwise psd-run with the same --state-dir and --shards continues with
+the parameters, under the same PSD_RUN_ID, while scripts start over.
 
---on kubernetes applies the manifests of deploy/ by the kubectl command, or prints them (--dry-run), and does not
-wait for the job. A script.py with a relative path is sent, alone; an absolute path, a module or a command
-is the image's. Shards ask for certificate and token; where there are none, they are made with openssl.
-Kubernetes starts again what dies; see deploy/README.md.
+--on kubernetes applies the manifests of deploy/ with kubectl, or prints them (--dry-run), and does not wait
+for the job. A script.py with a relative path is sent, alone; an absolute path, a module or a command is taken
+from the image. Shards require certificate and token; where there are none, openssl makes them. Kubernetes
+restarts what dies; see deploy/README.md.
 
 exit status:
   0      all workers ended with status 0; or the job is on the cluster
-  N      of the first worker that failed for good; 128 + N if signal N killed it
+  N      the status of the first worker that failed for good; 128 + N if signal N killed it
   1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 
+_SIZE: Options = {
+    "shards": Option("N", "server processes", whole_number),
+    "workers": Option("N", "training processes", whole_number),
+}
+
+_TRAINING: Options = {
+    "consistency": Option("WORD", "sync, async, or ssp:S for at most S steps apart (default: sync)"),
+    "quorum": Option("K", "sync: close a round with K workers' gradients; late ones are dropped (default: all)", whole_number),
+    "reduce": Option(None, "how to combine a round's gradients (default: mean)", choices=("mean", "sum")),
+    "aggregation": Option(
+        None,
+        "fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
+        "whatever the timing and whichever shard is killed (default: fast)",
+        choices=("fast", "exact"),
+    ),
+    "transport": Option(
+        None,
+        "how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
+        choices=TRANSPORTS,
+    ),
+}
+
+_FAULTS: Options = {
+    "max_restarts": Option("R", "restart failed workers, R times in all", whole_number),
+    "max_shard_restarts": Option(
+        "R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", whole_number
+    ),
+    "state_dir": Option(
+        "DIR",
+        "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
+    ),
+    "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
+    "grace_s": Option("SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards", seconds),
+}
+
+_WATCHING: Options = {
+    "metrics_port": Option(
+        "BASE",
+        "serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: no "
+        "metrics)",
+        whole_number,
+    ),
+}
+
+_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, **SERVER_DEFAULTS}
+
+
 def _parser() -> Parser:
-    default = ServerConfig(0, 1)
     variables = "\n".join(f"  {name:20} {meaning}" for name, meaning in VARIABLES.items())
     parser = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables, starts=SHARD_STARTS_MAX))
-    size = parser.add_argument_group("size")
-    size.add_argument("--shards", type=whole_number, default=1, metavar="N", help="server processes (default: %(default)s)")
-    size.add_argument("--workers", type=whole_number, default=1, metavar="N", help="training processes (default: %(default)s)")
-    job = parser.add_argument_group("training (for scripts that do not say themselves)")
-    job.add_argument("--consistency", metavar="WORD", help="sync, async, or ssp:S for at most S steps apart (default: sync)")
-    job.add_argument(
-        "--quorum",
-        type=whole_number,
-        metavar="K",
-        help="sync: close a round with K workers' gradients; late ones are dropped (default: all)",
-    )
-    job.add_argument("--reduce", choices=("mean", "sum"), help="how a round's gradients become one (default: mean)")
-    job.add_argument(
-        "--aggregation",
-        choices=("fast", "exact"),
-        help="fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
-        "whatever the timing and whichever shard is killed (default: fast)",
-    )
-    job.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        help="how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
-    )
-    add_rule_option(job)
-    faults = parser.add_argument_group("faults")
-    faults.add_argument(
-        "--max-restarts",
-        type=whole_number,
-        default=0,
-        metavar="R",
-        help="start failed workers again, R times in all (default: %(default)s)",
-    )
-    faults.add_argument(
-        "--max-shard-restarts",
-        type=whole_number,
-        metavar="R",
-        help=f"start shards that have died again, R times in all (default: {SHARD_RESTARTS})",
-    )
-    faults.add_argument(
-        "--state-dir",
-        default="",
-        metavar="DIR",
-        help="where the shards' parameters lie, and stay if the job fails (default: a private directory in memory)",
-    )
-    faults.add_argument(
-        "--lease",
-        type=seconds,
-        default=default.lease_s,
-        metavar="SECONDS",
-        help="the shards stop waiting for a worker that is silent for this long (default: %(default)g)",
-    )
-    faults.add_argument(
-        "--grace",
-        type=seconds,
-        default=default.grace_s,
-        metavar="SECONDS",
-        help="from SIGTERM to SIGKILL, for workers and for shards (default: %(default)g)",
-    )
+    add_options(parser.add_argument_group("size"), _SIZE, _DEFAULTS)
+    training = parser.add_argument_group("training (defaults for scripts that do not set these)")
+    add_options(training, _TRAINING, _DEFAULTS)
+    add_rule_option(training)
+    add_options(parser.add_argument_group("faults"), _FAULTS, _DEFAULTS)
     add_checkpoint_options(parser)
     kubernetes.add_options(parser)
-    watching = parser.add_argument_group("watching")
-    watching.add_argument(
-        "--metrics-port",
-        type=whole_number,
-        metavar="BASE",
-        help="serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: "
-        "none are served)",
-    )
-    what = parser.add_argument_group("what to run (everything after it belongs to it)")
+    add_options(parser.add_argument_group("watching"), _WATCHING, _DEFAULTS)
+    what = parser.add_argument_group("what to run (everything after it is passed on)")
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a Python module, with its arguments, as a script"
     )
@@ -188,7 +186,7 @@ def _parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Deployment:
-    """The plan; a wrong option ends the process with status 2 and one line that says why."""
+    """The plan; a wrong option ends the process with status 2 and one line of explanation."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -199,9 +197,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         _check_count("--max-shard-restarts", shard_restarts, 0, RESTARTS_MAX)
         if args.metrics_port is not None:
             _check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
-        ServerConfig(
-            0, args.shards, lease_s=args.lease, grace_s=args.grace, rules=tuple(args.rules), **checkpoint_options(args)
-        )
+        checkpoints = values(args, CHECKPOINT_OPTIONS)
+        ServerConfig(0, args.shards, lease_s=args.lease_s, grace_s=args.grace_s, rules=tuple(args.rules), **checkpoints)
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         _check_quorum(args.quorum, args.workers, consistency)
         _check_aggregation(args.aggregation, consistency)
@@ -238,11 +235,11 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
 
     options = {
         "--run-id": run_id,
-        "--lease": args.lease,
-        "--grace": args.grace,
+        "--lease": args.lease_s,
+        "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
         "--log-level": "warning",
-        **{f"--{name.replace('_', '-')}": value for name, value in checkpoint_options(args).items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in checkpoints.items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
@@ -259,7 +256,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         workers=args.workers,
         restarts_max=args.max_restarts,
         shard_restarts_max=shard_restarts,
-        grace_s=args.grace,
+        grace_s=args.grace_s,
         state_dir=state_dir,
         is_state_private=not args.state_dir,
         shard_command=shard_command,
@@ -288,7 +285,7 @@ def _check_aggregation(aggregation: str | None, consistency: str | None) -> None
 
 
 def _words(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
-    """What is to run, as it was given: -m and a module, a script, or a command; then its arguments."""
+    """The words to run, as given: -m and a module, a script, or a command; then its arguments."""
     if module is not None:
         if not module:
             raise ConfigError("-m: expected the name of a Python module")
@@ -298,12 +295,12 @@ def _words(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
     if not command:
         raise ConfigError("expected a script, -m and a module, or a command to run, such as: psd-run --workers 2 train.py")
     if command[0].startswith("-"):
-        raise ConfigError(f"unknown option {command[0]}; options of psd-run stand before the script")
+        raise ConfigError(f"unknown option {command[0]}; options of psd-run come before the script")
     return list(command)
 
 
 def _worker_command(command: Sequence[str]) -> list[str]:
-    """What a worker executes; found out before anything is started."""
+    """The command of a worker, checked before anything is started."""
     if command[0] == "-m":
         return [sys.executable, "-u", *command]
     if command[0].endswith(".py"):
@@ -316,13 +313,13 @@ def _worker_command(command: Sequence[str]) -> list[str]:
 
 
 def _module_dir(command: Sequence[str]) -> Path:
-    """Where a worker finds the modules that belong to its program: beside the script, as Python does, or here."""
+    """The directory with the modules of a worker's program: the script's, as in Python, or the present one."""
     is_script = command[0] == sys.executable and command[2] != "-m"
     return Path(command[2]).absolute().parent if is_script else Path.cwd()
 
 
 def _run_id(command: Sequence[str]) -> str:
-    """A name that no other run has, and that says what runs."""
+    """A unique name that tells the program."""
     python = command[0] == sys.executable
     what = command[3 if command[2] == "-m" else 2] if python else command[0]
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem)[:32]

@@ -19,23 +19,24 @@ from typing import TYPE_CHECKING
 
 from psd.cli import descriptors, logs, malloc
 from psd.cli.arguments import (
+    CHECKPOINT_OPTIONS,
     EXIT_FAILURE,
     EXIT_OK,
+    SERVER_DEFAULTS,
+    Option,
+    Options,
     Parser,
     add_checkpoint_options,
-    add_limit_options,
+    add_options,
     add_rule_option,
-    add_security_options,
-    checkpoint_options,
     exit_status,
-    limit_options,
     seconds,
-    security_options,
     signal_name,
+    values,
     whole_number,
 )
 from psd.cli.wakeups import FIRST_WORD, Wakeups
-from psd.contract.config import ConfigError, ServerConfig, parse_shard
+from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
 from psd.contract.errors import PsdError
 
@@ -43,19 +44,19 @@ if TYPE_CHECKING:
     from psd.rim.server import ShardServer
 
 READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
-"""The line on standard output, the only one there, that says where the shard listens. psd-run and scripts read it."""
+"""The only line on standard output: the shard's address. psd-run and scripts read it."""
 
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
-"""The line on standard error with which --exit-when-done begins; psd-run tells a shard's proper end from its death by it."""
+"""The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
 DONE_GRACE_S = 1.0
-"""After the last worker has left, only its own last reply and a psdctl can still be under way."""
+"""Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
 
 DRAIN_SLACK_S = 5.0
-"""Beyond the grace, for calls to be cut off and threads to end. A drain that takes longer has a defect."""
+"""Seconds beyond the grace to cut off calls and end threads. A drain that takes longer has a defect."""
 
 DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
-"""More than the server takes connections."""
+"""Descriptors to ask for: more than the server accepts connections."""
 
 _DONE, _DRAINED, _FAILED = range(FIRST_WORD, FIRST_WORD + 3)  # what the threads say to the main one
 
@@ -73,27 +74,27 @@ examples:
                                                   the first of two, reachable from other machines
   psd-server --shard 1/2 --listen 127.0.0.1:0     the second, on any free port (the ready line says which)
   psd-server --shard 0/1 --run-id mine --state-dir /dev/shm/mine-0
-                                                  one that may be killed: the same command goes on where it was
+                                                  one that may be killed: the same command continues where it was
 
 When the shard serves, it prints one line on standard output, and its gRPC health status is SERVING:
   psd-server: shard 0/2 ready at 127.0.0.1:7000
 
-SIGTERM or SIGINT drains it: new requests are refused, waiting ones are woken with the error Draining,
-running ones may finish within --grace. A second signal ends it at once.
+SIGTERM or SIGINT drains it: new requests are refused, waiting ones end with the error Draining, running
+ones may finish within --grace. A second signal ends it at once.
 
-Without --state-dir the parameters end with the process, however that ends. With it they stay, also
-after kill -9, and the same command goes on with them: workers wait for it and send again what was
-unanswered. They are removed when all workers have left (--exit-when-done). What is kept outlives the
-process, and with a DIR on a disk the machine, if the shard has ended in order; if it has not, it is not
-believed: then the shard begins with a checkpoint, or, without --checkpoint-dir, does not start.
+Without --state-dir the parameters are gone when the process ends. With it they stay, even after kill -9,
+and the same command continues with them: workers wait for the shard and repeat unanswered requests. They
+are removed when all workers have left (--exit-when-done). If DIR is on a disk, they also survive a reboot
+after the shard has ended in order. After a crash of the machine they are not used: the shard starts from
+a checkpoint, or, without --checkpoint-dir, not at all.
 
-Without --token-file whoever reaches the port may train, read the model, or end the job; without TLS whoever
-sees the network reads and changes everything, tokens too. So beyond this machine TLS is wanted, or
---insecure. A token file has lines such as
+Without --token-file anybody who reaches the port can train, read the model, or end the job; without TLS
+anybody on the network path can read and change everything, tokens included. So listening beyond this machine
+requires TLS, or --insecure. A token file has lines such as
   worker 3f786850e387550fdab836ed7e6dc881      what training needs
   reader 89e6c98d92887913cadf06b2adb97f26      describe, status, read
   admin  fac1ba4e4b1b2dc7a3e6a3e9d6a5b1c0      everything, also checkpoints on demand
-Several lines of a role may stand there, for a change of tokens. Clients have theirs in a file of its own,
+A role may have several lines, so that tokens can be changed. A client's own token is in a file of its own,
 named by PSD_TOKEN_FILE.
 
 exit status:
@@ -108,73 +109,92 @@ def _bulk_port(text: str) -> int | None:
     return None if text == "off" else whole_number(text)
 
 
+_PLACE: Options = {
+    "listen": Option("HOST:PORT", "address to bind; 0.0.0.0 for all interfaces, port 0 for a free one"),
+    "advertise": Option("HOST:PORT", "address for workers to dial, if different; shown by psdctl status"),
+    "bulk_port": Option(
+        "PORT",
+        "TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none",
+        _bulk_port,
+    ),
+    "health_port": Option(
+        "PORT",
+        "answer gRPC health checks, and nothing else, on this port too, on the same host and unencrypted, as Kubernetes' "
+        "probes need (default: only on the port of --listen)",
+        whole_number,
+    ),
+    "state_dir": Option(
+        "DIR",
+        "where to keep the parameters; a killed shard that is restarted with it continues where it was (default: a private "
+        "directory in memory, which ends with the process)",
+    ),
+}
+
+_JOB: Options = {
+    "run_id": Option("NAME", "serve only the job of this name (default: the first that joins)"),
+    "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
+}
+
+_RULE_DIR: Options = {
+    "rule_dir": Option(
+        "DIR", "where to look for the modules of --rule, after Python's own places (default: the working directory)"
+    ),
+}
+
+_END: Options = {"grace_s": Option("SECONDS", "time for running requests to finish after SIGTERM", seconds)}
+
+_SECURITY: Options = {
+    "tls_cert": Option("FILE", "PEM certificate with its chain; turns TLS on"),
+    "tls_key": Option("FILE", "its PEM key, without a password"),
+    "tls_client_ca": Option("FILE", "PEM certificates: admit only clients with a certificate signed by one of these"),
+    "token_file": Option("FILE", "admit only clients with a token; lines: ROLE TOKEN, roles: worker, reader, admin"),
+}
+
+LIMITS: Options = {
+    "workers_max": Option("N", "workers of the job", whole_number),
+    "tensors_max": Option("N", "tensors of the job", whole_number),
+    "elements_max": Option("N", "parameters of the job, all shards together", whole_number),
+    "message_bytes_max": Option("N", "one gRPC message; large declarations may need more", whole_number),
+    "name_bytes_max": Option("N", "the name of a tensor or a barrier", whole_number),
+    "reads_max": Option(
+        "N", "readers that are fetching parameters at a time; each may keep another version of them in memory", whole_number
+    ),
+    "calls": Option("N", "gRPC calls at a time; each has a thread (default: 4 x --max-workers + 576)", whole_number),
+    "connections": Option("N", "gRPC connections at a time (default: 2 x --max-workers + 64)", whole_number),
+    "streams_max": Option("N", "gRPC calls at a time on one connection; 8 for each worker if they share one", whole_number),
+}
+"""Fields of Limits; their flags begin with --max-."""
+
+_WATCHING: Options = {
+    "metrics_port": Option(
+        "PORT",
+        "serve Prometheus metrics at http://HOST:PORT/metrics, on the host of --listen; 0 for a free port, which the log "
+        "names. Plain HTTP without authentication, even if gRPC has TLS (default: no metrics)",
+        whole_number,
+    ),
+}
+
+
 def _parser() -> Parser:
-    default = ServerConfig(0, 1)
     parser = Parser("psd-server", _USAGE, _DESCRIPTION, _EPILOG)
     place = parser.add_argument_group("which shard, and where")
-    place.add_argument("--shard", required=True, metavar="INDEX/COUNT", help="which part of how many, from 0: 0/4 to 3/4")
-    place.add_argument(
-        "--listen",
-        default=default.listen,
-        metavar="HOST:PORT",
-        help="address to bind; 0.0.0.0 for all interfaces, port 0 for a free one (default: %(default)s)",
-    )
-    place.add_argument(
-        "--advertise", default="", metavar="HOST:PORT", help="address that workers dial, if another; shown by psdctl status"
-    )
-    place.add_argument(
-        "--bulk-port",
-        type=_bulk_port,
-        default=default.bulk_port,
-        metavar="PORT",
-        help="TCP port of the bulk lane, which is faster than gRPC, on the same host; 0 for a free one, off for none "
-        "(default: %(default)s)",
-    )
-    place.add_argument(
-        "--health-port",
-        type=whole_number,
-        default=default.health_port,
-        metavar="PORT",
-        help="answer gRPC health checks, and nothing else, on this port too, on the same host and never encrypted, as "
-        "Kubernetes' probes need it (default: on the port of --listen alone)",
-    )
-    place.add_argument(
-        "--state-dir",
-        default="",
-        metavar="DIR",
-        help="where parameters lie; a shard that was killed and is started again with it goes on where it was (default: a "
-        "private directory in memory, which ends with the process)",
-    )
+    place.add_argument("--shard", required=True, metavar="INDEX/COUNT", help="which of how many shards, from 0: 0/4 to 3/4")
+    add_options(place, _PLACE, SERVER_DEFAULTS)
     job = parser.add_argument_group("the job")
-    job.add_argument(
-        "--run-id", default="", metavar="NAME", help="serve only the job of this name (default: the first that joins)"
-    )
-    job.add_argument(
-        "--lease",
-        type=seconds,
-        default=default.lease_s,
-        metavar="SECONDS",
-        help="a worker that is silent for this long is no longer waited for (default: %(default)g)",
-    )
+    add_options(job, _JOB, SERVER_DEFAULTS)
     add_rule_option(job)
-    job.add_argument(
-        "--rule-dir",
-        default=default.rule_dir,
-        metavar="DIR",
-        help="where the modules of --rule are looked for, after Python's own places (default: the working directory)",
-    )
+    add_options(job, _RULE_DIR, SERVER_DEFAULTS)
     add_checkpoint_options(parser)
     end = parser.add_argument_group("the end")
-    end.add_argument(
-        "--grace",
-        type=seconds,
-        default=default.grace_s,
-        metavar="SECONDS",
-        help="time for running requests to finish after SIGTERM (default: %(default)g)",
+    add_options(end, _END, SERVER_DEFAULTS)
+    end.add_argument("--exit-when-done", action="store_true", help="exit, with status 0, when all workers have left")
+    security = parser.add_argument_group("security (files are read again when they change)")
+    add_options(security, _SECURITY, SERVER_DEFAULTS)
+    security.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine without TLS, on a network that keeps strangers out"
     )
-    end.add_argument("--exit-when-done", action="store_true", help="end, with status 0, when all workers have left")
-    add_security_options(parser)
-    add_limit_options(parser)
+    limits = parser.add_argument_group("limits (requests beyond them are refused)")
+    add_options(limits, LIMITS, vars(Limits()), "--max-")
     log = parser.add_argument_group("log (standard error)")
     log.add_argument(
         "--log-level", choices=logs.LEVELS, default="info", help="least important records to show (default: %(default)s)"
@@ -182,43 +202,26 @@ def _parser() -> Parser:
     log.add_argument(
         "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
     )
-    watching = parser.add_argument_group("watching")
-    watching.add_argument(
-        "--metrics-port",
-        type=whole_number,
-        default=default.metrics_port,
-        metavar="PORT",
-        help="serve Prometheus metrics at http://HOST:PORT/metrics, on the host of --listen; 0 for a free port, which the log "
-        "names. Plain HTTP without authentication, also where gRPC has TLS (default: none are served)",
-    )
+    add_options(parser.add_argument_group("watching"), _WATCHING, SERVER_DEFAULTS)
     parser.add_information()
     return parser
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
-    """The configuration, and how to log; a wrong option ends the process with status 2 and one line that says why."""
+    """The configuration and the log settings; a wrong option ends the process with status 2 and one line of explanation."""
     parser = _parser()
     args = parser.parse_args(argv)
+    fields = _PLACE | _JOB | _RULE_DIR | CHECKPOINT_OPTIONS | _END | _SECURITY | _WATCHING
     try:
         shard_index, shard_count = parse_shard(args.shard)
         config = ServerConfig(
-            shard_index=shard_index,
-            shard_count=shard_count,
-            listen=args.listen,
-            advertise=args.advertise,
-            bulk_port=args.bulk_port,
-            health_port=args.health_port,
-            metrics_port=args.metrics_port,
-            run_id=args.run_id,
-            lease_s=args.lease,
-            grace_s=args.grace,
-            exit_when_done=args.exit_when_done,
-            state_dir=args.state_dir,
+            shard_index,
+            shard_count,
+            **values(args, fields),
             rules=tuple(args.rules),
-            rule_dir=args.rule_dir,
-            **checkpoint_options(args),
-            **security_options(args),
-            limits=limit_options(args),
+            exit_when_done=args.exit_when_done,
+            insecure=args.insecure,
+            limits=Limits(**values(args, LIMITS)),
         )
     except ConfigError as error:
         parser.error(str(error))

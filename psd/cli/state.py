@@ -1,4 +1,4 @@
-"""The state directory of a run of psd-run: where its shards keep their parameters, so that one that dies can go on.
+"""The state directory of a run of psd-run: its shards keep their parameters there, so that a shard that dies can be restarted.
 
     <state directory>/run        the run's id, one line
     <state directory>/lock       locked while the run lives, by psd-run and by its watchdog
@@ -6,7 +6,7 @@
 
 A *private* one lies in memory (/dev/shm) if there is such a thing, and ends with the run, however that ends: psd-run removes
 it, or its watchdog, or, if both were killed, the next psd-run. A *named* one is the user's: it is emptied when the run ends
-well; what is left in it by a run that did not, the next one that is given the directory goes on with, under the same id.
+well; after a run that did not, the next run with the directory continues with its contents, under the same id.
 
 Invariants: nothing is removed that psd-run has not made; no two runs have a directory, or an id, at the same time. Knows
 nothing of what shards write.
@@ -32,11 +32,12 @@ _RUN = "run"
 _RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 _ABANDONED_S = 60.0
-"""Since the last change of an abandoned directory. A younger one may be one that its run is just about to lock."""
+"""Seconds since the last change after which an unlocked directory counts as abandoned. A younger one may be one that its run is
+just about to lock."""
 
 
 def private_path(run_id: str) -> Path:
-    """Where the run's private state directory lies: in memory, if there is such a place, else among temporary files."""
+    """The run's private state directory: in memory, if possible, else among temporary files."""
     return memory_directory() / f"{_PRIVATE_PREFIX}{run_id}"
 
 
@@ -100,7 +101,7 @@ class StateDirectory:
         return shard_path(self.path, index)
 
     def close(self, *, keep: bool) -> bool:
-        """Remove it, or what is in it if it is named; or leave it as it is, if it may be kept and there is anything to keep.
+        """Remove the directory, or its contents if it is named; leave it if it may be kept and there is anything to keep.
 
         Returns:
             Whether it was kept.
@@ -158,7 +159,7 @@ def _take_lock(path: Path) -> int:
 
 
 def _is_free(lock: Path) -> bool:
-    """Whether nobody holds a lock. One that does not exist is about to be made."""
+    """True if nobody holds a lock. One that does not exist is about to be made."""
     try:
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -4,6 +4,9 @@ psd-run gives every child a process group of its own, so a group holds a shard, 
 started may have left that group (a daemon, another session); such a process still has the run's id in its environment, where
 Linux shows it. Elsewhere, and for a process that has cleared its environment, only the groups count.
 
+Ours, not psutil: that would read the same two files of /proc, as a compiled dependency of every install, for the one loop here.
+A control group would hold all of them, but needs rights that users often lack.
+
 Used by psd-run at the end of a job and by its watchdog. Knows nothing of shards and workers.
 """
 
@@ -65,7 +68,7 @@ def _members(groups: Collection[int], run_id: str) -> Iterator[int]:
 
 
 def _leaders(groups: Collection[int]) -> Iterator[int]:
-    """Without /proc: the groups that still have a member, as the negative pids that kill takes for a whole group."""
+    """Groups that still have a member, on systems without /proc, as the negative pids by which kill addresses a whole group."""
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, 0)

@@ -1,4 +1,4 @@
-"""What commands print of what peers have named or said: their own lines, and in them nothing that commands a terminal."""
+"""Output of the commands: text of peers is made printable, so that it cannot control a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Lets one thread sleep until a signal comes, something in another thread is over, or time is up, and misses none of them.
+"""Lets one thread sleep until a signal, an event of another thread or a deadline, and misses none of them.
 
 Signals arrive as bytes in a socket, which the interpreter's C handler writes (signal.set_wakeup_fd). A queue or an Event that a
 Python handler fills would not do: a signal between the interpreter's last check and the system call that sleeps sets a flag
-that nobody looks at until the sleep ends. Other threads write bytes above all signals' numbers into the same socket.
+that nobody looks at until the sleep ends. Other threads write bytes above all signals' numbers into the same socket. asyncio's
+signal handlers use the same socket, for programs that are an event loop throughout, which neither user of this module is.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 
 FIRST_WORD = 128
-"""Bytes from here on are not signals."""
+"""The least byte that is not a signal."""
 
 
 class Wakeups:
-    """Use as a context manager, in the main thread. Signals that are ignored when it begins (nohup's SIGHUP) stay so."""
+    """A context manager for the main thread, in which signals wake the sleeper. Signals that are ignored when it begins
+    (nohup's SIGHUP) stay so."""
 
     def __init__(self, signums: Iterable[int]) -> None:
         self._signums = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
@@ -38,18 +40,18 @@ class Wakeups:
         # Left open: a thread may still send, and a closed descriptor's number may be somebody else's by then.
 
     def fileno(self) -> int:
-        """Readable when there is something; for a selector."""
+        """Descriptor that is readable when there is something; for a selector."""
         return self._reader.fileno()
 
     def read(self) -> list[int]:
-        """What has come, in order; empty if nothing has."""
+        """The bytes that have come, in order; empty if none have."""
         try:
             return list(self._reader.recv(4096))
         except BlockingIOError:
             return []
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
-        """Sleep until something comes; empty if nothing did in time."""
+        """Sleep until something comes; return it, or nothing if nothing came in time."""
         select.select([self._reader], [], [], timeout_s)
         return self.read()
 
@@ -60,4 +62,4 @@ class Wakeups:
 
 
 def _heard(_signum: int, _frame: FrameType | None) -> None:
-    """Nothing: the byte is in the socket already."""
+    """Do nothing: the byte is in the socket already."""

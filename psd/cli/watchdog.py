@@ -1,4 +1,4 @@
-"""Ends a job's processes when psd-run itself has been killed, so that no orphan trains on, and removes what they leave.
+"""Ends a job's processes when psd-run itself has been killed, so that no orphan goes on training, and removes its state.
 
 A process of its own, in its own session, that does nothing but read a pipe. Only psd-run holds the write end, so the kernel
 itself reports psd-run's death, SIGKILL included, as the end of the file. The protocol is a line each:
@@ -7,6 +7,8 @@ itself reports psd-run's death, SIGKILL included, as the end of the file. The pr
     -4711   it has ended; its number may be used by others from now on
     =/a/b   a directory to be removed with all that is in it, once the processes have ended; in the quoting of URLs
     end     the job is over; the end of the file that follows means nothing
+
+PR_SET_PDEATHSIG and libraries around it end direct children alone, not what these have started, and remove no directories.
 
 This file holds both sides: `Watchdog` is psd-run's, `main` the process. Knows nothing of shards and workers.
 """
@@ -28,7 +30,7 @@ from psd.cli.state import remove_private
 from psd.cli.sweep import end_processes
 
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL. Nobody is left to tell of a longer wait."""
+"""Seconds between SIGTERM and SIGKILL. Nobody is left to tell of a longer wait."""
 
 
 class Watchdog:
@@ -58,11 +60,11 @@ class Watchdog:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the watchdog."""
         return self._process.pid
 
     def has_died(self) -> bool:
-        """Whether it has ended, which it never does by itself while psd-run lives."""
+        """True if it has ended, which it never does by itself while psd-run lives."""
         return self._process.poll() is not None
 
     def add(self, group: int) -> None:
@@ -74,7 +76,7 @@ class Watchdog:
         self._write(f"-{group}\n")
 
     def close(self) -> None:
-        """Tell it that all is over, and wait for its end. Also frees what a dead one leaves."""
+        """Tell it that the job is over, and wait for its end. Also frees what a dead one leaves."""
         self._write("end\n")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -94,14 +96,14 @@ class Watchdog:
 
 @dataclass
 class Left:
-    """What psd-run leaves behind when it is killed."""
+    """The processes and directories that psd-run leaves behind when it is killed."""
 
     groups: set[int] = field(default_factory=set)
     directories: list[Path] = field(default_factory=list)
 
 
 def watch(pipe: BinaryIO) -> Left | None:
-    """Read until psd-run ends; returns what it leaves behind, or None after a proper end."""
+    """Read until psd-run ends; return its remains, or None after a proper end."""
     left = Left()
     for line in pipe:
         if line == b"end\n":
@@ -119,7 +121,7 @@ def watch(pipe: BinaryIO) -> Left | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process: watch, then end and remove what was left."""
+    """Run the watchdog: watch, then end and remove the remains."""
     (run_id,) = sys.argv[1:] if argv is None else argv
     left = watch(sys.stdin.buffer)
     if left is not None:

@@ -1,1 +1,1 @@
-"""What servers and clients agree on: messages, frames, layout, job spec, errors, configuration. Holds no state."""
+"""The agreements of servers and clients: messages, frames, layout, job spec, errors, configuration. Holds no state."""

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
-    """HOST:PORT or [IPV6]:PORT as (host, port); ConfigError names `what`."""
+    """Parse HOST:PORT or [IPV6]:PORT as (host, port); ConfigError names `what`."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:\s/]+):(\d{1,5})", text)
     if match is None or int(match[2]) > 65535:
         raise ConfigError(f"{what}: expected HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:7000, got {text!r}")
@@ -40,7 +40,7 @@ def is_loopback(address: str) -> bool:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """INDEX/COUNT as (index, count), such as 0/4."""
+    """Parse INDEX/COUNT, such as 0/4, as (index, count)."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--shard: expected INDEX/COUNT with INDEX below COUNT, such as 0/4, got {text!r}")
@@ -48,7 +48,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def parse_servers(text: str) -> tuple[str, ...]:
-    """Comma-separated HOST:PORT list, in the order of the shards."""
+    """Parse a comma-separated list of HOST:PORT, in the order of the shards."""
     servers = tuple(part.strip() for part in text.split(",") if part.strip())
     if not servers:
         raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
@@ -57,7 +57,7 @@ def parse_servers(text: str) -> tuple[str, ...]:
         if port == 0:
             raise ConfigError(f"servers: {server!r} has port 0; expected the port that the shard listens on")
     if len(set(servers)) != len(servers):
-        raise ConfigError(f"servers: an address stands twice in {text!r}; each shard has its own")
+        raise ConfigError(f"servers: an address is given twice in {text!r}; each shard has its own")
     return servers
 
 
@@ -83,7 +83,7 @@ def _check_pair(name: str, value: str, other_name: str, other: str) -> None:
 
 
 def check_client_tls(ca: str, cert: str, key: str) -> None:
-    """ConfigError if a client's TLS files do not belong together."""
+    """Raise ConfigError if a client's TLS files do not belong together."""
     _check_pair("tls_cert", cert, "tls_key", key)
     if cert and not ca:
         raise ConfigError("tls_ca: not given; a client's certificate is shown over TLS only, which needs the shards' CA")
@@ -91,7 +91,7 @@ def check_client_tls(ca: str, cert: str, key: str) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a shard accepts from peers. Each has a flag of psd-server.
+    """Limits of a shard on what it accepts from peers. Each has a flag of psd-server.
 
     Attributes:
         workers_max: ranks of one job. A waiting worker costs a thread (about 50 KiB resident), hence a limit at all.
@@ -118,13 +118,14 @@ class Limits:
 
     @property
     def calls_max(self) -> int:
-        """A worker has up to 4: a push or pull, a barrier or declaration, a heartbeat, and a retry of one of them. The others
-        are as many as strangers may hold (psd/rim/strangers.py, pace.py), and 64 for status, health, readers."""
+        """Calls at a time; a worker has up to 4: a push or pull, a barrier or declaration, a heartbeat, and a retry of one
+        of them. The others are as many as strangers may hold (psd/rim/strangers.py, pace.py), and 64 for status, health,
+        readers."""
         return self.calls or 4 * self.workers_max + 576
 
     @property
     def connections_max(self) -> int:
-        """A worker has one, and while it comes back two."""
+        """Connections at a time; a worker has one, and two while it comes back."""
         return self.connections or 2 * self.workers_max + 64
 
     def __post_init__(self) -> None:
@@ -141,7 +142,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One psd-server process.
+    """Settings of one psd-server process.
 
     Attributes:
         shard_index, shard_count: which part of the parameters.
@@ -208,8 +209,8 @@ class ServerConfig:
             )
         if not (self.tls_cert or self.insecure or is_loopback(self.listen)):
             raise ConfigError(
-                f"--listen: {self.listen} is reachable from other machines, and without TLS whoever is on the way reads and "
-                "changes everything. Give --tls-cert and --tls-key, or say --insecure if the network keeps strangers out"
+                f"--listen: {self.listen} is reachable from other machines, and without TLS anybody on the network path can "
+                "read and change everything. Give --tls-cert and --tls-key, or --insecure if the network keeps strangers out"
             )
         if self.metrics_port is not None:
             _check_count("--metrics-port", self.metrics_port, 0, 65535)
@@ -233,7 +234,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """One worker's connection.
+    """Settings of one worker's connection.
 
     Attributes:
         servers: addresses in the order of the shards.

@@ -8,14 +8,14 @@ from psd.contract.errors import InvalidRequest
 from psd.v1 import job_pb2
 
 STALENESS_BOUND_MAX = 1_000_000
-"""Steps. Beyond that a worker may as well be asynchronous."""
+"""Largest bound in steps. Beyond that a worker may as well be asynchronous."""
 
 _EXPECTED = 'expected "sync", "async" or "ssp:S" with S a whole number of steps, such as "ssp:3"'
 
 
 @dataclass(frozen=True)
 class Consistency:
-    """How far workers may be apart.
+    """The consistency of a job: how far its workers may be apart.
 
     Attributes:
         mode: "sync" (bulk-synchronous, BSP), "async" (ASP) or "ssp" (stale synchronous parallel, Ho et al. 2013).
@@ -27,7 +27,7 @@ class Consistency:
 
     @classmethod
     def parse(cls, word: str) -> Consistency:
-        """From the word; InvalidRequest says what was expected."""
+        """Parse the word; InvalidRequest says what was expected."""
         mode, colon, bound = word.partition(":")
         if mode in ("sync", "async") and not colon:
             return cls(mode)
@@ -43,7 +43,7 @@ class Consistency:
 
     @classmethod
     def from_message(cls, spec: job_pb2.JobSpec) -> Consistency:
-        """From a JobSpec message; InvalidRequest names the field."""
+        """Read a JobSpec message; InvalidRequest names the field."""
         name = next((name for name, number in _MODES.items() if number == spec.mode), None)
         if name is None:
             raise InvalidRequest(f"mode: must be sync, async or ssp, got {spec.mode}")

@@ -1,4 +1,4 @@
-"""What a client shows to shards, and by what it knows them: from files that are read again when they change.
+"""Credentials of a client, and the certificates by which it knows shards: files that are read again when they change.
 
 For workers, readers and psdctl alike. Must not know gRPC: whoever dials hands it what is here.
 """
@@ -16,7 +16,7 @@ MetadataOut = tuple[tuple[str, str], ...]
 
 
 class Credentials:
-    """One client's.
+    """Credentials of one client.
 
     Args:
         tls_ca: PEM file: TLS, with shards whose certificates one of these has signed; empty: no TLS.
@@ -34,16 +34,16 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether calls carry one."""
+        """True if calls carry a token."""
         return self._token is not None
 
     @property
     def has_tls(self) -> bool:
-        """Whether connections are TLS."""
+        """True if connections use TLS."""
         return self._tls is not None
 
     def metadata(self) -> MetadataOut | None:
-        """What each call carries."""
+        """Metadata of each call."""
         return None if self._token is None else metadata_of(self._token.current())
 
     def has_other_token(self, refused: MetadataOut | None) -> bool:
@@ -58,15 +58,15 @@ class Credentials:
         return self.metadata() != refused
 
     def pem(self) -> Pem | None:
-        """For gRPC; None: no TLS."""
+        """PEM files for gRPC; None: no TLS."""
         return None if self._tls is None else self._tls.current()[0]
 
     def context(self) -> ssl.SSLContext | None:
-        """For the bulk lane; None: no TLS."""
+        """TLS context for the bulk lane; None: no TLS."""
         return None if self._tls is None else self._tls.current()[1]
 
     def why_not(self, address: str) -> str | None:
-        """Why gRPC cannot connect to HOST:PORT, if TLS or its absence is the reason; dials, for a second or two at most."""
+        """The reason why gRPC cannot connect to HOST:PORT, if it is TLS or its absence; dials, for a second or two at most."""
         host, port = parse_address(address, "servers")
         context = None
         if self._tls is not None:

@@ -1,4 +1,4 @@
-"""Update rules of the users: a Python class by import path, such as "my_package.my_module:MyRule".
+"""Update rules written by users: a Python class by import path, such as "my_package.my_module:MyRule".
 
     class MyRule:
         slots = {"velocity": 0.0}              # arrays of the parameter's shape, and what they begin with
@@ -33,7 +33,7 @@ from psd.contract.config import ConfigError, is_rule_path
 from psd_core.optimizer import FLOAT32_MAX
 
 NAMES_MAX = 64
-"""Slots, and numbers, of one rule."""
+"""Limit of the slots, and of the numbers, of one rule."""
 
 RESERVED = frozenset({"step", "age", "params", "dc_lambda", "dc_decay", "dc_mean_square"})
 """Names that psd uses itself beside a rule's own."""
@@ -43,11 +43,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 @dataclass(frozen=True)
 class CustomRule:
-    """A rule that was found.
+    """A rule that has been imported and checked.
 
     Attributes:
-        path: by which. kind: the class.
-        slots: what each begins with, by name. hyper: the defaults, by name. Both in the class's order.
+        path: by which.
+        kind: the class.
+        slots: what each begins with, by name.
+        hyper: the defaults, by name. Both in the class's order.
     """
 
     path: str
@@ -57,7 +59,7 @@ class CustomRule:
 
 
 def name_problem(names: Sequence[str]) -> str | None:
-    """What is wrong with the names of a rule's slots or numbers, or None."""
+    """The problem with the names of a rule's slots or numbers, or None."""
     if len(names) > NAMES_MAX:
         return f"has {len(names)} names, the limit is {NAMES_MAX}"
     for name in names:
@@ -65,11 +67,11 @@ def name_problem(names: Sequence[str]) -> str | None:
             return f"names must be identifiers of at most 64 letters, got {name!r}"
         if name in RESERVED:
             return f"the name {name!r} is psd's own"
-    return None if len(set(names)) == len(names) else "a name stands twice"
+    return None if len(set(names)) == len(names) else "a name is given twice"
 
 
 def load_rule(path: str) -> CustomRule:
-    """Import a rule and look at it.
+    """Import a rule and check its form.
 
     Raises:
         ConfigError: it cannot be imported, or is not what the module's docstring shows; the message names it.
@@ -97,7 +99,7 @@ def load_rule(path: str) -> CustomRule:
 
 
 def load_rules(paths: Sequence[str], directory: str) -> dict[str, CustomRule]:
-    """Several rules by path; `directory` is searched for their modules after Python's own places.
+    """Import several rules by path; `directory` is searched for their modules after Python's own places.
 
     Raises:
         ConfigError: as `load_rule`.
@@ -121,7 +123,7 @@ def _numbers(path: str, attribute: str, value: Any) -> dict[str, float]:
 
 
 def describe(error: BaseException) -> str:
-    """An error of somebody else's code in one line, with the place where it was raised."""
+    """One line on an error in foreign code, with the place where it was raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and not f.filename.startswith("<")]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

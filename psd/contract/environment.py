@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
+
+NumberT = TypeVar("NumberT", int, float)
 
 VARIABLES = {
     "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
@@ -29,22 +32,26 @@ VARIABLES = {
     "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
-    "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates: connect by TLS",
-    "PSD_TLS_CERT": "PEM file of this client's own certificate, where shards ask for one",
+    "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates; turns TLS on",
+    "PSD_TLS_CERT": "PEM file of this client's own certificate, if the shards require one",
     "PSD_TLS_KEY": "PEM file of its key",
     "PSD_TOKEN_FILE": "file that holds this client's token",
 }
-"""Every variable that psd reads, and what it means; psd-run --help prints this table."""
+"""All variables that psd reads, and their meanings; psd-run --help prints this table."""
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
+def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], NumberT], expected: str) -> NumberT | None:
     text = environ.get(name)
     if text is None:
         return None
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
+        raise ConfigError(f"{name}: expected {expected}, got {text!r}") from None
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name, int, "a whole number")
 
 
 def _rank(environ: Mapping[str, str]) -> int | None:
@@ -52,13 +59,7 @@ def _rank(environ: Mapping[str, str]) -> int | None:
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
-    text = environ.get(name)
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{name}: expected seconds, got {text!r}") from None
+    return _number(environ, name, float, "seconds")
 
 
 def client_config(
@@ -77,7 +78,7 @@ def client_config(
     token_file: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientConfig:
-    """A client's settings: arguments first, then the environment, then defaults.
+    """Settings of a client: arguments first, then the environment, then defaults.
 
     Raises:
         ConfigError: a value is wrong, or servers, rank or world_size are given nowhere.
@@ -113,13 +114,14 @@ def client_config(
 
 
 def memory_directory() -> Path:
-    """Where files live in memory: /dev/shm if there is such a place, else among temporary files. Ours in it are private."""
+    """The directory for files in memory: /dev/shm if it exists, else the one for temporary files. Ours in it are private."""
     shm = Path("/dev/shm")  # noqa: S108
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None]:
-    """What a shard calls at each named step at which its process may die: nothing, unless PSD_CRASH_POINT says to die there."""
+    """The function to call at each named step at which a shard may die: it does nothing, unless PSD_CRASH_POINT tells it to
+    kill the process there."""
     pattern, colon, count = environ.get("PSD_CRASH_POINT", "").rpartition(":")
     if not colon or not count.isdigit():
         return lambda _: None
@@ -137,7 +139,7 @@ def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None
 
 @dataclass(frozen=True)
 class JobDefaults:
-    """What holds in a script that does not say. quorum: 0 for all workers."""
+    """Defaults for a script that does not say. quorum: 0 for all workers."""
 
     consistency: Consistency
     quorum: int
@@ -145,12 +147,12 @@ class JobDefaults:
     aggregation: str
 
     def consistency_of(self, word: str | None) -> Consistency:
-        """What a script says by a word; None: it does not. InvalidRequest if it is none of the words."""
+        """The consistency that a script asks for by a word; None: it does not. InvalidRequest if it is none of the words."""
         return self.consistency if word is None else Consistency.parse(word)
 
 
 def job_defaults(environ: Mapping[str, str] = os.environ) -> JobDefaults:
-    """From the environment, which psd-run sets from its flags."""
+    """Defaults from the environment, which psd-run sets from its flags."""
     return JobDefaults(
         consistency=Consistency.parse(environ.get("PSD_CONSISTENCY", "sync")),
         quorum=_integer(environ, "PSD_QUORUM") or 0,

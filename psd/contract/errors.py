@@ -1,4 +1,4 @@
-"""Every error that crosses the wire, in one tree, and the one table from reasons to gRPC status codes.
+"""All errors that cross the wire, in one tree, and the one table from reasons to gRPC status codes.
 
     PsdError
     ├── InvalidRequest            a field is wrong; a bug in the caller
@@ -116,13 +116,13 @@ class ShardRestarted(PsdError):
 
 
 class StateLost(PsdError):
-    """The shard has come back without what it held, so this job cannot go on with it. Detail: shard."""
+    """The shard has come back without its state, so this job cannot continue with it. Detail: shard."""
 
     code = "DATA_LOSS"
 
 
 class RolledBack(PsdError):
-    """The job has gone back to a checkpoint, because a shard had lost what it held.
+    """The job has gone back to a checkpoint, because a shard had lost its state.
 
     Detail: timeline, checkpoint; from clients also step, the clock at which the worker goes on.
     """
@@ -131,7 +131,7 @@ class RolledBack(PsdError):
 
 
 class LayoutMismatch(PsdError):
-    """Worker and shard cut the parameters into different blocks."""
+    """Worker and shard divide the parameters into different blocks."""
 
     code = "FAILED_PRECONDITION"
 
@@ -229,7 +229,7 @@ class PermissionDenied(PsdError):
 
 
 class TlsFailed(PsdError):
-    """No TLS connection with a shard came about: a certificate was refused, or one side has no TLS. Detail: shard, address."""
+    """A TLS connection with a shard failed: a certificate was refused, or one side has no TLS. Detail: shard, address."""
 
     code = "UNAVAILABLE"
 
@@ -247,7 +247,7 @@ class InternalError(PsdError):
 
 
 def reasons() -> dict[str, type[PsdError]]:
-    """All errors by reason."""
+    """Map from reasons to errors."""
     return dict(_BY_REASON)
 
 

@@ -26,12 +26,12 @@ FIELDS_MAX = 64
 busy for seconds."""
 
 WINDOW_BYTES = 2 << 20
-"""Of frames that one gRPC stream may have under way to a side that does not read: half a block of the largest size, and more of
+"""Frames that one gRPC stream may have under way to a side that does not read: half a block of the largest size, and more of
 one that is being read. The rest waits at the sender."""
 
 WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
-"""For both sides' channels. gRPC's own windows grow with what the connection has once moved: to tens of megabytes each, which a
-shard that is held back has to keep for every worker."""
+"""Options for both sides' channels: gRPC's own windows grow to tens of megabytes each, which a shard that is held back would
+have to keep for every worker."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types of the protobuf encoding
 _PADDING_TAG = PADDING_FIELD << 3 | _LENGTH
@@ -51,7 +51,7 @@ def _varint(value: int) -> bytes:
 
 
 def join(head: bytes, payload: bytes | memoryview | NDArray[Any] | None) -> bytes:
-    """The frame of a serialized message without its payload, and the payload (C-contiguous), which is copied once."""
+    """The frame of a serialized message without its payload, and of the payload (C-contiguous), which is copied once."""
     view = memoryview(payload if payload is not None else b"")  # type: ignore[arg-type]  # an ndarray is a buffer
     if not view.nbytes:
         return head
@@ -62,7 +62,7 @@ def join(head: bytes, payload: bytes | memoryview | NDArray[Any] | None) -> byte
 
 
 def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:
-    """A frame's serialized message without the payload, and a view of the payload (empty if there is none).
+    """Split a frame into the serialized message without the payload, and a view of the payload (empty if there is none).
 
     Raises:
         InvalidRequest: the bytes are no protobuf message, or have more than FIELDS_MAX fields; `what` names it.
@@ -116,7 +116,7 @@ def _read_varint(frame: bytes, position: int, what: str) -> tuple[int, int]:
 
 
 def numbers(payload: memoryview, dtype: np.dtype[Any], length: int, what: str) -> NDArray[Any]:
-    """The payload as an aligned, read-only (length,) array of `dtype`; a copy only if it starts at an odd place.
+    """The payload as an aligned, read-only (length,) array of `dtype`; copied only if it is not aligned.
 
     Raises:
         InvalidTensor: the payload has another number of bytes; `what` names it.

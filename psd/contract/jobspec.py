@@ -1,4 +1,4 @@
-"""The job spec: what the workers declare, as frozen values that are valid once they exist.
+"""The job spec: the workers' declaration, as frozen values that are valid once they exist.
 
 Knows its message form, how to check it against the limits, and how to name the first difference between two specs. Must not
 know where tensors live (layout.py) nor how rules compute (psd/state/rules.py).
@@ -83,7 +83,7 @@ class GroupSpec:
 
     @functools.cached_property
     def info(self) -> RuleInfo:
-        """What is known of the rule, staleness included; InvalidRequest if there is none."""
+        """Facts of the rule, staleness included; InvalidRequest if there is none."""
         return rule_info(self.rule, slots=self.slots, scalars=self.scalars, staleness=self.staleness)
 
     @property
@@ -99,7 +99,8 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What is trained, by how many, under which consistency. Raises InvalidRequest or InvalidTensor when built wrongly.
+    """The declaration of a job: tensors, rules, workers, consistency. Raises InvalidRequest or InvalidTensor when built
+    wrongly.
 
     Attributes:
         quorum: workers whose gradients close a synchronous round; world_size unless there are backup workers.
@@ -149,7 +150,7 @@ class JobSpec:
         for tensor in self.tensors:
             self._check_tensor(tensor)
             if tensor.name in seen:
-                raise InvalidTensor(f"tensors: the name {tensor.name!r} stands twice")
+                raise InvalidTensor(f"tensors: the name {tensor.name!r} is given twice")
             seen.add(tensor.name)
 
     @property
@@ -165,7 +166,7 @@ class JobSpec:
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
         if layerwise and self.consistency.mode != "sync":
             raise InvalidRequest(
-                f"groups.rule: {layerwise} needs the norms of whole tensors, which shards know of rounds only; the mode is "
+                f"groups.rule: {layerwise} needs the norms of whole tensors, which shards know for rounds only; the mode is "
                 f"{self.consistency}, not sync"
             )
         norms = "clip_norm" if self.clip_norm else f"groups.rule: {layerwise}" if layerwise else ""
@@ -174,12 +175,12 @@ class JobSpec:
         why = norms or ("nan_policy: skip" if self.nan_policy == "skip" else "")
         if why and self.consistency.mode == "sync" and self.aggregation != "exact":
             raise InvalidRequest(
-                f"{why} needs aggregation exact, by which all shards agree what a round is made of; it is {self.aggregation}"
+                f"{why} needs aggregation exact, by which all shards agree on a round's members; it is {self.aggregation}"
             )
 
     @property
     def has_verdicts(self) -> bool:
-        """True if how a round is applied follows from the whole gradient; see psd/contract/verdicts.py."""
+        """True if the way to apply a round depends on the whole gradient; see psd/contract/verdicts.py."""
         return self.consistency.mode == "sync" and (self.clip_norm > 0 or bool(self.layerwise_tensors))
 
     @cached_property
@@ -217,7 +218,7 @@ class JobSpec:
 
     @staticmethod
     def check_counts(message: job_pb2.JobSpec, limits: Limits) -> None:
-        """What of `check_limits` is to be known before a Python object is made for each thing in the message."""
+        """Check the counts of a message before a Python object is made for each thing in it."""
         if len(message.tensors) > limits.tensors_max:
             raise InvalidTensor(f"tensors: {len(message.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
         if len(message.groups) > GROUPS_MAX:
@@ -248,7 +249,7 @@ class JobSpec:
 
     @classmethod
     def from_message(cls, message: job_pb2.JobSpec) -> JobSpec:
-        """From the protobuf form; raises as the constructor does."""
+        """Read the protobuf form; raises as the constructor does."""
         tensors = []
         for t in message.tensors:
             if t.dtype not in _DTYPE_NAMES:
@@ -278,7 +279,7 @@ class JobSpec:
         )
 
     def difference(self, other: JobSpec) -> str | None:
-        """Words for the first difference between this spec (declared first) and `other`, or None if they are equal."""
+        """The first difference between this spec (declared first) and `other`, in words, or None if they are equal."""
         for field in ("world_size", "consistency", "quorum", "reduction", "aggregation", "clip_norm", "nan_policy"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:

@@ -1,4 +1,4 @@
-"""The layout: a pure function of the job spec and the shard count that says which block lives where.
+"""The layout: a pure function of the job spec and the shard count that gives each block a shard.
 
 The tensors of one group and dtype are laid end to end in one *flat space*; each space is cut into equal blocks of at most
 BLOCK_BYTES_MAX, and smaller ones where a shard would have only a few; block b of the job belongs to shard b mod N. Workers and
@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 from psd.contract.jobspec import JobSpec
 
 BLOCK_BYTES_MAX = 4 << 20
-"""A block costs a shard some 0.2 ms of Python, since whatever touches that much memory leaves nothing else in the caches. With
-2 MiB the dense step took a tenth longer over TCP, and with 1 MiB over shared memory, too; for gRPC it makes no difference."""
+"""Largest block. A block costs a shard some 0.2 ms of Python, since touching that much memory empties the caches. With 2 MiB
+the dense step took a tenth longer over TCP, and with 1 MiB over shared memory, too; for gRPC it makes no difference."""
 PIPELINED_BLOCKS = 8
-"""A shard has so many blocks of a space, if they are not too small: it answers the first ones while the last ones still arrive,
-which is what counts where the network is slow."""
+"""Blocks of a space that a shard has at least, if they are not too small: it answers the first while the last still arrive,
+which matters on slow networks."""
 PIPELINED_BYTES_MIN = 512 << 10
 BLOCK_ELEMENTS_MIN = 512  # 2 KiB: below this a message costs more than the balance between shards gains
 BLOCK_ELEMENTS_STEP = 16  # blocks start on 64-byte boundaries of the space, so that kernels run on whole cache lines
 
 
 _GRADIENT_DTYPES = {"bfloat16": "uint16"}
-"""What NumPy has in the place of a dtype that it does not know: its bits."""
+"""Stand-ins for dtypes that NumPy lacks: their bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ def _block_count(size: int, itemsize: int, shard_count: int) -> int:
 
 
 class Layout:
-    """Where every element of the job lives, for `shard_count` shards.
+    """The place of every element of the job, for `shard_count` shards.
 
     Attributes:
         spec: the job spec. spaces: the flat spaces. blocks: all blocks of the job, by index.

@@ -1,4 +1,4 @@
-"""Text of other people's, made safe to be shown: what a terminal or a reader of lines takes for more than text is escaped.
+"""Foreign text, made safe to show: characters that would control a terminal, or end a line, are escaped.
 
 Whatever a peer has chosen (the names of hosts, tensors, runs and barriers, the texts of its errors) passes through `printable`
 where it is shown or logged. Names that are declared must not need it.
@@ -15,14 +15,14 @@ the direction of what follows around; half characters; the ends of lines and par
 
 
 def printable(text: str) -> str:
-    """The text, on one line, with such characters as Python writes them: \\x1b, \\n, \\u202e."""
+    """The text on one line, with control characters as Python writes them: \\x1b, \\n, \\u202e."""
     if text.isprintable():
         return text
     return "".join(_escaped(character) if _is_control(character) else character for character in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text whose lines are its writer's own."""
+    """The same for a text whose lines are wanted."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -40,7 +40,7 @@ def _escaped(character: str) -> str:
 
 
 class PrintableRecords(logging.Filter):
-    """For a logger whose records others write to terminals and files: what they say is on one line, and printable."""
+    """A filter for a logger whose records others write to terminals and files: makes each record one printable line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass."""

@@ -1,4 +1,4 @@
-"""The update rules as a job declares them: what is refused of flags, constants and scalars.
+"""The update rules as a job declares them: checks of flags, constants and scalars.
 
 Shared by the clients, which declare a rule, and the shards, which apply it. The rules are those of psd_core/rules.py, where it
 says what their numbers may be, and the users' own.
@@ -17,8 +17,8 @@ from psd_core.optimizer import Range, RuleFacts, Slot
 from psd_core.rules import RULES as PSD_RULES
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
-"""Of a push, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of finite gradients
-would become NaN, and with it the parameters."""
+"""Limits of a push's weight, in samples. Weights and 1 / their sum are rounded to float32; far outside of this range a mean of
+finite gradients would become NaN, and with it the parameters."""
 
 _ANY = Range()
 
@@ -34,12 +34,12 @@ class RuleInfo(RuleFacts):
     is_custom: bool = False
 
     def slot_starts(self, flags: Collection[str], constants: Sequence[float]) -> tuple[float, ...]:
-        """What each of `slots` is filled with before the first update."""
+        """Initial values of the slots."""
         values = dict(zip(self.constants, constants, strict=True))
         return tuple(values.get(slot.start, 0.0) for slot in self.all_slots if slot.name in self.slots(flags))
 
     def problem(self, name: str, value: float) -> str | None:
-        """What is wrong with the value of a scalar or a constant by itself, or None."""
+        """The problem with the value of a scalar or a constant by itself, or None."""
         return self.ranges.get(name, _ANY).problem(value)
 
     def check_flags(self, flags: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ class RuleInfo(RuleFacts):
 
 
 def check_weight(weight: float) -> None:
-    """Raise InvalidRequest unless `weight` may stand behind a gradient: 0, or WEIGHT_MIN to WEIGHT_MAX."""
+    """Raise InvalidRequest unless `weight` is valid for a gradient: 0, or WEIGHT_MIN to WEIGHT_MAX."""
     if weight != 0 and not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # also refuses NaN
         raise InvalidRequest(f"weight: must be 0, or {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, got {weight}")
 
@@ -100,7 +100,7 @@ RULES = {STATIC.name: STATIC} | {name: RuleInfo(**vars(facts)) for name, facts i
 
 
 def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:
-    """What is known of a rule as a group declares it, staleness included.
+    """Facts of a rule as a group declares it, staleness included.
 
     Args:
         name: of one of psd's rules, or the import path of a user's own. slots, scalars: names; of the latter only.

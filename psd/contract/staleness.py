@@ -1,4 +1,4 @@
-"""What a group may do about the age of gradients in async and ssp: the word, what travels with it, what it keeps.
+"""Treatments of the age of gradients in async and ssp: the words, the numbers that travel, the slots.
 
 A gradient's *age* is the number of updates that its block has seen since the worker read the parameters that it was computed
 from. psd/state/staleness.py acts on it. Must not know blocks or messages.
@@ -33,7 +33,7 @@ class Staleness:
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """Of `scalars`, by name."""
+        """Ranges of `scalars`, by name."""
         return {name: allowed for name, _, allowed in self.scalars}
 
 
@@ -45,14 +45,14 @@ STALENESS = {
     COMPENSATED: Staleness((("dc_lambda", 0.04, Range(0)),)),
     ADAPTIVE: Staleness((("dc_lambda", 2.0, Range(0)), ("dc_decay", 0.95, Range(0, 1))), ("dc_mean_square",)),
 }
-"""By word. "lr": the learning rate is divided by 1 + age (Zhang et al. 2016, arXiv:1511.05950). "dc", "dc-adaptive": DC-ASGD-c
-and DC-ASGD-a (Zheng et al. 2017, arXiv:1609.08326), with that paper's values for CIFAR-10."""
+"""Treatments by word. "lr": the learning rate is divided by 1 + age (Zhang et al. 2016, arXiv:1511.05950). "dc", "dc-adaptive":
+DC-ASGD-c and DC-ASGD-a (Zheng et al. 2017, arXiv:1609.08326), with that paper's values for CIFAR-10."""
 
 _EXPECTED = 'expected "lr", "dc" or "dc-adaptive", the latter two also with a number, such as "dc:0.04"'
 
 
 def parse_staleness(word: str) -> tuple[str, dict[str, float]]:
-    """The name in a word such as "dc:0.04", and its scalars; InvalidRequest says what was expected."""
+    """Parse a word such as "dc:0.04" into name and scalars; InvalidRequest says what was expected."""
     name, colon, number = word.partition(":")
     if name not in STALENESS or (not name and word):
         raise InvalidRequest(f"staleness: got {word!r}; {_EXPECTED}")

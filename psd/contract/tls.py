@@ -1,4 +1,4 @@
-"""TLS: certificates as files, and what is wrong if two sides do not come together.
+"""TLS: certificates as files, and the reasons why no connection comes about.
 
 gRPC and the bulk lane use the same files. gRPC takes the bytes; the bulk lane, and the check that the files belong together,
 take Python's ssl. TLS 1.3 on the bulk lane, whose both ends are psd's; 1.2 or later on the gRPC port. tls_socket.py moves the
@@ -19,7 +19,7 @@ PROBE_S = 2.0
 
 @dataclass(frozen=True)
 class Pem:
-    """What is in the files. Empty: there is none.
+    """Contents of the files. Empty: there is none.
 
     Attributes:
         ca: certificates of the authorities that sign the other side's. cert, key: this side's own.
@@ -46,11 +46,11 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Those that there are."""
+        """Paths of the files that are given."""
         return tuple(path for path in (self.ca, self.cert, self.key) if path)
 
     def load(self) -> tuple[Pem, ssl.SSLContext]:
-        """The files' contents, and a context for the bulk lane.
+        """Read the files; return their contents, and a context for the bulk lane.
 
         Raises:
             ConfigError: a file cannot be read or is not PEM, or certificate and key do not belong together; names the file.
@@ -102,18 +102,18 @@ def _refuse_password() -> str:
 
 
 def server_files(cert: str, key: str, client_ca: str) -> TlsFiles:
-    """Of psd-server's flags."""
+    """TLS files named by psd-server's flags."""
     return TlsFiles(client_ca, cert, key, is_server=True, names=("--tls-client-ca", "--tls-cert", "--tls-key"))
 
 
 def client_files(ca: str, cert: str, key: str) -> TlsFiles:
-    """Of a client's settings."""
+    """TLS files named by a client's settings."""
     return TlsFiles(ca, cert, key, is_server=False, names=("tls_ca", "tls_cert", "tls_key"))
 
 
 # -- why no connection came about ----------------------------------------------------------------------------------------
 
-_FOREIGN = "is signed by none of the authorities in tls_ca"
+_FOREIGN = "is not signed by an authority in tls_ca"
 _CERTIFICATE = {
     9: "is not valid yet; is the clock right?",
     10: "has expired",
@@ -121,25 +121,25 @@ _CERTIFICATE = {
     19: _FOREIGN,
     20: _FOREIGN,
     21: _FOREIGN,
-    62: "is another host's than {host!r}, the name in servers",
-    64: "is another host's than {host}, the address in servers",
+    62: "is not for {host!r}, the name in servers",
+    64: "is not for {host}, the address in servers",
 }
-"""What OpenSSL's numbers of a certificate's faults mean to whoever dials."""
+"""Explanations of OpenSSL's error numbers of certificates, for whoever dials."""
 
 _REFUSED = (
-    "the shard lets nobody in with this client's certificate (tls_cert), or without one: its --tls-client-ca says whose "
-    "signature it wants"
+    "the shard admits nobody with this client's certificate (tls_cert), or without one: its --tls-client-ca says whose "
+    "signature it requires"
 )
 
 
 def what_is_wrong(error: OSError, host: str) -> str | None:
-    """Why a handshake or a first read has failed, in words; None if TLS is not the reason."""
+    """The reason why a handshake or a first read has failed, in words; None if it is not TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         known = _CERTIFICATE.get(error.verify_code, f"is refused: {error.verify_message}")
         return f"the shard's certificate {known.format(host=host)}"
     if isinstance(error, ssl.SSLError):
         if "WRONG_VERSION_NUMBER" in (error.reason or ""):
-            return "the shard does not speak TLS: was it started with --tls-cert? Else leave tls_ca out"
+            return "the shard does not speak TLS: was it started with --tls-cert? If not, leave tls_ca out"
         if not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
             return f"the TLS handshake failed: {error.reason}"
     return None
@@ -173,4 +173,4 @@ def _probe_plain(sock: socket.socket) -> str | None:
     except (ssl.SSLError, OSError) as error:
         if not isinstance(error, ssl.SSLError) or "WRONG_VERSION" in (error.reason or "") or isinstance(error, ssl.SSLEOFError):
             return None
-    return "the shard speaks TLS: give tls_ca, or set PSD_TLS_CA"
+    return "the shard speaks TLS: pass tls_ca, or set PSD_TLS_CA"

@@ -1,4 +1,4 @@
-"""A TLS connection with the few methods of a socket that wire.Stream calls.
+"""A TLS connection with the methods of a socket that wire.Stream calls.
 
 OpenSSL lets one thread at a time into a connection, and a worker's connection is used by two, one sending and one receiving.
 So the socket does not block: each step takes a lock for as long as OpenSSL computes, and whoever waits for the network waits
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 STEP_BYTES = 256 << 10
-"""Encrypted or decrypted in one step, during which the other direction waits: a tenth of a millisecond or two."""
+"""Bytes encrypted or decrypted in one step, during which the other direction waits: a tenth of a millisecond or two."""
 RECORD_BYTES = 16 << 10
 
 ResultT = TypeVar("ResultT")
@@ -44,7 +44,7 @@ class TlsSocket:
         )
 
     def handshake(self, timeout_s: float) -> None:
-        """Agree on keys and check certificates; before anything else.
+        """Agree on keys and check certificates; called before anything else.
 
         Raises:
             OSError: ssl's errors, or the connection broke. TimeoutError: not within `timeout_s`, all in all.
@@ -52,7 +52,7 @@ class TlsSocket:
         self._run(self._tls.do_handshake, time.monotonic() + timeout_s)
 
     def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:
-        """Send all of the buffers; their size."""
+        """Send all of the buffers; return their size."""
         head, sent = b"", 0
         for buffer in buffers:
             view = memoryview(buffer)
@@ -73,7 +73,7 @@ class TlsSocket:
             view = view[self.send(view) :]
 
     def send(self, view: memoryview) -> int:
-        """Send a piece of it; its size."""
+        """Send a piece of it; return its size."""
         chunk = view[:STEP_BYTES]
         return self._run(lambda: self._tls.send(chunk))
 
@@ -83,7 +83,7 @@ class TlsSocket:
         return self._run(lambda: self._receive(buffer[:STEP_BYTES]))
 
     def _receive(self, buffer: memoryview) -> int:
-        """Record after record, as long as there are some."""
+        """Receive records as long as there are some."""
         received = 0
         while received < len(buffer):
             try:
@@ -118,15 +118,15 @@ class TlsSocket:
             self.on_pause()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long one wait for the network may take from now on; 0: for ever."""
+        """Set how long one wait for the network may take from now on; 0: for ever."""
         self._timeout_s = seconds or None
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Of the socket below."""
+        """Set an option of the socket below."""
         self._tls.setsockopt(level, option, value)
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """Of the socket below."""
+        """An option of the socket below."""
         return self._tls.getsockopt(level, option, size)
 
     def shutdown(self, how: int) -> None:
@@ -134,9 +134,9 @@ class TlsSocket:
         socket.socket.shutdown(self._tls, how)  # SSLSocket's own would go on without TLS
 
     def fileno(self) -> int:
-        """Of the socket below."""
+        """Descriptor of the socket below."""
         return self._tls.fileno()
 
     def close(self) -> None:
-        """Give the descriptor back; nobody may be using it."""
+        """Close the descriptor; nobody may be using it."""
         self._tls.close()

@@ -1,8 +1,10 @@
-"""Bearer tokens: what is in the files of the shards and of the clients, and how a token travels.
+"""Bearer tokens: the files of shards and clients, and the metadata of calls.
 
 A shard's file has a line `ROLE TOKEN` for each token; empty lines and lines that begin with # are passed over. A client's file
 holds its token alone. A token is 16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -, best random ones: `openssl rand -hex 32`.
 What each role may do is psd/rim/access.py's to say. No message has a token in it.
+Opaque tokens, not JSON Web Tokens: those need keys, clocks and a library to say what a line of a file says, and are taken back
+only when they expire.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
 
 TOKENS_MAX = 100
-"""In a shard's file. Each call is compared with all of them."""
+"""Limit of tokens in a shard's file. Each call is compared with all of them."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 _WHAT_IT_HAS = "16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -"
 
 
 class Role(enum.Enum):
-    """What a token lets its holder be."""
+    """Roles of tokens."""
 
     WORKER = "worker"
     READER = "reader"
@@ -51,7 +53,7 @@ class Tokens:
 
 
 def parse_tokens(text: str, where: str) -> Tokens:
-    """A shard's file.
+    """Parse a shard's file.
 
     Raises:
         ConfigError: names `where` and the line, never the token.
@@ -67,22 +69,22 @@ def parse_tokens(text: str, where: str) -> Tokens:
             raise ConfigError(f"{where}, line {number}: a token has {_WHAT_IT_HAS}")
         digest = digest_of(words[1])
         if digest in roles:
-            raise ConfigError(f"{where}, line {number}: this token stands there twice")
+            raise ConfigError(f"{where}, line {number}: this token is given twice")
         roles[digest] = Role(words[0])
         if len(roles) > TOKENS_MAX:
             raise ConfigError(f"{where}: has more than {TOKENS_MAX} tokens")
     if not roles:
-        raise ConfigError(f"{where}: has no token, so that nobody could do anything")
+        raise ConfigError(f"{where}: has no token, so nobody could do anything")
     return Tokens(roles)
 
 
 def read_tokens(path: str) -> Tokens:
-    """A shard's file; ConfigError as in `parse_tokens`, or if it cannot be read."""
+    """Read a shard's file; ConfigError as in `parse_tokens`, or if it cannot be read."""
     return parse_tokens(_text(path, "--token-file"), f"--token-file: {path}")
 
 
 def parse_token(text: str, where: str) -> str:
-    """A client's file; ConfigError names `where`."""
+    """Parse a client's file; ConfigError names `where`."""
     token = text.strip()
     if not _TOKEN.fullmatch(token):
         raise ConfigError(
@@ -92,7 +94,7 @@ def parse_token(text: str, where: str) -> str:
 
 
 def read_token(path: str) -> str:
-    """A client's file; ConfigError as in `parse_token`, or if it cannot be read."""
+    """Read a client's file; ConfigError as in `parse_token`, or if it cannot be read."""
     return parse_token(_text(path, "token_file"), f"token_file: {path}")
 
 
@@ -104,7 +106,7 @@ def _text(path: str, what: str) -> str:
 
 
 def digest_of(token: str) -> bytes:
-    """What is kept of a token."""
+    """The digest that is kept of a token."""
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 

@@ -1,4 +1,4 @@
-"""Verdicts: how a round is applied where that follows from the whole gradient, although tensors are cut over shards.
+"""Verdicts: how to apply a round where that depends on the whole gradient, although tensors are cut over shards.
 
 Which workers make up the round is its Decision, made before. Each shard *measures* its part of a round, as sums of squares that
 add up without rounding (psd_core.square_sum); the verdict follows from the sums of all shards. So it is
@@ -19,10 +19,10 @@ from psd.contract.jobspec import JobSpec
 from psd.v1 import job_pb2
 
 CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
+"""The number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
 SQUARES_BYTES_MAX = 320
-"""Of one sum: 2176 bits are room for any shard's, and as many shards as there may be add some."""
+"""Limit of one sum: 2176 bits hold any shard's, and the sum over as many shards as there may be."""
 
 Squares = list[int] | None
 """Sums of squares in units of 2**-1074; None: something is not finite."""
@@ -49,7 +49,7 @@ class Verdict:
 
     @classmethod
     def from_message(cls, message: job_pb2.Verdict, spec: JobSpec) -> Verdict:
-        """From the protobuf form; InvalidRequest if it cannot be one on a round of this job."""
+        """Read the protobuf form; InvalidRequest if it cannot be one on a round of this job."""
         if not spec.has_verdicts:
             raise InvalidRequest("verdict: only a job with rounds that has clip_norm or a layer-wise rule has verdicts")
         if not 0 <= message.scale <= 1:  # also refuses NaN
@@ -64,19 +64,19 @@ class Verdict:
 
 
 def clip_scale(norm_max: float, norm: float) -> float:
-    """What a gradient of that norm is multiplied by, so that it has at most `norm_max` (torch.nn.utils.clip_grad_norm_)."""
+    """The factor for a gradient of that norm, so that it has at most `norm_max` (torch.nn.utils.clip_grad_norm_)."""
     return min(1.0, norm_max / (norm + CLIP_EPSILON))
 
 
 def measure_message(squares: Squares) -> job_pb2.Measure:
-    """Sums of squares as they travel."""
+    """The message of sums of squares."""
     if squares is None:
         return job_pb2.Measure(is_finite=False)
     return job_pb2.Measure(is_finite=True, squares=[n.to_bytes((n.bit_length() + 7) // 8, "little") for n in squares])
 
 
 def total_of(measures: Iterable[job_pb2.Measure], count: int) -> Squares:
-    """The sums of all shards together, `count` of them; InvalidRequest if a measure has another number."""
+    """The sums over all shards, `count` of them; InvalidRequest if a measure has another number."""
     totals: Squares = [0] * count
     for measure in measures:
         if not measure.is_finite:

@@ -1,8 +1,11 @@
 """Files that may be replaced while the process runs: certificates, keys, tokens. Read again when they have changed.
 
 A Kubernetes Secret is swapped by its symbolic link, an operator's file by a rename or in place: all change what `stat` says.
-What cannot be read, or makes no sense, such as a new certificate whose key has not come yet, is logged once, and what was
-there before stays in force. Must not know what the files hold.
+What cannot be read, or makes no sense, such as a new certificate whose key has not come yet, is logged once, and what was there
+before stays in force. Ours, not the package watchdog: that reports changes from a thread of its own, by inotify, which network
+file systems do not have; a `stat` per call is enough here.
+
+Must not know what the files hold.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Watched(Generic[ValueT]):
-    """What `load` makes of some files.
+    """A value loaded from some files.
 
     Args:
         paths: of the files. load: reads them; raises ConfigError, which names the file.
@@ -42,13 +45,13 @@ class Watched(Generic[ValueT]):
         self._value = load()
 
     def current(self) -> ValueT:
-        """The newest value; looks whether the files have changed. From any thread."""
+        """The newest value, after a look whether the files have changed. From any thread."""
         if self._signature() != self._seen:
             self._read()
         return self._value
 
     def refresh(self) -> None:
-        """Read the files whatever `stat` says."""
+        """Read the files again, changed or not."""
         self._read()
 
     def _read(self) -> None:
@@ -57,7 +60,7 @@ class Watched(Generic[ValueT]):
             try:
                 self._value = self._load()
             except ConfigError as error:
-                logger.error("%s; going on with what was there before", error)  # noqa: TRY400 - it says it all
+                logger.error("%s; continuing with the earlier contents", error)  # noqa: TRY400 - it says it all
 
     def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(map(_file_signature, self._paths))
@@ -72,7 +75,7 @@ def _file_signature(path: str) -> tuple[int, int, int] | None:
 
 
 def read(path: str, what: str) -> bytes:
-    """A small file's contents.
+    """Read a small file.
 
     Raises:
         ConfigError: it cannot be read, or is larger than FILE_BYTES_MAX; `what` names the setting.
@@ -81,21 +84,21 @@ def read(path: str, what: str) -> bytes:
 
 
 def read_secret(path: str, what: str) -> bytes:
-    """As `read`; warns if everybody on this machine can read the file, too.
+    """Read a small file, and warn if all users of this machine can read it, too.
 
     Raises:
         ConfigError: also if everybody can write it.
     """
     data, mode = _read(path, what)
     if mode & stat.S_IWOTH:
-        raise ConfigError(f"{what}: everybody on this machine can write {path}; make it private: chmod 600 {path}")
+        raise ConfigError(f"{what}: all users of this machine can write {path}; make it private: chmod 600 {path}")
     if mode & stat.S_IROTH:
-        logger.warning("%s: everybody on this machine can read %s; make it private: chmod 600 %s", what, path, path)
+        logger.warning("%s: all users of this machine can read %s; make it private: chmod 600 %s", what, path, path)
     return data
 
 
 def _read(path: str, what: str) -> tuple[bytes, int]:
-    """Contents and mode of one and the same file, whatever takes its name meanwhile."""
+    """Contents and mode of one and the same file, even if another one takes its name meanwhile."""
     try:
         with Path(path).open("rb") as file:
             data, mode = file.read(FILE_BYTES_MAX + 1), os.fstat(file.fileno()).st_mode

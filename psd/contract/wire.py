@@ -26,22 +26,22 @@ from psd.contract.tls_socket import TlsSocket
 PREFIX = struct.Struct("<IIQ")
 
 READ_AHEAD_BYTES = 16 << 10
-"""More would only be copied twice; heads have a few dozen bytes, those of a push some hundred."""
+"""Bytes read ahead; heads have a few dozen bytes, those of a push some hundred, and more would only be copied twice."""
 
 BUFFER_BYTES = 1 << 20
-"""Of each TCP socket and direction; Linux makes twice as much of it: a bound on what is under way to a side that does not read.
-A larger one, and what the kernel would choose, made steps no shorter."""
+"""Buffer of each TCP socket and direction; Linux doubles it. It limits what is under way to a side that does not read. A larger
+one, and what the kernel would choose, made steps no shorter."""
 
 KEPT_BACK_BYTES_MAX = 16 << 10
-"""A system call costs more than copying this much."""
+"""Bytes that are cheaper to copy than to send by a system call of their own."""
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-"""Of a peer that has vanished without a word while nothing was under way the system says so within 20 seconds, as gRPC does.
-Not of one that owes an acknowledgement; and TCP_USER_TIMEOUT would also end what goes to a side that does not read for long,
-as a shard that lets a push wait. See ALIVE in bulk.proto."""
+"""Options by which the system reports within 20 seconds, as gRPC does, a peer that vanished while nothing was under way. Not of
+one that owes an acknowledgement; and TCP_USER_TIMEOUT would also end what goes to a side that does not read for long, as a
+shard that lets a push wait. See ALIVE in bulk.proto."""
 
 _TCP_PROGRESS = struct.Struct("@120xQQ")
-"""In Linux's struct tcp_info: bytes that the peer has acknowledged, and bytes that have come from it."""
+"""Fields of Linux's struct tcp_info: bytes that the peer has acknowledged, and bytes that have come from it."""
 
 
 class Kind(enum.IntEnum):
@@ -97,7 +97,7 @@ class Stream:
 
     @property
     def local(self) -> socket.socket | None:
-        """The socket, if it is a local one, over which descriptors can be sent."""
+        """The socket, if it is local, so that descriptors can be sent over it."""
         return None if self.is_tcp or isinstance(self.socket, TlsSocket) else self.socket
 
     def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
@@ -142,7 +142,7 @@ class Stream:
             self._sending.release()
 
     def receive(self) -> tuple[Kind, bytes, int]:
-        """Kind and head of the next message, and how many bytes of payload follow; these are to be read or skipped next.
+        """The kind and head of the next message, and the size of its payload, which is to be read or skipped next.
 
         Raises:
             InvalidRequest: no message begins here. Disconnected, TimeoutError: as in `send`.
@@ -150,7 +150,7 @@ class Stream:
         kind, head_bytes, payload_bytes = PREFIX.unpack(self._take(PREFIX.size))
         known = _KINDS.get(kind)
         if known is None:
-            raise InvalidRequest(f"kind: {kind} is none of the bulk lane's messages")
+            raise InvalidRequest(f"kind: {kind} is not one of the bulk lane's messages")
         if head_bytes > self.head_bytes_max:
             raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self.head_bytes_max}")
         return known, bytes(self._take(head_bytes)), payload_bytes
@@ -164,7 +164,7 @@ class Stream:
             ready += self._receive_into(target[ready:], socket.MSG_WAITALL)
 
     def skip(self, count: int) -> None:
-        """Pass over the next bytes."""
+        """Skip the next bytes."""
         while count > 0:
             if self._start == self._end:
                 self._start, self._end = 0, self._receive_into(self._ahead, 0)
@@ -207,7 +207,7 @@ class Stream:
             return count
 
     def _pause_after(self, error: OSError) -> None:
-        """Return if what has failed may be tried again: it was only that nothing moved for a while."""
+        """Return if the failed call may be repeated: nothing had moved for a while."""
         # Python calls it a TimeoutError, too, when TCP has found out that the peer is gone.
         if not isinstance(error, (BlockingIOError, TimeoutError)) or error.errno == errno.ETIMEDOUT:
             raise Disconnected(error.strerror or str(error)) from None
@@ -216,7 +216,8 @@ class Stream:
         self._on_pause()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long one system call may take from now on; 0: for ever. After that TimeoutError, or what `set_patience` says."""
+        """Set how long one system call may take from now on; 0: for ever. After that TimeoutError, or what `set_patience`
+        says."""
         if seconds == self._timeout_s:
             return
         self._timeout_s = seconds
@@ -230,20 +231,20 @@ class Stream:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def set_patience(self, seconds: float, on_pause: Callable[[], None]) -> None:
-        """Have `on_pause` called when nothing has moved for so long, in the thread that waits for it: by returning it has that
-        one wait on. It raises what is to be raised."""
+        """Set `on_pause`, to be called in the waiting thread when nothing has moved for that long: if it returns, the wait
+        continues. It raises what is to be raised."""
         self._on_pause = on_pause
         self.set_timeout(seconds)
         if isinstance(self.socket, TlsSocket):
             self.socket.on_pause = on_pause
 
     def set_deadline(self, seconds: float | None) -> None:
-        """How long all that is received from now on may take together, however little comes at a time; None: for ever."""
+        """Set how long all that is received from now on may take together, however little comes at a time; None: for ever."""
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self.set_timeout(seconds or 0)
 
     def progress(self) -> tuple[int, int] | None:
-        """How many bytes the peer has acknowledged, and how many have come from it, as TCP counts them; None if unknown."""
+        """The bytes that the peer has acknowledged, and those that have come from it, as TCP counts them; None if unknown."""
         if not self.is_tcp or not hasattr(socket, "TCP_INFO"):
             return None
         try:
@@ -258,12 +259,12 @@ class Stream:
             self.socket.shutdown(how)
 
     def close(self) -> None:
-        """Give the descriptor back; nobody may be using it."""
+        """Close the descriptor; nobody may be using it."""
         self.socket.close()
 
 
 def _keep_alive(sock: socket.socket | TlsSocket) -> None:
-    """Have the system ask from time to time whether a silent peer is still there."""
+    """Have the system check from time to time whether a silent peer is still there."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEP_ALIVE.items():
         if hasattr(socket, option):

@@ -8,21 +8,21 @@ _NAMED_MAX = 5
 
 
 def describe_worker(worker: control_pb2.WorkerStatus) -> str:
-    """Such as "worker 3, last seen 12 s ago, at step 40"."""
+    """A worker in words, such as "worker 3, last seen 12 s ago, at step 40"."""
     if worker.last_seen_s < 0:
         return f"worker {worker.rank}, which has not joined yet"
     return f"worker {worker.rank}, last seen {worker.last_seen_s:.0f} s ago, at step {worker.clock}"
 
 
 def describe_workers(workers: list[control_pb2.WorkerStatus]) -> str:
-    """The first few by name, the others by number."""
+    """Several workers in words: the first few by name, the others as a number."""
     words = "; ".join(describe_worker(w) for w in workers[:_NAMED_MAX])
     more = len(workers) - _NAMED_MAX
     return words + (f"; and {more} more" if more > 0 else "") if words else "nobody any more"
 
 
 def describe_wait(wait: control_pb2.Wait) -> str:
-    """Such as "step 41: waiting for worker 3, last seen 12 s ago, at step 40"."""
+    """A wait in words, such as "step 41: waiting for worker 3, last seen 12 s ago, at step 40"."""
     missing = describe_workers(list(wait.missing))
     match wait.kind:
         case control_pb2.WAIT_KIND_BARRIER:

@@ -1,4 +1,4 @@
-"""Who may call what: the one table, and the interceptor that holds every call against it before anything of it is read.
+"""Access control: the one table of methods and roles, and the interceptor that checks every call before anything of it is read.
 
 Without --token-file nothing of this is there, and everybody may do everything. With it a call needs a token, and its method
 must be open to the token's role. A method that is not in the table is refused to everybody. Connections of the bulk lane are
@@ -31,7 +31,7 @@ _ADMIN = frozenset({Role.ADMIN})
 _ALL = frozenset(Role)
 
 OPEN = frozenset({_HEALTH + "Check"})
-"""What needs no token: one word about whether the shard serves, for probes. `Watch` would hold a stream open."""
+"""Methods that need no token: one health check for probes. `Watch` would hold a stream open."""
 
 ROLES: dict[str, frozenset[Role]] = {
     _HEALTH + "Watch": _ALL,
@@ -63,7 +63,7 @@ ROLES: dict[str, frozenset[Role]] = {
 OPEN_CALLS_MAX = 16
 """Calls without a token at a time,"""
 OPEN_CALL_S = 5.0
-"""and how long one may take: whoever opens calls and says nothing takes no thread from the workers for longer."""
+"""and the seconds that one may take, so that an idle caller takes no thread from the workers for longer."""
 
 REFUSALS_LOGGED_S = 10.0
 
@@ -84,7 +84,7 @@ class Access:
         self._tokens = Watched((token_file,), lambda: read_tokens(token_file))
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Whether this call may be made.
+        """Raise unless this call may be made.
 
         Raises:
             Unauthenticated: it has no token, or one that this shard does not know. PermissionDenied: its role may not call it.
@@ -92,7 +92,8 @@ class Access:
         digest = presented(metadata)
         if digest is None:
             raise Unauthenticated(
-                f"{_short(method)}: this shard wants a token: give token_file, set PSD_TOKEN_FILE, or say psdctl --token-file"
+                f"{_short(method)}: this shard requires a token: pass token_file, set PSD_TOKEN_FILE, or use psdctl "
+                "--token-file"
             )
         role = self._tokens.current().role_of(digest)
         if role is None:
@@ -105,7 +106,7 @@ class Access:
             raise PermissionDenied(f"{_short(method)}: is for {roles}; this token is a {role.value}'s", role=role.value)
 
     def holder(self, metadata: Metadata) -> Callable[[], bool]:
-        """Whether the token of this call still is a worker's, as a question to be asked later."""
+        """A function that tells, at any later time, whether the token of this call is still a worker's."""
         digest = presented(metadata)
 
         def is_worker() -> bool:
@@ -155,7 +156,7 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _bounded(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-        """An open method that takes one message, so that nobody who stays silent keeps its thread."""
+        """Wrap an open method of one message, so that a silent caller cannot keep its thread."""
 
         def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             if not self._open_calls.acquire(blocking=False):
@@ -175,7 +176,7 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # on
 
 
 class _Refusals:
-    """Tells the log of refused calls, but not of each one in a flood."""
+    """Logs refused calls, but not each one of a flood."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

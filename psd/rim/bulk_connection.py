@@ -29,13 +29,13 @@ from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
 
 BLOCKS_FOR_TWO_THREADS = 4
-"""From so many blocks of the shard on, answers leave from a thread of their own; below, handing them over costs more."""
+"""Blocks of the shard from which answers leave from a thread of their own; with fewer, handing them over costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 Admit = Callable[["BulkConnection", bytes], int]
 
 HELLO_BYTES_MAX = 1024
-"""Of a head, until the ticket has been shown."""
+"""Longest head until the ticket has been shown."""
 
 _PUSHES = (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
 
@@ -119,7 +119,7 @@ class BulkConnection:
     # -- the end, from other threads -----------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """The worker has gone, or is to go: end the waits of the call in progress, and the connection with it."""
+        """Disconnect the worker: end the waits of the call in progress, and the connection with it."""
         with self._lock:
             self._has_hung_up = True
             callbacks, self._callbacks = self._callbacks, []
@@ -130,11 +130,11 @@ class BulkConnection:
         self._stream.shut_down(socket.SHUT_RDWR if self._stream.is_tcp else socket.SHUT_RD)
 
     def cut(self) -> None:
-        """It has been hung up, and does not end: wake whoever is blocked in sending, in any case."""
+        """Force a connection that was hung up and does not end: wake whoever is blocked in sending."""
         self._stream.shut_down(socket.SHUT_RDWR)
 
     def say_alive(self) -> None:
-        """Let the worker of a call under way know that this process is there; on its machine it knows."""
+        """Tell the worker of a call under way that this process lives; on its own machine it knows."""
         if self._is_in_call and self._stream.is_tcp:
             self._stream.send_if_idle(Kind.ALIVE)
 
@@ -195,7 +195,7 @@ class BulkConnection:
         return descriptors
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
-        """Answer one call: with blocks as they are there, and then its reply or its error."""
+        """Answer one call: with blocks as they become ready, and then its reply or its error."""
         pushed = _Pushed(self._stream, self._scratch, self._attached, self.rank) if call.method in _PUSHES else None
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
         reply = bulk_pb2.BulkReply()
@@ -236,15 +236,16 @@ class BulkConnection:
         waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
         if pushed is None:
             if call.method != bulk_pb2.BULK_METHOD_PULL:
-                raise InvalidRequest(f"method: {call.method} is none of the bulk lane's")
+                raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
             return self._plane.pull(call.pull, waiter)
         begin = self._plane.push if call.method == bulk_pb2.BULK_METHOD_PUSH else self._plane.push_pull
         return begin(call.push, pushed.blocks(), waiter)
 
     @contextlib.contextmanager
     def _way_out(self) -> Iterator[Callable[[_Outgoing], None]]:
-        """Where answers go: to a second thread, where there are many and a core to spare. In the end they have left."""
-        is_large = len(self._shard.initialized().blocks) >= BLOCKS_FOR_TWO_THREADS
+        """Choose the way for answers: a second thread, if there are many and a core to spare. In the end they have left."""
+        job = self._shard.job  # None while a checkpoint is loaded; then the call is refused for that
+        is_large = job is not None and len(job.blocks) >= BLOCKS_FOR_TWO_THREADS
         if not (is_large and self._has_core_to_spare()):
             yield self._deliver
             return
@@ -278,7 +279,8 @@ class BulkConnection:
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
             raise InvalidRequest("in_memory: nothing is attached to this connection")
-        if self._memory.layout_digest != self._shard.declared().layout.digest:
+        job = self._shard.job  # None while a checkpoint is loaded; then the block is refused for that
+        if job is not None and self._memory.layout_digest != job.layout.digest:
             raise LayoutMismatch("in_memory: the memory was attached for another job")
         return self._memory
 
@@ -297,7 +299,7 @@ class _Outgoing(NamedTuple):
 
 
 class _Pushed:
-    """The blocks of one push, from the messages after its CALL.
+    """The blocks of one push, read from the messages after its CALL.
 
     Args:
         memory: gives what is attached. rank: of the worker.
@@ -312,7 +314,7 @@ class _Pushed:
         self._is_last = False
 
     def blocks(self) -> Iterator[PushedBlock]:
-        """One after the other, up to the last."""
+        """Yield the blocks up to the last."""
         while not self._is_last:
             message = self._next()
             count = len(message.blocks)
@@ -367,7 +369,7 @@ class _Pushed:
 
 
 class _Deadline:
-    """A call's deadline, as Waiter asks a gRPC context for it."""
+    """A call's deadline, with the interface that Waiter expects of a gRPC context."""
 
     def __init__(self, connection: BulkConnection, timeout_s: float) -> None:
         self.add_callback = connection.add_callback

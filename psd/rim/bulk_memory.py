@@ -1,4 +1,4 @@
-"""A worker's memory file, mapped into the shard: where the gradients of its pushes lie and its parameters are to be written.
+"""A worker's memory file, mapped into the shard: it holds the gradients of its pushes and receives its parameters.
 
 Owns every check that keeps the shard's accesses within the file, and the file as large as it says: it must be sealed against
 shrinking, or its owner could make the shard fault. Its contents may change at any time; that harms only its owner's numbers.
@@ -104,7 +104,7 @@ class WorkerMemory:
         return view
 
     def parameter(self, block: int) -> NDArray[Any]:
-        """Where the parameters of a block of the job are to be written."""
+        """The place for the parameters of a block of the job."""
         view = self._parameter_views.get(block)
         if view is None:
             view = self._parameter_views[block] = self._block(self._parameters, block)

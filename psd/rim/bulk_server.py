@@ -37,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 TICKET_S = 30.0
 HELLO_S = 5.0
-"""A connection that has not shown its ticket by then is closed."""
+"""Seconds until a connection that has not shown its ticket is closed."""
 PREDECESSOR_S = 4.0
-"""How long a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
+"""Seconds that a new connection waits for its rank's earlier one to end; its worker waits a little longer."""
 BLOCK_S = 1.0
-"""How long that one may take to finish the block in hand before its connection is cut off under it."""
+"""Seconds that the earlier connection may take to finish the block in hand before it is cut off."""
 STRANGERS_MAX = 64
-"""Connections that have not shown a ticket yet."""
+"""Limit of connections that have not shown a ticket yet."""
 CROWDED_PAUSE_S = 0.1
-"""After a connection that has displaced another one, while nobody with a ticket is expected: a flood costs the shard next to
-nothing, and waits in the kernel."""
+"""Pause after a connection that displaced another one, while nobody with a ticket is expected: a flood waits in the kernel and
+costs the shard next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class LaneConnections:
-    """How many connections are open by one lane, and how many were closed before they had shown a ticket."""
+    """The number of open connections of one lane, and of those closed before they showed a ticket."""
 
     open: int
     refused: int
@@ -159,7 +159,7 @@ class BulkServer:
         with self._lock:
             self._forget_old_tickets(now)
             if len(self._tickets) >= self._config.limits.workers_max + STRANGERS_MAX:
-                raise Overloaded("OpenBulk: too many tickets are out that nobody has used")
+                raise Overloaded("OpenBulk: too many unused tickets")
             self._tickets[ticket] = _Ticket(worker.rank, worker.session, now + TICKET_S, is_welcome)
             self._ticket_given.notify_all()
         return control_pb2.OpenBulkReply(ticket=ticket, tcp_port=self.tcp_port, local_name=self.local_name)
@@ -218,7 +218,7 @@ class BulkServer:
         return is_alone
 
     def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
-        """The socket, with TLS where there is to be some; a local one needs none."""
+        """The socket, with TLS if configured; a local one needs none."""
         if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return sock
         try:
@@ -235,7 +235,7 @@ class BulkServer:
                 sock.handshake(HELLO_S)
             connection.serve(self._admit, HELLO_S)
         except OSError as error:  # also a time-out
-            logger.debug("the bulk lane's port: no TLS with a client: %s", error)
+            logger.debug("the bulk lane's port: the TLS handshake with a client failed: %s", error)
         finally:
             self._watch.forget(descriptor)
             self._forget(connection, descriptor, lane, threading.current_thread())
@@ -251,11 +251,11 @@ class BulkServer:
         connection.close()
 
     def _admit(self, connection: BulkConnection, key: bytes) -> int:
-        """The rank that a ticket is for; InvalidRequest if it is for nobody."""
+        """The rank to which a ticket belongs; InvalidRequest if there is none."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or ticket.expires < time.monotonic():
-                raise InvalidRequest("ticket: this shard has not given it out, or it has been used, or it is too old")
+                raise InvalidRequest("ticket: unknown to this shard, already used, or too old")
             self._strangers.leave(connection)
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             before = self._by_rank.get(ticket.rank)
@@ -269,18 +269,18 @@ class BulkServer:
         return ticket.rank
 
     def _is_current(self, connection: BulkConnection) -> bool:
-        """False if its worker does not take part any more, or as another session that has not called on it."""
+        """False if its worker has left, or has begun a session that has not called on it."""
         return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
 
     def connections(self) -> dict[str, LaneConnections]:
-        """By lane."""
+        """The connections by lane."""
         with self._lock:
             tcp = sum(connection.is_tcp for connection in self._connections.values())
             is_open = {"tcp": tcp, "shm": len(self._connections) - tcp}
             return {lane: LaneConnections(is_open[lane], refused) for lane, refused in self._refused.items()}
 
     def stop(self, grace_s: float | None) -> None:
-        """Take no connections, and end those that there are, after `grace_s` for calls in progress or at once. Idempotent."""
+        """Take no more connections, and end the open ones, after `grace_s` for calls in progress or at once. Idempotent."""
         if self._is_stopping:
             return
         with self._lock:

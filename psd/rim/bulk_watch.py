@@ -18,7 +18,7 @@ from contextlib import suppress
 from psd.rim.bulk_connection import BulkConnection
 
 LOOK_S = 5.0
-"""From one look at all connections to the next. A worker takes a silence of three of them for the end."""
+"""Seconds between two looks at all connections. A worker takes a silence of three of them for the end."""
 
 
 class Watch:
@@ -49,12 +49,12 @@ class Watch:
         self._thread.start()
 
     def add(self, descriptor: int) -> None:
-        """A connection is open."""
+        """Watch a connection that has opened."""
         if self._poll is not None:
             self._poll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def forget(self, descriptor: int) -> None:
-        """A connection is about to be closed."""
+        """Stop watching a connection, which is about to be closed."""
         if self._poll is not None:
             with suppress(OSError, ValueError):  # not there any more; or `stop` was called before
                 self._poll.unregister(descriptor)
@@ -72,7 +72,7 @@ class Watch:
         self._pair = None
 
     def look(self) -> None:
-        """At all connections."""
+        """Look at all connections."""
         connections = list(self._connections.values())
         for connection in connections:
             connection.say_alive()

@@ -1,4 +1,4 @@
-"""What every RPC has in common: bytes to messages, errors to statuses, tickets to waits.
+"""The common parts of every RPC: bytes to messages, errors to statuses, tickets to waits.
 
 Parsers never raise: a request that cannot be parsed becomes an error value that the method raises, so that the caller gets
 INVALID_ARGUMENT with the field's name instead of gRPC's anonymous INTERNAL.
@@ -46,7 +46,7 @@ headers to 8 KiB, gRPC's default, must still get it together with the detail."""
 
 
 UNPACED = (WaitTimeout, CutMissed)
-"""Refusals that are told at once: what a wait has come to, for workers and readers who then ask again."""
+"""Refusals without a delay: outcomes of waits, after which workers and readers ask again."""
 
 
 class Frame(NamedTuple):
@@ -85,7 +85,7 @@ def frame_parser(kind: type[M]) -> Callable[[bytes], Frame | PsdError]:
 
 
 def checked(item: Any) -> Any:
-    """The parsed request; raises the error that stands in its place."""
+    """The parsed request; raises the error if parsing failed."""
     if isinstance(item, PsdError):
         raise item
     return item
@@ -100,7 +100,7 @@ def abort(context: grpc.ServicerContext, error: PsdError) -> NoReturn:
 
 
 def wait_s(context: Caller) -> float:
-    """How long a call may wait: early enough before the caller's own deadline for the answer to say what was missing."""
+    """Seconds that a call may wait, so that the answer can still name what was missing before the caller's own deadline."""
     remaining = context.time_remaining()
     # A call without a deadline has, to gRPC, ages.
     return WAIT_S_MAX if remaining is None else min(WAIT_S_MAX, max(0.0, remaining - min(1.0, remaining / 10)))
@@ -136,10 +136,10 @@ class Guard:
         return checked(request)
 
     def as_error(self, error: Exception) -> PsdError:
-        """What the caller is told of an exception, which is counted; a defect is logged. Its traceback is gone then."""
+        """The error for the caller; the exception is counted, and logged if it is a defect. Its traceback is gone then."""
         told = error
         if not isinstance(told, PsdError):
-            logger.error("a request failed by a defect of the shard", exc_info=error)
+            logger.error("a request failed because of a defect in the shard", exc_info=error)
             told = InternalError(f"shard {self._shard.config.shard_index} failed; its log has the traceback")
         forget_frames(error)
         self._shard.count_error(told)
@@ -154,7 +154,7 @@ class Guard:
     def unary(
         self, method: Callable[[Any, grpc.ServicerContext], Any], *, while_draining: bool = False, paced: bool = False
     ) -> Callable[[Any, grpc.ServicerContext], Any]:
-        """For methods that return one reply."""
+        """Wrap a method that returns one reply."""
 
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             try:
@@ -172,7 +172,7 @@ class Guard:
     def stream(
         self, method: Callable[[Any, grpc.ServicerContext], Iterator[bytes]]
     ) -> Callable[[Any, grpc.ServicerContext], Iterator[bytes]]:
-        """For methods that answer with a stream."""
+        """Wrap a method that answers with a stream."""
 
         def call(request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
             try:
@@ -186,7 +186,7 @@ class Guard:
 
 
 class Unknown(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only its stub is generic
-    """Refuses methods that there are not, in gRPC's own words, but at a pace. Must be the last handler of a server."""
+    """Refuses unknown methods, in gRPC's own words, but at a pace. Must be the last handler of a server."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -252,6 +252,6 @@ class Waiter:
 
 
 class _HungUp(PsdError):
-    """Nobody waits for the answer any more; never leaves the shard."""
+    """The caller has hung up; never leaves the shard."""
 
     code = "CANCELLED"

@@ -1,4 +1,4 @@
-"""Checkpoints as a shard takes them: the thread that writes them, and what became of each.
+"""Checkpoints of one shard: the thread that writes them, and their outcomes.
 
 The shard says when a cut is due (psd/state/schedule.py) and collects its pages (psd/state/cuts.py); here they are written, and
 whichever shard is last makes the checkpoint valid. Training is not stopped: pages are pinned, and given back as they are
@@ -30,7 +30,7 @@ TAKE_S_MAX = 3600.0
 
 @dataclass
 class Progress:
-    """What status and the metrics show.
+    """Progress of checkpoints, for status and the metrics.
 
     Attributes:
         written: parts that this process has stored. failed: checkpoints that it could not take its part in.
@@ -49,7 +49,7 @@ class Progress:
 
 
 class Checkpointer:
-    """Takes a shard's part in checkpoints.
+    """Takes and writes this shard's part of checkpoints.
 
     Args:
         wall: seconds since 1970.
@@ -81,12 +81,12 @@ class Checkpointer:
         ]
 
     def start(self) -> None:
-        """Begin to write what is handed over."""
+        """Start the thread that writes snapshots."""
         for thread in self._threads:
             thread.start()
 
     def take_now(self, timeout_s: float | None) -> str:
-        """Take a checkpoint; its name, when it is complete on all shards.
+        """Take a checkpoint; return its name when it is complete on all shards.
 
         Raises:
             CheckpointFailed: it could not be written, or not all shards came to it in time.
@@ -99,7 +99,7 @@ class Checkpointer:
             name = stored.result(max(0.0, deadline - self._now()))
         except FutureTimeoutError:
             raise CheckpointFailed(
-                "this shard's blocks have not come to the cut in time: a synchronous job must go on training for that"
+                "this shard's blocks have not reached the cut in time: a synchronous job must keep training for that"
             ) from None
         finally:
             del self._asked_for[cut_id]
@@ -114,7 +114,7 @@ class Checkpointer:
             self._stopping.wait(0.1)  # the other shards write to the same directory and do not talk to this one
 
     def take_before_drain(self, timeout_s: float) -> None:
-        """Before the shard shuts down: wait for a checkpoint that begins now, but not for long.
+        """Wait for a checkpoint that begins now, but not for long; called before the shard shuts down.
 
         Any shard may be the one that is told to end; shard 0 announces at once, the others when nothing comes from there.
         """
@@ -134,7 +134,7 @@ class Checkpointer:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Write what was handed over, and end."""
+        """Write the snapshots handed over, and end."""
         self._stopping.set()
         self._done.put(None)
         for thread in self._threads:
@@ -142,7 +142,7 @@ class Checkpointer:
                 thread.join()
 
     def _sort(self) -> None:
-        """Report what is missed at once, also while a slow store is written to."""
+        """Report missed cuts at once, even while a slow store is written to."""
         while (snapshot := self._done.get()) is not None:
             if not snapshot.why_missed:
                 self._to_write.put(snapshot)
@@ -158,7 +158,7 @@ class Checkpointer:
             except PsdError as error:
                 self._fail(snapshot.cut, error)
             except Exception as error:
-                logger.exception("a checkpoint failed by a defect")
+                logger.exception("a checkpoint failed because of a defect")
                 self._fail(snapshot.cut, CheckpointFailed(str(error)))
             finally:
                 self._shard.cuts.release(snapshot)
@@ -213,7 +213,7 @@ class Checkpointer:
             stored.set_result(cut.name)
 
     def _discard(self, cut: Cut) -> None:
-        """Make room again; what cannot be removed now goes with the next checkpoint."""
+        """Make room again; the next checkpoint removes what cannot be removed now."""
         try:
             self._directory.discard(cut)
         except PsdError as error:

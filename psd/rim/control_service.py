@@ -20,7 +20,7 @@ SERVICE = _DESCRIPTOR.full_name
 
 ALLOWED_WHILE_DRAINING = frozenset({"Heartbeat", "Leave", "Status"})
 PACED = frozenset({"Status"})
-"""What is no worker's business, nor a reader's."""
+"""Methods for callers other than workers and readers, which are answered at a pace."""
 
 
 class ControlService:

@@ -1,4 +1,4 @@
-"""The data plane without its carrier: pushes, pulls and both at once, as steps over blocks.
+"""The data plane apart from its transport: pushes, pulls and both at once, as steps over blocks.
 
 Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and a sequence of
 `PushedBlock`, and what comes out, `Answer`s, into whatever it sends. Waits happen here, through the carrier's Waiter. Must not
@@ -67,7 +67,7 @@ class Answer:
 
 
 class DataPlane:
-    """The data plane of one shard for one lane, on whose account it counts. Its methods run in the carrier's threads.
+    """The data plane of one shard for one lane, to which it attributes its counts. Its methods run in the carrier's threads.
 
     Attributes:
         counts: of the lane.
@@ -104,7 +104,7 @@ class DataPlane:
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
     ) -> Generator[Answer | data_pb2.PushReply]:
-        """See DataService.PushPull: the blocks, as they are there, and last the push's reply.
+        """See DataService.PushPull: the blocks as they become ready, and last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
         leaves first.

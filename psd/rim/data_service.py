@@ -64,7 +64,7 @@ class DataService:
     def _bounded(
         self, method: Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]
     ) -> Callable[[Iterator[Frame], grpc.ServicerContext], AnswerT]:
-        """The method, with a bound on calls of which no frame has come."""
+        """Wrap the method with a limit on calls that have sent no frame."""
         return lambda requests, context: method(self._strangers.first_of(requests, context.cancel), context)
 
     def push(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.PushReply:
@@ -97,7 +97,7 @@ class DataService:
             try:
                 is_done = done.get(timeout=wait_s(context)) is not None
             except Empty:
-                raise WaitTimeout(f"cut.step: the blocks have not come to {request.cut.step} in time", missing=[]) from None
+                raise WaitTimeout(f"cut.step: the blocks have not reached {request.cut.step} in time", missing=[]) from None
             if not is_done:
                 raise InvalidRequest("the reader hung up")
             if snapshot.why_missed:
@@ -122,7 +122,8 @@ class DataService:
 
     def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
         """See DataService.PushPullSmall."""
-        count_max = max(1, len(self._shard.initialized().blocks))
+        job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
+        count_max = max(1, len(job.blocks)) if job is not None else len(request.frames)
         if len(request.frames) > count_max:
             raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
         if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:

@@ -1,4 +1,4 @@
-"""gRPC's health and reflection services, with a bound on those who look on without end.
+"""The health and reflection services of gRPC, with a limit on endless streams.
 
 The health service is our own: that of grpcio-health-checking tells watchers under its lock, waits there for what they have been
 sent, and keeps gRPC's one thread for events waiting for that lock when one of them hangs up, so that the whole server can stand
@@ -21,7 +21,7 @@ from psd.rim.strangers import CALLS_MAX, Strangers
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
-    """Says of each service what it was told last. Thread-safe.
+    """Reports the latest status of each service. Thread-safe.
 
     Args:
         pace: of watchers that come. Probes ask by Check, and never wait.
@@ -35,7 +35,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
         self._watchers = Strangers(CALLS_MAX)
 
     def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        """Tell whoever asks, and whoever watches."""
+        """Set a service's status, and tell those that watch it."""
         with self._lock:
             if self._statuses.get(service) == status:
                 return
@@ -52,7 +52,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its packa
         return health_pb2.HealthCheckResponse(status=status)
 
     def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
-        """The status of a service now, and whenever it changes, until the caller hangs up."""
+        """Stream the status of a service, now and whenever it changes, until the caller hangs up."""
         self._pace.wait(context)
         watcher, waker, told = object(), threading.Event(), None
         with self._lock:

@@ -1,4 +1,4 @@
-"""The shard's counts as Prometheus metrics, read when somebody asks for them: what happens meanwhile costs nothing here.
+"""The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing here.
 
 Names follow Prometheus' conventions: base units at their end, `_total` for what only grows. Labels are bounded: lanes, calls,
 states, classes of errors, and at most WORKERS_MAX workers. Must not know HTTP or sockets; the only module that imports
@@ -32,7 +32,7 @@ WORKERS_MAX = 128
 OTHER = "other"
 
 AGE_BUCKETS = 18
-"""Of gradients' ages: 0, 1, 2, 4, and so on to 65536, and beyond."""
+"""Buckets of gradients' ages: 0, 1, 2, 4, and so on to 65536, and beyond."""
 
 Sample = tuple[tuple[str, ...], float]
 
@@ -55,7 +55,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Render the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -72,7 +72,7 @@ class _ShardCollector(Collector):
         self._index = str(shard.config.shard_index)
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the job."""
+        """Return nothing: the metrics depend on the job."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -127,7 +127,9 @@ class _ShardCollector(Collector):
             *(((each.name.lower(),), float(each is now.state)) for each in ShardState),
             labels=("state",),
         )
-        yield self._counter("psd_shard_restarts_total", "Processes that have gone on with this arena.", ((), now.restarts))
+        yield self._counter(
+            "psd_shard_restarts_total", "Processes that have used this arena, one after the other.", ((), now.restarts)
+        )
         yield self._gauge("psd_timeline", "How often the job has gone back to a checkpoint.", ((), now.timeline))
 
     def _calls(self, now: ShardStatus) -> Iterator[Metric]:
@@ -139,14 +141,14 @@ class _ShardCollector(Collector):
         )
         errors = sorted(counters.errors.items())
         lanes = counters.lanes
-        yield self._counter("psd_pushes_total", "Pushes, by what became of them.", *results, labels=("result",))
+        yield self._counter("psd_pushes_total", "Pushes, by outcome.", *results, labels=("result",))
         yield self._counter("psd_pulls_total", "Pulls that were begun.", ((), counters.pulls))
         yield self._counter(
-            "psd_request_errors_total", "Requests that ended in an error, by its kind.", *errors, labels=("reason", "code")
+            "psd_request_errors_total", "Requests that ended in an error, by kind.", *errors, labels=("reason", "code")
         )
         yield self._seconds(
             "psd_call_seconds",
-            "From the begin of a call to its end, waits for other workers included; without calls that failed.",
+            "Seconds from the start of a call to its end, including waits for other workers; failed calls are not counted.",
             *(((name, call), histogram) for name, lane in lanes.items() for call, histogram in lane.calls.items()),
             labels=("lane", "call"),
         )
@@ -187,7 +189,7 @@ class _ShardCollector(Collector):
             "psd_worker_leases_expired_total", "Workers that were silent for too long.", ((), counters.leases_expired)
         )
         yield self._counter(
-            "psd_worker_sessions_total", "Joins of workers, also of those that came back.", ((), counters.sessions)
+            "psd_worker_sessions_total", "Joins of workers, including those that came back.", ((), counters.sessions)
         )
         yield self._counter(
             "psd_worker_awaited_seconds_total",
@@ -205,7 +207,7 @@ class _ShardCollector(Collector):
         )
         yield self._gauge(
             "psd_worker_silent_seconds",
-            "Since a live worker was heard.",
+            "Seconds since a live worker was last heard from.",
             *_by_worker(live, lambda worker: max(0.0, self._shard.age_s(worker.last_seen)), max),
             labels=("worker",),
         )
@@ -216,7 +218,7 @@ class _ShardCollector(Collector):
         )
         yield self._gauge("psd_open_rounds", "Blocks with gradients of a round that has not closed.", ((), job.open_rounds))
         yield self._counter("psd_block_updates_total", "Updates, summed over the blocks.", ((), job.updates))
-        yield self._gauge("psd_version_min", "Updates of the block that is furthest behind.", ((), job.version_min))
+        yield self._gauge("psd_version_min", "Updates of the block that lags furthest behind.", ((), job.version_min))
         yield self._gauge("psd_version_max", "Updates of the block that is furthest ahead.", ((), job.version_max))
         ages = HistogramMetricFamily(
             "psd_gradient_age_updates",
@@ -225,20 +227,24 @@ class _ShardCollector(Collector):
         )
         ages.add_metric((self._index,), _cumulative(_AGE_BOUNDS, _ages(job.ages)), job.age_total)
         yield ages
-        yield self._gauge("psd_parameter_bytes", "Of the shard's parameters.", ((), job.parameter_bytes))
-        yield self._gauge("psd_slot_bytes", "Of the state of the shard's update rules.", ((), job.slot_bytes))
+        yield self._gauge("psd_parameter_bytes", "Size of the shard's parameters.", ((), job.parameter_bytes))
+        yield self._gauge("psd_slot_bytes", "Size of the state of the shard's update rules.", ((), job.slot_bytes))
         arena = job.arena
-        yield self._gauge("psd_arena_used_bytes", "Memory that the arena takes.", ((), arena.used_bytes))
-        yield self._gauge("psd_arena_spare_bytes", "Of it, pages that are free.", ((), arena.spare_bytes))
+        yield self._gauge("psd_arena_used_bytes", "Memory used by the arena.", ((), arena.used_bytes))
+        yield self._gauge("psd_arena_spare_bytes", "Free pages in the arena.", ((), arena.spare_bytes))
         yield self._gauge(
-            "psd_arena_pinned_bytes", "Of it, old versions that readers hold, and pages in work.", ((), arena.held_bytes)
+            "psd_arena_pinned_bytes",
+            "Old versions that readers hold, and pages being written, in the arena.",
+            ((), arena.held_bytes),
         )
 
     def _checkpoints(self) -> Iterator[Metric]:
         progress = self._progress()
         if progress is None:
             return
-        yield self._counter("psd_checkpoints_total", "Checkpoints whose part this shard has stored.", ((), progress.written))
+        yield self._counter(
+            "psd_checkpoints_total", "Checkpoints of which this shard has stored its part.", ((), progress.written)
+        )
         yield self._counter("psd_checkpoint_failures_total", "Checkpoints that failed here.", ((), progress.failed))
         if not progress.last:
             return
@@ -247,16 +253,16 @@ class _ShardCollector(Collector):
             "When the last part was stored, in seconds since 1970; absent before.",
             ((), progress.last_wall),
         )
-        yield self._gauge("psd_checkpoint_last_size_bytes", "What the last part has.", ((), progress.last_bytes))
+        yield self._gauge("psd_checkpoint_last_size_bytes", "Size of the last part.", ((), progress.last_bytes))
         yield self._gauge(
-            "psd_checkpoint_last_duration_seconds", "How long the last part took to be stored.", ((), progress.last_took_s)
+            "psd_checkpoint_last_duration_seconds", "How long it took to store the last part.", ((), progress.last_took_s)
         )
 
     def _bulk(self) -> Iterator[Metric]:
         lanes = self._connections()
         yield self._gauge(
             "psd_bulk_connections",
-            "Open connections of the bulk lane, strangers included.",
+            "Open connections of the bulk lane, including those that have not shown a ticket yet.",
             *(((name,), lane.open) for name, lane in lanes.items()),
             labels=("lane",),
         )

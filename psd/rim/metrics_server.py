@@ -24,10 +24,10 @@ CONNECTIONS_MAX = 16
 BACKLOG = 128
 HEAD_BYTES_MAX = 8 << 10
 DEADLINE_S = 10.0
-"""From a connection's begin to its end, whatever it does."""
+"""Seconds from a connection's start to its end, whatever it does."""
 CACHE_S = 0.2
 PAUSE_S = 0.002
-"""After each connection that is accepted: at most 500 a second."""
+"""Pause after each accepted connection: at most 500 a second."""
 
 
 @dataclass(eq=False)
@@ -105,7 +105,7 @@ class MetricsServer:
             self._selector.close()
 
     def _turn(self) -> bool:
-        """See to what has happened; False when it is time to end."""
+        """Handle pending events; False when it is time to end."""
         deadlines = [connection.deadline for connection in self._connections.values()]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         for key, _ in self._selector.select(timeout):
@@ -182,7 +182,7 @@ class MetricsServer:
             if now >= self._page_until:
                 self._page, self._page_until = self._render(), now + CACHE_S
         except Exception:
-            logger.exception("the metrics could not be collected, by a defect of the shard")
+            logger.exception("the metrics could not be collected because of a defect in the shard")
             return _response("500 Internal Server Error", "text/plain", b"the shard's log has the traceback\n")
         return _response("200 OK", self._content_type, self._page)
 

@@ -1,4 +1,4 @@
-"""A second thread that sends what a first one puts, so that answering goes on beside what still comes in.
+"""A second thread that sends the items that a first one puts, so that answers leave while requests arrive.
 
 On a connection that moves many blocks, receiving and applying takes one core and answering the other. What is queued is
 bounded, since each answer pins a page. Must not know what sending an answer means.
@@ -18,7 +18,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Outbox(Generic[ItemT]):
-    """A thread that sends what `put` is given, in order. It ends with `close`; between calls it sleeps.
+    """A thread that sends the items given to `put`, in order. It ends with `close`; between calls it sleeps.
 
     Args:
         send: sends one item. discard: gives up one that will not be sent, because sending failed.
@@ -44,7 +44,7 @@ class Outbox(Generic[ItemT]):
         self._queue.put(item)
 
     def flush(self) -> None:
-        """Wait until everything is sent; raises the error with which sending has failed."""
+        """Wait until everything is sent; raise the error that sending ended with."""
         self._queue.join()
         error, self._error = self._error, None
         if error is not None:

@@ -1,4 +1,4 @@
-"""Limits how fast a shard answers what anybody may ask for without end, to what it can bear beside its workers.
+"""A pace for answers that anybody may request without end, so that workers are served first.
 
 Refusals, the status, watchers, reflection, methods that there are not: where more of them come than a rate, each waits for its
 turn, a second at most. What the same connection asks for meanwhile waits where it is made, because gRPC lets a connection have
@@ -18,27 +18,27 @@ from collections.abc import Callable
 from typing import Protocol
 
 PER_S = 20.0
-"""Answers a second, each of which costs a millisecond or so,"""
+"""Answers a second, each of which costs about a millisecond,"""
 BURST = 100
-"""beyond so many at once: a world of workers that are all refused in the same moment, or started, does not wait."""
+"""beyond this many at once: a world of workers that are all refused or started in the same moment does not wait."""
 WAIT_S = 1.0
 WAITING_MAX = 128
 
 
 class Caller(Protocol):
-    """Who has made a call; a gRPC context is one."""
+    """The caller of an RPC; a gRPC context is one."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Have `callback` called when the caller hangs up; False if it has."""
         ...
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None: it has none."""
+        """Seconds until the caller's deadline; None if there is none."""
         ...
 
 
 class Pace:
-    """The turns of all who wait for one. Thread-safe."""
+    """Gives turns to waiting callers. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class Pace:
         self._waiting = 0
 
     def wait(self, caller: Caller) -> None:
-        """Until it is the caller's turn, half of its time has passed, or it has hung up."""
+        """Wait for the caller's turn, until half of its time has passed or it has hung up."""
         wait_s = self._take_turn()
         if wait_s == 0:
             return
@@ -61,7 +61,7 @@ class Pace:
                 self._waiting -= 1
 
     def _take_turn(self) -> float:
-        """How long to wait for it; if that is long, the caller is one of those who wait."""
+        """Seconds until the caller's turn; if that is long, the caller is counted as waiting."""
         with self._lock:
             now = self._clock()
             turn = max(self._last, now - BURST / PER_S) + 1 / PER_S

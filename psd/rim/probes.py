@@ -16,11 +16,11 @@ from psd.contract.config import ServerConfig, parse_address
 from psd.rim.health import Health
 
 CALLS_MAX = 4
-"""At a time: a probe or two. More are refused, and cost nothing."""
+"""Calls at a time: a probe or two. More are refused, and cost nothing."""
 
 CONNECTIONS_MAX = 64
 IDLE_S = 30
-"""A connection without a call for so long is closed; the kubelet makes one for each probe."""
+"""Seconds after which a connection without a call is closed; the kubelet makes one for each probe."""
 
 MESSAGE_BYTES_MAX = 4096
 

@@ -45,11 +45,11 @@ READY = "psd.ready"
 answer for the process, which also serves while it waits for a job."""
 
 HANDSHAKE_S = 10
-"""A connection that has not agreed on TLS by then is closed."""
+"""Seconds until a connection that has not completed the TLS handshake is closed."""
 IDLE_S = 300
-"""A connection without a call for so long is closed; workers send heartbeats."""
+"""Seconds after which a connection without a call is closed; workers send heartbeats."""
 METADATA_BYTES_MAX = 16 << 10
-"""Of a call's metadata: method, deadline, token."""
+"""Limit of a call's metadata: method, deadline, token."""
 
 
 class ShardServer:
@@ -130,7 +130,7 @@ class ShardServer:
 
     @property
     def probe_port(self) -> int | None:
-        """Where --health-port is, once started; None without."""
+        """Port of --health-port, once started; None without."""
         return None if self._probes is None else self._probes.port
 
     def start(self) -> None:
@@ -140,7 +140,7 @@ class ShardServer:
             OSError: the address cannot be bound.
         """
         if self._tls is None and self._config.token_file and not is_loopback(self._config.listen):
-            logger.warning("--insecure: tokens go over the network in clear, for whoever can listen there to take")
+            logger.warning("--insecure: tokens cross the network unencrypted, where anybody who listens can take them")
         host, port = parse_address(self._config.listen, "--listen")
         try:
             if self._tls is None:
@@ -155,7 +155,7 @@ class ShardServer:
         if self.shard.is_recovered:
             job = self.shard.declared()
             logger.warning(
-                "the shard goes on where an earlier process of it ended",
+                "the shard continues where its earlier process ended",
                 extra={
                     "run_id": self.shard.run_id,
                     "version_min": job.version_min,
@@ -164,7 +164,7 @@ class ShardServer:
             )
         elif self.shard.restored_from is not None:
             logger.warning(
-                "the shard begins with a checkpoint",
+                "the shard starts from a checkpoint",
                 extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.run_id},
             )
         if self._config.metrics_port is not None:
@@ -205,7 +205,7 @@ class ShardServer:
             try:
                 self._tick_once()
             except Exception:  # without this thread nobody's lease would ever run out, and all would wait for the dead
-                logger.exception("a tick failed by a defect")
+                logger.exception("a tick failed because of a defect")
 
     def _tick_once(self) -> None:
         for worker in self.shard.tick():
@@ -226,7 +226,7 @@ class ShardServer:
             self.done.set()
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; returns when stopped."""
+        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; return when stopped."""
         self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._checkpointer is not None and not self.done.is_set():

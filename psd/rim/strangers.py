@@ -14,11 +14,11 @@ from typing import TypeVar
 ItemT = TypeVar("ItemT")
 
 CALLS_MAX = 128
-"""Calls whose first message has not come, or that look on without end; of each kind."""
+"""Limit of calls that have sent no message, and of endless streams, each."""
 
 
 class Strangers:
-    """Those that are there and have not shown themselves. Thread-safe."""
+    """Connections or calls that have sent nothing yet. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -29,7 +29,7 @@ class Strangers:
         return len(self._turn_away)
 
     def enter(self, stranger: Hashable, turn_away: Callable[[], object]) -> bool:
-        """Let one more in; False if another one was turned away for it."""
+        """Admit one more; False if another one was turned away for it."""
         displaced = None
         with self._lock:
             if len(self._turn_away) >= self._limit:
@@ -40,12 +40,12 @@ class Strangers:
         return displaced is None
 
     def leave(self, stranger: Hashable) -> None:
-        """It has shown itself, or has gone. Again changes nothing."""
+        """Remove one that has sent something, or has gone. Again changes nothing."""
         with self._lock:
             self._turn_away.pop(stranger, None)
 
     def first_of(self, items: Iterator[ItemT], turn_away: Callable[[], object]) -> Iterator[ItemT]:
-        """The items; whose first one is awaited among the strangers."""
+        """Yield the items; until the first one has come, the caller counts as a stranger."""
         stranger = object()
         self.enter(stranger, turn_away)
         try:

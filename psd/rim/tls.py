@@ -28,11 +28,11 @@ class ServerTls:
         self._given: Pem | None = None  # what gRPC has
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection of the bulk lane."""
+        """The TLS context for the next connection of the bulk lane."""
         return self._files.current()[1]
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For the gRPC port; asks for new certificates at each handshake."""
+        """Credentials for the gRPC port; they are read again at each handshake."""
         self._given = self._files.current()[0]
         must_show_certificate = bool(self._given.ca)
         return grpc.dynamic_ssl_server_credentials(

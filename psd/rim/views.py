@@ -1,4 +1,4 @@
-"""What a shard shows of itself: the messages of Status and Heartbeat, built from its state."""
+"""The shard's view of itself: the messages of Status and Heartbeat, built from its state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTERS = (
     "bytes_received",
     "bytes_sent",
 )
-"""Those of psd/state/counts.py: Counters that StatusReply has."""
+"""Counters of psd/state/counts.py that StatusReply has."""
 
 
 def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
@@ -40,7 +40,7 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
 
 
 def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
-    """One open wait, and whom it is for."""
+    """One open wait, and the workers that it is for."""
     return control_pb2.Wait(
         rank=ticket.rank,
         kind=ticket.kind.value,  # type: ignore[arg-type]
@@ -52,13 +52,14 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
 
 
 def shard_status(shard: Shard, address: str, progress: Progress | None) -> control_pb2.StatusReply:
-    """Everything that psdctl shows of this shard. `progress`: of its checkpoints, if it takes any."""
+    """Status of this shard, as psdctl shows it. `progress`: of its checkpoints, if it takes any."""
     now = shard.status()
     job = now.job
     reply = control_pb2.StatusReply(
         shard_index=shard.config.shard_index,
         shard_count=shard.config.shard_count,
         state=now.state.value,  # type: ignore[arg-type]
+        life=now.life.value,  # type: ignore[arg-type]
         run_id=now.run_id,
         incarnation=now.incarnation,
         address=address,

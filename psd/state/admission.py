@@ -1,10 +1,11 @@
-"""Admission: how a worker comes, agrees on the job, provides or awaits initial values, shows that it lives, and leaves.
+"""Admission: how a worker joins, agrees on the job, provides or awaits initial values, renews its lease, and leaves.
 
 Must not know gradients: psd/state/exchange.py has them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.cuts import TIME_S_MAX
+from psd.state.life import Life
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, job_pb2
@@ -44,7 +46,7 @@ class Initialization:
 
 
 class Admission:
-    """The desk for workers that come and go.
+    """Handles workers that join and leave.
 
     Args:
         wall: gives seconds since the epoch, for sessions that grow over restarts.
@@ -77,17 +79,19 @@ class Admission:
                 raise InvalidRequest(f"{name}: has {len(text.encode())} bytes, the limit is {limit}")
             if not is_printable(text):
                 raise InvalidRequest(f"{name}: {text!r} has control characters")
-        with self._core.lock:
+        # Who resumes does not wait for a checkpoint to be loaded: its session has ended by that.
+        with contextlib.nullcontext() if request.resume else self._core.job_lock, self._core.lock:
             if request.run_id:
                 self._core.check_run_id(request.run_id, "run_id")
-            is_behind = self._core.initial.is_set and request.timeline != self._core.timeline
-            if request.resume and (self._core.is_tentative or is_behind):
+            is_behind = self._core.life.has_values and request.timeline != self._core.timeline
+            is_loading = self._core.life.now is Life.LOADING
+            if request.resume and (self._core.is_tentative or is_behind or is_loading):
                 raise RolledBack(
                     f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
                     timeline=self._core.timeline,
                     checkpoint=self._core.restored_from,
                 )
-            if request.resume and not self._core.initial.is_set:
+            if request.resume and not self._core.life.has_values:
                 raise StateLost(
                     f"shard {config.shard_index} has come back without the parameters that it held; the job cannot go on",
                     shard=config.shard_index,
@@ -107,6 +111,8 @@ class Admission:
             if session != earlier:
                 self._core.counters.sessions += 1
                 self._core.on_session_end(worker)
+                if self._core.life.now is Life.STRANDED:
+                    self._core.become(Life.SERVING)
                 members.on_enter(worker, self._entry_clock(worker, is_awaited=was_absent))
             reply = control_pb2.JoinReply(
                 run_id=self._core.run_id,
@@ -125,16 +131,18 @@ class Admission:
     def _membership_for(self, world_size: int) -> Membership:
         members = self._core.membership
         is_open = self._core.job is None or (
-            self._core.awaits_declaration and members is not None and len(members.workers) != world_size
+            self._core.life.now in (Life.TENTATIVE, Life.RESTORED)
+            and members is not None
+            and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
-            raise SpecMismatch(f"world_size: the workers before said {len(members.workers)}, now {world_size}")
+            raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
         return members
 
     def _run_id(self, asked: str, session: int) -> str:
-        """The run's name after a worker has joined that believes it to be `asked`; see core.py: UNNAMED_RUN."""
+        """Name of the run after a worker has joined that believes it to be `asked`; see core.py: UNNAMED_RUN."""
         known = self._core.run_id
         if self._core.config.shard_index == 0:
             return known or ("" if UNNAMED_RUN.fullmatch(asked) else asked) or f"run-{session:016x}"
@@ -150,7 +158,7 @@ class Admission:
         return job.coordinator.latest() if job is not None and job.coordinator is not None else []
 
     def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
-        """Where a worker that joins takes part: the open round, or beside the slowest of the others.
+        """The clock at which a joining worker takes part: the open round, or beside the slowest of the others.
 
         Not where a bound has made the others wait for it (`is_awaited`): a worker that only comes a moment after them at the
         start of a job makes as many steps as they do.
@@ -174,39 +182,53 @@ class Admission:
         JobSpec.check_counts(request.spec, limits)
         spec = JobSpec.from_message(request.spec)
         spec.check_limits(limits)
+        with self._core.job_lock:
+            self._make_job(request.caller, spec)
+            reply, ticket = self._agree(request.caller, spec)
+        self._core.settle()
+        return reply, ticket
+
+    def _make_job(self, caller: job_pb2.Caller, spec: JobSpec) -> None:
+        """Have a job to agree on: the first declaration makes it, and may change what was restored."""
         with self._core.lock:
-            worker = self._core.check_caller(request.caller)
-            if spec.world_size != len(self._core.members.workers):
-                raise SpecMismatch(f"world_size: joined with {len(self._core.members.workers)}, declared {spec.world_size}")
-            if self._core.job is None:
-                self._core.declare(spec, self._core.members)
+            self._core.check_caller(caller)
+            members, job = self._core.members, self._core.job
+            if spec.world_size != len(members.workers):
+                raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
+        if job is None:
+            job = self._core.make_job(spec, members)
+            with self._core.lock:
+                self._core.take_job(job, members)
+        elif job.spec != spec and self._core.life.now is Life.RESTORED:
+            self._redeclare(spec)
+
+    def _agree(self, caller: job_pb2.Caller, spec: JobSpec) -> tuple[control_pb2.DeclareReply, Ticket | None]:
+        with self._core.lock:
+            worker = self._core.check_caller(caller)
             job = self._core.declared()
-            if job.spec != spec and self._core.awaits_declaration:
-                self._redeclare(spec)
-                job = self._core.declared()
             if job.spec != spec:
                 raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
-            self._core.on_declared()
+            if self._core.life.now is Life.RESTORED:
+                self._core.become(Life.SERVING)
             choice = self._core.initial.on_declare(worker)
             ticket = None
-            if self._core.config.shard_index == 0 and not self._core.initial.is_set and not choice:
+            if self._core.config.shard_index == 0 and not self._core.life.has_values and not choice:
                 ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
-            if self._core.initial.is_set and not worker.has_pushed:
+            if self._core.life.has_values and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker, is_awaited=True)))
             reply = control_pb2.DeclareReply(
                 layout_digest=job.layout.digest,
                 initializer=choice > 0,
                 choice=choice,
-                initialized=self._core.initial.is_set,
+                initialized=self._core.life.has_values,
                 clock=worker.clock,
                 client_state=self._core.client_states.at(None).get(worker.rank, b""),
             )
-        self._core.settle()
         return reply, ticket
 
     def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes, choice: int) -> Initialization:
-        """Check who offers initial values, and whether they are wanted."""
+        """Check the offer of initial values, and whether it is wanted."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
             self._core.declared().check_digest(layout_digest)
@@ -226,35 +248,42 @@ class Admission:
         Raises:
             OutOfSpace: there is no room for all of them; what the shard had before it still has.
         """
-        job = self._core.declared()
-        if not init.is_accepted:
-            return self._core.initial.has(init.choice)
-        lacking = job.blocks.keys() - init.values.keys()
-        if lacking:
-            raise InvalidRequest(
-                f"block: {min(lacking)} is missing; the call had {len(init.values)} of {len(job.blocks)} blocks"
-            )
-        with self._core.lock:
-            self._core.members.check_session(init.worker.rank, init.session)
-            if not self._core.initial.accepts(init.worker, init.choice):
+        with self._core.job_lock:
+            job = self._core.declared()
+            lacking = job.blocks.keys() - init.values.keys()
+            if lacking and init.is_accepted:
+                raise InvalidRequest(
+                    f"block: {min(lacking)} is missing; the call had {len(init.values)} of {len(job.blocks)} blocks"
+                )
+            if not self._is_wanted(init):
                 return self._core.initial.has(init.choice)
             pages: dict[int, Page] = {}
             try:
                 for index, values in init.values.items():
                     pages[index] = job.blocks[index].prepare(values)
-            except BaseException:
+                with self._core.lock:
+                    if not self._is_wanted(init):
+                        return self._core.initial.has(init.choice)
+                    for index in init.values:
+                        job.blocks[index].begin(pages.pop(index))
+                    job.arena.set_word("initialized", init.choice)
+                    self._core.become(Life.UNREAD)
+                    self._core.initial.on_set(init.choice)
+            finally:
                 for index, page in pages.items():
                     job.blocks[index].discard(page)
-                raise
-            for index, page in pages.items():
-                job.blocks[index].begin(page)
-            job.arena.set_word("initialized", init.choice)
-            self._core.initial.on_set(init.choice)
         self._core.settle()  # of what happened before there were blocks
         return True
 
+    def _is_wanted(self, init: Initialization) -> bool:
+        if not init.is_accepted:
+            return False
+        with self._core.lock:
+            self._core.members.check_session(init.worker.rank, init.session)
+            return self._core.initial.accepts(init.worker, init.choice)
+
     def heartbeat(self, request: control_pb2.HeartbeatRequest) -> list[Ticket]:
-        """Renew a lease and note the worker's clock; returns what it waits for here."""
+        """Renew a lease and note the worker's clock; return its waits on this shard."""
         if len(request.transport.encode()) > TRANSPORT_BYTES_MAX:
             raise InvalidRequest(f"transport: expected at most {TRANSPORT_BYTES_MAX} bytes")
         with self._core.lock:

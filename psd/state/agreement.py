@@ -1,4 +1,4 @@
-"""What the workers of a round say its scalars are, as far as one shard hears: who gives way, who is told, who is refused.
+"""The scalars of a round, as its workers state them on one shard: who gives way, who is told, who is refused.
 
 An update has the scalars of the worker that has been in the job longest among those whose gradients it counts (rounds.py sees
 to that, block by block, by their `Voice`). A worker that came later, and whose schedule may therefore lag, gives way, and is
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from psd.contract.errors import ScalarsDisagree
 from psd.contract.rules import RuleInfo
+from psd.state import locks
 from psd.v1 import data_pb2
 
 Scalars = tuple[tuple[float, ...], ...]
@@ -44,6 +45,7 @@ class _Round:
     held: Voice | None = None
 
 
+@locks.guarded_by(locks.Level.SHARD)
 class Agreement:
     """The scalars of the rounds that are open on one shard, and of the one before.
 
@@ -97,12 +99,12 @@ class Agreement:
         said.held = min(said.voices.values()) if held is None or held.rank == voice.rank else min(held, voice)
 
     def on_counted(self, round_: int, rank: int) -> None:
-        """Note that a worker's gradient was counted: it goes on to speak even if the worker dies."""
+        """Note that a worker's gradient was counted: its scalars still count if the worker dies."""
         if round_ in self._rounds:
             self._rounds[round_].counted.add(rank)
 
     def on_gone(self, rank: int) -> None:
-        """Forget what a worker that is gone has said of rounds that do not count its gradient."""
+        """Forget the scalars of a worker that has gone, for rounds that do not count its gradient."""
         for round_, said in list(self._rounds.items()):
             if rank in said.voices and rank not in said.counted:
                 del said.voices[rank]
@@ -111,7 +113,7 @@ class Agreement:
                     del self._rounds[round_]
 
     def overruled(self, round_: int, rank: int) -> data_pb2.Overruled | None:
-        """What to tell a worker whose push of a round has come: scalars that gave way, in that round or the one before."""
+        """The notice for a worker whose push of a round has come: scalars that gave way, in that round or the one before."""
         for said_of in (round_, round_ - 1):
             said = self._rounds.get(said_of)
             own = said.voices.get(rank) if said is not None else None
@@ -130,7 +132,7 @@ class Agreement:
         return None
 
     def known(self) -> dict[int, object]:
-        """All that it knows, to be compared."""
+        """All that the agreement holds, for comparison."""
         return {r: (dict(said.voices), set(said.counted), said.held) for r, said in self._rounds.items()}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest, PsdError
 from psd.contract.printable import is_printable
+from psd.state import locks
 from psd.state.tickets import Ticket
 from psd.v1 import storage_pb2
 
@@ -34,6 +35,7 @@ class _Barrier:
     arrived: dict[int, tuple[int, int, Ticket]] = field(default_factory=dict)  # rank -> begun_as, seq, ticket
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("restore",))
 class Barriers:
     """All barriers of a job.
 
@@ -66,7 +68,8 @@ class Barriers:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
 
     def on_arrive(self, begun_as: int, seq: int, ticket: Ticket) -> None:
-        """Enter a worker at the barrier that its ticket names; it resolves with the generation when everybody is there.
+        """Enter a worker at the barrier that its ticket names; the ticket resolves with the generation when everybody has
+        arrived.
 
         begun_as: the session as which the call was begun: the number of the call is that session's.
         """
@@ -95,7 +98,7 @@ class Barriers:
             del barrier.arrived[ticket.rank]
 
     def on_session_end(self, rank: int) -> None:
-        """Take back whatever the rank's ended session had arrived at."""
+        """Take back every arrival of the rank's ended session."""
         for barrier in self._barriers.values():
             barrier.arrived.pop(rank, None)
 
@@ -132,7 +135,7 @@ class Barriers:
             ticket.resolve(generation)
 
     def restore(self, saved: bytes) -> None:
-        """Take over what an earlier process of this shard had saved."""
+        """Take over the state that an earlier process of this shard saved."""
         opened = dict(self._opened)
         for call in storage_pb2.StoredBarriers.FromString(saved).opened:
             opened[call.rank] = _with_call(opened.get(call.rank), call.session, call.seq, call.generation)
@@ -147,7 +150,7 @@ class Barriers:
 
 
 def _with_call(known: _Calls | None, session: int, seq: int, generation: int) -> _Calls:
-    """A rank's calls, and this one."""
+    """A rank's calls, with this one added."""
     latest = dict(known[1]) if known is not None and known[0] == session else {}
     latest[seq] = generation
     if len(latest) > OPENED_MAX:

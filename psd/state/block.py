@@ -1,4 +1,4 @@
-"""One block: its current page, its version, the open round, and who has been counted. The life of a gradient ends here.
+"""One block: its current page, its version, the open round, and the gradients counted. The life of a gradient ends here.
 
 Every method runs under the block's own lock, which is held while the kernel works (the GIL is not), so blocks proceed in
 parallel and a block is updated by one thread at a time. The dedup window is part of the page: per rank, the session and clock
@@ -11,7 +11,6 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state import pages
+from psd.state import locks, pages
 from psd.state.consistency import Policy
 from psd.state.counts import RoundTimes
 from psd.state.lent import Loan
@@ -38,7 +37,7 @@ from psd_core.arena import Arena, ArenaClosed, ArenaFull, Page
 
 @dataclass(frozen=True, slots=True)
 class BlockServices:
-    """What all blocks of a job share.
+    """The facts and services that all blocks of a job share.
 
     Attributes:
         round_kind: of the rounds that they open, one after the other.
@@ -82,7 +81,7 @@ class BlockState:
         self.plan = plan
         self.times = times
         self.ratio_places = ratio_places
-        self.lock = threading.Lock()
+        self.lock = locks.new(locks.Level.BLOCK, plan.index)
         self.readers = Readers(plan.index, services.arena.unpin)
         self._slot = slot
         self._bound = bound
@@ -215,7 +214,8 @@ class BlockState:
             self._settle()
 
     def entry_round(self, rank: int) -> int:
-        """FAST: the first round in which a new session of the rank takes part: not the open one, if that has a gradient of it.
+        """FAST: the first round in which a new session of the rank takes part: the one after the open round, if that has a
+        gradient of it.
 
         Gradients of its earlier sessions that are still on their way are refused from now on.
         """
@@ -230,7 +230,7 @@ class BlockState:
                 self._settle()
 
     def judge(self, verdict: Verdict) -> None:
-        """EXACT: let a round be applied as its verdict says, when its members' gradients are here."""
+        """EXACT: apply a round by its verdict, once its members' gradients are here."""
         with self.lock:
             if verdict.round == self.version:
                 self._round.judge(verdict)
@@ -279,7 +279,7 @@ class BlockState:
         return self.lacks_space or self._round.is_due
 
     def _apply_due(self) -> None:
-        """Apply the round that is complete, if it still is; raises what that raises, and may be called again."""
+        """Apply the round that is complete, if it still is; may be called again after an error."""
         self.lacks_space = False
         if self._round.is_complete():
             try:
@@ -328,7 +328,7 @@ class BlockState:
         return error
 
     def at_version(self, version: int, whose: object, take: Callable[[Page], None]) -> bool:
-        """Let `take` have the page of a version, pinned, when the block reaches it; False if the block is beyond it.
+        """Give the page of a version, pinned, to `take` when the block reaches it; False if the block is beyond it.
 
         `take` runs under the block's lock; not any more after `not_at_version` with the same two arguments.
         """
@@ -342,7 +342,7 @@ class BlockState:
             return True
 
     def not_at_version(self, version: int, whose: object) -> None:
-        """Nobody waits for that version's page any more."""
+        """Cancel the wait for that version's page."""
         with self.lock:
             self._waits.drop_take(version, whose)
 
@@ -355,7 +355,7 @@ class BlockState:
         self._arena.unpin(page)
 
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
-        """The version and its page, pinned (give it back to the arena), or None while the version is below `version_min`.
+        """The version and its page, pinned (give it back to the arena); None while the version is below `version_min`.
 
         Raises OutOfSpace if the version is there but for the room to write it; the same call may succeed later.
 
@@ -373,13 +373,13 @@ class BlockState:
             return self.version, self._arena.pin(self._slot)
 
     def forget_reader(self, rank: int) -> None:
-        """What a worker has read does not matter any more: its session has ended."""
+        """Forget what a worker has read: its session has ended."""
         if self._rule.needs_backup:
             with self.lock:
                 self.readers.keep(rank, None)
 
     def forget_readers(self) -> None:
-        """What anybody has read does not matter any more."""
+        """Forget what all workers have read."""
         if self._rule.needs_backup:
             with self.lock:
                 self.readers.drop()

@@ -11,7 +11,7 @@ from psd.contract.jobspec import JobSpec
 
 
 class Policy(Protocol):
-    """What a shard asks about consistency.
+    """The questions of a shard about consistency.
 
     Attributes:
         has_rounds: True: gradients of a round are reduced to one update. False: each push is applied as it arrives.
@@ -22,7 +22,7 @@ class Policy(Protocol):
     has_bound: bool
 
     def closes(self, contributors: int, waited: int) -> bool:
-        """True if a round with these contributors, while these workers are waited for, is complete."""
+        """True if a round with these contributors is complete while these workers are waited for."""
         ...
 
     def lag(self, clock: int) -> int:
@@ -44,7 +44,7 @@ class Sync:
         return contributors.bit_count() >= min(self.quorum, (contributors | waited).bit_count())
 
     def lag(self, clock: int) -> int:
-        """None is needed: the rounds themselves hold the workers together."""
+        """No clock: the rounds themselves hold the workers together."""
         del clock
         return 0
 
@@ -56,7 +56,7 @@ class Async:
     has_bound = False
 
     def closes(self, contributors: int, waited: int) -> bool:
-        """Every contribution is an update of its own."""
+        """True: every contribution is an update of its own."""
         del contributors, waited
         return True
 

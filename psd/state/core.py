@@ -1,15 +1,12 @@
-"""What the desks of a shard share: its identity, its one lock, its members, its job, and the checks that every request passes.
+"""State shared by the parts of a shard: its identity, its one lock, its members, its job, and the checks of every request.
 
-The lock guards everything about who and when, and is held for microseconds; gradients and parameters are guarded by each
-block's own lock. Lock order: shard, then block: nothing that runs under a block's lock takes the shard's, and only the setting
-of initial values holds both.
+The lock guards everything about who and when; gradients and parameters are guarded by each block's own lock. See locks.py.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +27,15 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.state import locks
 from psd.state.barriers import Barriers
 from psd.state.block import BlockState
 from psd.state.counts import Counters
 from psd.state.cuts import ClientStates
 from psd.state.initial import InitialValues
 from psd.state.job import Job
+from psd.state.life import Life, LifeCycle
+from psd.state.locks import Level
 from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
@@ -43,52 +43,65 @@ from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
 
 UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
-"""A name that shard 0 has made, of the first session that it issued, because nobody has given one. Until somebody reads the
+"""A run name made by shard 0, from the first session that it issued, because nobody has given one. Until somebody reads the
 job's values it binds nobody: a shard 0 that dies before makes another one, larger than those before, and the others follow."""
 
 
 def check_begun_as(session: int, caller: job_pb2.Caller) -> int:
-    """The session as which a call was begun: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
+    """The session with which a call began: the caller's own, or an earlier one; InvalidRequest if it is a later one."""
     if session > caller.session:
         raise InvalidRequest(f"session: {session} is later than the caller's, {caller.session}")
     return session or caller.session
 
 
+@locks.guarded_by(Level.JOB, only=("make_job",))
+@locks.guarded_by(
+    Level.SHARD,
+    only=("take_job", "become", "on_used", "check_caller", "on_session_end", "count_staged", "add_gate", "open_gates"),
+)
 class ShardCore:
     """The shared state of a shard. Its attributes are for the other modules of psd.state only.
 
     Attributes:
         job, membership: None until a worker declares, or joins.
         gates: tickets of workers that the staleness bound holds back.
-        timeline, restored_from, is_tentative: see JoinReply.
-        awaits_declaration: the job is from a checkpoint, and its workers have not said yet how they want to go on with it;
-            kept in the arena.
-        may_go_back: there may be a checkpoint to go back to. lost_round: why the shard must, EXACT only; see Restoration.
+        life: what the shard holds, and may do with it. Changed by `become`.
+        timeline, restored_from: see JoinReply.
+        lost_round: EXACT: why the shard is DAMAGED; see Restoration.
         now: monotonic seconds.
         rules: the users' own that jobs may name, by import path.
+        has_checkpoints: there is a place for them, and so perhaps one to go back to.
     """
 
-    def __init__(self, config: ServerConfig, storage: Storage, now: Callable[[], float], incarnation: int | None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        storage: Storage,
+        now: Callable[[], float],
+        incarnation: int | None,
+        *,
+        has_checkpoints: bool,
+    ) -> None:
         self.config = config
         self.storage = storage
         self.now = now
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
         self.rules = load_rules(config.rules, config.rule_dir)
-        self.lock = threading.RLock()
+        self.has_checkpoints = has_checkpoints
+        self.job_lock = locks.new(Level.JOB)
+        self.lock = locks.new(Level.SHARD)
         self.counters = Counters()
         self.waiting = Waiting()
         self.job: Job | None = None
         self.membership: Membership | None = None
-        self.initial = InitialValues(chooses=config.shard_index == 0)
-        self.barriers = Barriers(lambda: self.members.at_barriers, storage.save_barriers)
+        self.life = LifeCycle()
+        self.initial = self.new_initial()
+        self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates()
         self.timeline = 0
         self.restored_from = ""
-        self.is_tentative = False
-        self.awaits_declaration = False
-        self.may_go_back = False
         self.lost_round: StateLost | None = None
         self._gates_min_clock: int | None = None
 
@@ -110,12 +123,12 @@ class ShardCore:
     def initialized(self) -> Job:
         """The job, with its initial values; NotDeclared if it has none."""
         job = self.declared()
-        if not self.initial.is_set:
+        if not self.life.has_values:
             raise NotDeclared("the job has no initial values on this shard yet")
         return job
 
-    def declare(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
-        """Make the job, with an arena that holds no values yet, in place of the one that there is.
+    def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
+        """Make a job whose arena holds no values yet, in place of the present arena. Called with `job_lock`, not with `lock`.
 
         Raises:
             OutOfSpace: there is no room for it; nothing was made.
@@ -130,22 +143,39 @@ class ShardCore:
 
         def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
             stored.layout_digest = layout.digest
-            return self.storage.create(stored, shapes, spec.world_size, replace=self.job is not None)
+            return self.storage.create(stored, shapes, spec.world_size)
 
-        self.job = self._job(spec, members, arena_of)
-        self.membership, self.lost_round = members, None
+        return self._job(spec, members, arena_of)
+
+    def take_job(self, job: Job, members: Membership) -> None:
+        """Begin to serve a job that was made."""
+        self.job, self.membership = job, members
         members.keep(self._save_worker)
-        return self.job
 
-    def on_declared(self) -> None:
-        """Note that the job's workers have said what it is."""
-        if self.awaits_declaration:
-            self.declared().arena.set_word("undeclared", 0)
-            self.awaits_declaration = False
+    def become(self, following: Life) -> None:
+        """Go on in the life cycle; the arena tells it to the next process."""
+        self.life.to(following)
+        if self.job is not None:
+            self.job.arena.set_word("tentative", following is Life.TENTATIVE)
+            self.job.arena.set_word("undeclared", following in (Life.TENTATIVE, Life.RESTORED))
+
+    def on_used(self) -> None:
+        """Note that somebody builds on the initial values: they are final."""
+        if self.life.now is Life.UNREAD:
+            self.become(Life.SERVING)
+
+    def new_initial(self) -> InitialValues:
+        """Make the record of initial values that nobody has offered yet."""
+        return InitialValues(self.life, chooses=self.config.shard_index == 0)
+
+    @property
+    def is_tentative(self) -> bool:
+        """True if a worker must say, by Rollback, which timeline begins, before anything else is done."""
+        return self.life.now in (Life.TENTATIVE, Life.LOST)
 
     @property
     def began_at(self) -> int:
-        """The clock at which the job has begun here: the step of the checkpoint that it goes on from, or 0."""
+        """The clock at which the job began here: the step of its checkpoint, or 0."""
         checkpoint = Progress.of(self.restored_from)
         return 0 if checkpoint is None else checkpoint[1]
 
@@ -179,12 +209,15 @@ class ShardCore:
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"
             )
         arena.set_word("restarts", arena.word("restarts") + 1)
-        self.run_id, self.membership, self.job = stored.run_id, members, job
-        self.restored_from = stored.restored_from
-        self.timeline, self.is_tentative = arena.word("timeline"), bool(arena.word("tentative"))
-        self.awaits_declaration = bool(arena.word("undeclared"))
-        members.keep(self._save_worker)
-        self.initial.on_recovered(arena.word("initialized"), is_read=job.version_max > 0 or bool(stored.restored_from))
+        if arena.word("undeclared"):
+            life = Life.TENTATIVE if arena.word("tentative") else Life.RESTORED
+        else:  # values that nothing was built on may still be those of an initializer that died
+            life = Life.SERVING if job.version_max > 0 or stored.restored_from else Life.UNREAD
+        self.run_id, self.restored_from, self.timeline = stored.run_id, stored.restored_from, arena.word("timeline")
+        with self.lock:
+            self.take_job(job, members)
+            self.become(life)
+        self.initial.choice = arena.word("initialized")
         self.barriers.restore(self.storage.load_barriers())
         return True
 
@@ -202,19 +235,22 @@ class ShardCore:
         )
 
     def _on_lost(self, error: StateLost) -> bool:
-        """Runs under a block's lock: the next tick sees to it."""
-        if self.may_go_back:
+        """Note, under a block's lock, that a round was lost; the next tick handles it."""
+        if self.has_checkpoints and self.life.try_to(Life.DAMAGED):
             self.lost_round = error
-        return self.may_go_back
+        return self.has_checkpoints and self.life.now is not Life.STRANDED
 
     def _save_worker(self, worker: Worker) -> None:
-        arena = self.storage.arena
-        if arena is not None:
+        if self.job is not None:  # else it is saved when there is one
             below = min(2, worker.clock - worker.floor)
-            arena.set_member(worker.rank, worker.session, worker.clock, worker.state | below << 4)
+            self.job.arena.set_member(worker.rank, worker.session, worker.clock, worker.state | below << 4)
+
+    def _save_barriers(self, opened: bytes) -> None:
+        if self.job is not None:
+            self.storage.save_barriers(opened)
 
     def check_address(self, shard_index: int, shard_count: int) -> None:
-        """Raise WrongShard if the caller takes this shard for another one."""
+        """Raise WrongShard if the caller has mistaken another shard for this one."""
         config = self.config
         if (shard_index, shard_count) != (config.shard_index, config.shard_count):
             raise WrongShard(
@@ -230,9 +266,9 @@ class ShardCore:
 
     @property
     def is_run_open(self) -> bool:
-        """True if the run's name may still change: nobody has given one, and nothing was built on the one there is."""
+        """True if the run's name may still change: nobody has given one, and nothing was built on the present one."""
         is_unnamed = not self.config.run_id and (not self.run_id or UNNAMED_RUN.fullmatch(self.run_id) is not None)
-        return is_unnamed and not self.initial.is_read and not self.restored_from
+        return is_unnamed and self.life.now in (Life.EMPTY, Life.UNREAD) and not self.restored_from
 
     def check_run_id(self, run_id: str, field: str = "caller.run_id") -> None:
         """Raise ForeignRun if a worker means another run. A shard that knows none yet is met by its incarnation."""
@@ -302,7 +338,7 @@ class ShardCore:
         return ticket
 
     def on_session_end(self, worker: Worker) -> None:
-        """After a session ended by leaving, expiry or a new one: nothing of it goes on waiting, or is waited for."""
+        """End the waits of a session that has ended by leaving, expiry or a new one, and the waits for it."""
         for ticket in self.waiting.open(worker.rank):
             if ticket.session < worker.session:
                 ticket.fail(worker.replaced(ticket.session))
@@ -314,7 +350,7 @@ class ShardCore:
             self.job.on_gone(worker.rank)
 
     def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
-        """EXACT: count the pushes whose rounds are decided, also by these decisions, as what they have turned out to be."""
+        """EXACT: count the pushes whose rounds are now decided as applied, dropped or skipped."""
         if self.job is not None and self.job.is_exact:
             counted, left_out = self.job.participant.count(decisions)
             self.counters.pushes_accepted += counted
@@ -343,11 +379,11 @@ class ShardCore:
         self.gates = [t for t in self.gates if not t.future.done()]
 
     def settle(self) -> None:
-        """After a change of who is waited for: open what that completes. Called without the lock."""
+        """Open what a change of who is waited for completes. Called without the lock."""
         with self.lock:
             self.barriers.on_members_changed()
             self.open_gates()
-            job = self.job if self.initial.is_set else None
+            job = self.job if self.life.has_values else None
             news: list[tuple[int, int]] = []
             if job is not None and job.coordinator is not None:
                 news = job.coordinator.settle()

@@ -1,4 +1,4 @@
-"""What a shard counts of itself: totals, latencies, and who keeps whom waiting. psdctl status and the metrics read it here.
+"""Counts of one shard: totals, latencies, and who keeps whom waiting. psdctl status and the metrics read them here.
 
 Hot paths only add to integers and floats that are there already, under a lock that they hold anyway or one of their lane's own;
 whoever asks pays for adding up. Must not know Prometheus, messages or lanes' carriers.
@@ -7,20 +7,20 @@ whoever asks pays for adding up. Must not know Prometheus, messages or lanes' ca
 from __future__ import annotations
 
 import copy
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from psd.contract.errors import PsdError
+from psd.state import locks
 
 LANES = ("shm", "tcp", "grpc")
 DATA_CALLS = ("push", "pull", "push_pull")
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the latencies' buckets: from a small step within a machine to a wait that somebody should look into."""
+"""Upper bounds of the latencies' buckets: from a small step within a machine to a wait that needs attention."""
 
 REFUSALS = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
-"""Codes of the errors that are the caller's own."""
+"""Codes of errors caused by the caller."""
 
 
 class Histogram:
@@ -37,22 +37,22 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Count one observation."""
         self.counts[bisect_left(SECONDS, value)] += 1
         self.total += value
 
     def add(self, other: Histogram) -> None:
-        """Count all that another one has."""
+        """Add all counts of another histogram."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
     def copy(self) -> Histogram:
-        """As it is now."""
+        """A copy of the present state."""
         return total([self])
 
 
 class LaneCounts:
-    """What has come and gone by one lane. Thread-safe.
+    """Traffic of one lane. Thread-safe.
 
     Attributes:
         bytes_received, bytes_sent: of payload. calls: how long those of DATA_CALLS took that did not fail.
@@ -62,7 +62,7 @@ class LaneCounts:
         self.bytes_received = 0
         self.bytes_sent = 0
         self.calls = {call: Histogram() for call in DATA_CALLS}
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
 
     def count_bytes(self, *, received: int = 0, sent: int = 0) -> None:
         """Add payload bytes to the totals."""
@@ -71,12 +71,12 @@ class LaneCounts:
             self.bytes_sent += sent
 
     def count_call(self, call: str, seconds: float) -> None:
-        """Note that a call has ended as it should."""
+        """Note that a call has succeeded."""
         with self._lock:
             self.calls[call].observe(seconds)
 
     def copy(self) -> LaneCounts:
-        """As it is now."""
+        """A copy of the present state."""
         found = LaneCounts()
         with self._lock:
             found.bytes_received, found.bytes_sent = self.bytes_received, self.bytes_sent
@@ -109,7 +109,7 @@ class Counters:
         self.errors[key] = self.errors.get(key, 0) + 1
 
     def copy(self) -> Counters:
-        """As they are now."""
+        """A copy of the present state."""
         found = copy.copy(self)
         found.errors = dict(self.errors)
         found.barriers = self.barriers.copy()
@@ -118,22 +118,22 @@ class Counters:
 
     @property
     def requests_refused(self) -> int:
-        """Calls that ended in an error of the caller's own."""
+        """Calls that ended in an error caused by the caller."""
         return sum(count for (_, code), count in self.errors.items() if code in REFUSALS)
 
     @property
     def bytes_received(self) -> int:
-        """By all lanes."""
+        """Bytes received over all lanes."""
         return sum(lane.bytes_received for lane in self.lanes.values())
 
     @property
     def bytes_sent(self) -> int:
-        """By all lanes."""
+        """Bytes sent over all lanes."""
         return sum(lane.bytes_sent for lane in self.lanes.values())
 
 
 class RoundTimes:
-    """How long a block's rounds were open, and for whom. Under the block's lock.
+    """The time that a block's rounds were open, and for whom. Under the block's lock.
 
     Args:
         now: monotonic seconds.
@@ -158,7 +158,8 @@ class RoundTimes:
         return self._opened_at is not None
 
     def on_gradient(self, rank: int, waited: Callable[[], int]) -> None:
-        """A gradient is to be counted in the open round; if it is the first, `waited` is asked for whom that waits (a mask)."""
+        """Note a gradient that the open round is about to count; for the first, `waited` returns the mask of workers waited
+        for."""
         now = self._now()
         if self._opened_at is None:
             self._opened_at, self._awaited = now, waited()
@@ -167,7 +168,8 @@ class RoundTimes:
         self._awaited &= ~(1 << rank)
 
     def on_close(self, waited: int) -> None:
-        """The round has closed; now the workers of a mask are waited for. Those that others gave up have been awaited, too."""
+        """Note that the round has closed, and which workers (a mask) are waited for now. Those that others gave up have been
+        awaited, too."""
         if self._opened_at is None:
             return
         took_s, self._opened_at = self._now() - self._opened_at, None
@@ -180,7 +182,7 @@ class RoundTimes:
 
 
 def total(histograms: Sequence[Histogram]) -> Histogram:
-    """All that several have."""
+    """The sum of several."""
     found = Histogram()
     for each in histograms:
         found.add(each)

@@ -1,4 +1,4 @@
-"""Cuts: when a job is stored, and what of this shard belongs to it. Pins pages; writes nothing.
+"""Cuts: when a job is stored, and this shard's part of each. Pins pages; writes nothing.
 
 A shard announces a cut, workers carry it to the others. With rounds it is a version a few rounds ahead, so that every shard
 hears of it before its blocks get there; each block's page is pinned when the block reaches that version. Without rounds each
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from psd.contract.errors import InvalidRequest
+from psd.state import locks
 from psd.state.job import Job
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed, Page
@@ -32,7 +32,7 @@ UNWRITTEN_MAX = 2
 """Snapshots to be stored: one that is being written and one that waits. Each may pin another version of every block."""
 
 FINAL_ID = "final"
-"""Id of the cut that is taken when all workers have left."""
+"""Id of the cut taken when all workers have left."""
 
 CUTS_MAX = 8
 TIME_S_MAX = 253_402_300_799.0
@@ -41,7 +41,7 @@ CLIENT_STATE_BYTES_MAX = 1 << 20
 CLIENT_STATES_KEPT = 8
 
 GOES_BACK = "the job goes back to a checkpoint"
-"""Why a cut is missed then."""
+"""The reason when a cut is missed because the job goes back."""
 
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
@@ -92,18 +92,18 @@ class Snapshot:
 
 
 Done: TypeAlias = "SimpleQueue[Snapshot | None]"
-"""Snapshots that are complete, or missed; None comes from those who wait themselves, to wake up."""
+"""Snapshots that are complete or missed; None comes from the waiting threads themselves, to wake up."""
 
 
 class ClientStates:
-    """What workers need to go on after a restore: a few per rank, each with the clock at which it applies."""
+    """State that workers need to go on after a restore: a few entries per rank, each with the clock at which it applies."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
         self._states: dict[int, dict[int, bytes]] = {}
 
     def on_push(self, rank: int, clock: int, state: bytes) -> None:
-        """Keep what came with the push of `clock`: it says how to go on at clock + 1."""
+        """Keep the state that came with the push of `clock`: it tells how to go on at clock + 1."""
         if not state:
             return
         with self._lock:
@@ -113,7 +113,7 @@ class ClientStates:
                 del kept[old]
 
     def at(self, step: int | None) -> dict[int, bytes]:
-        """By rank, the latest that applies at `step` or before; None: the latest."""
+        """The latest state by rank that applies at `step` or before; None: the latest."""
         found = {}
         with self._lock:
             for rank, kept in self._states.items():
@@ -123,7 +123,7 @@ class ClientStates:
         return found
 
     def restore(self, states: dict[int, bytes], step: int) -> None:
-        """Begin with those of a checkpoint."""
+        """Begin with the states of a checkpoint."""
         with self._lock:
             self._states = {rank: {step: state} for rank, state in states.items()}
 
@@ -139,13 +139,13 @@ class Cuts:
         self._surroundings = surroundings
         self._to_store: Done | None = None
         self._unwritten = 0
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.CUTS)
         self._known: dict[str, data_pb2.Cut] = {}
         self._open: dict[Snapshot, None] = {}
         self._gone: weakref.WeakSet[Job] = weakref.WeakSet()
 
     def take_part(self) -> Done:
-        """Store what is announced from now on: the queue from which the snapshots are to be taken, and then `release`d.
+        """Store the cuts announced from now on: returns the queue of snapshots, each to be `release`d.
 
         Before that the shard ignores cuts; the checkpoints stay incomplete.
         """
@@ -155,7 +155,7 @@ class Cuts:
 
     @property
     def unwritten(self) -> int:
-        """Snapshots that were handed over to be stored and are not released."""
+        """Snapshots that were handed over to be stored and have not been released."""
         return self._unwritten
 
     @property
@@ -166,12 +166,12 @@ class Cuts:
 
     @property
     def open(self) -> list[data_pb2.Cut]:
-        """Cuts that this shard's blocks have not reached yet."""
+        """Cuts whose version this shard's blocks have not reached yet."""
         with self._lock:
             return [snapshot.cut for snapshot in self._open]
 
     def latest(self) -> list[data_pb2.Cut]:
-        """The cuts to be carried around."""
+        """The cuts for workers to carry to other shards."""
         with self._lock:
             return list(self._known.values())[-CUTS_MAX // 2 :]
 
@@ -223,20 +223,20 @@ class Cuts:
             self._add(snapshot, pages)
 
     def abandon(self, snapshot: Snapshot) -> None:
-        """Give up a snapshot that nobody waits for any more, and its pages."""
+        """Drop a snapshot that nobody waits for any more, and its pages."""
         with self._lock:
             self._open.pop(snapshot, None)
         self._give_back(snapshot)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Give back what a snapshot still holds that was to be stored."""
+        """Give back the pages that a snapshot to be stored still holds."""
         self._give_back(snapshot)
         snapshot.job.arena.trim()
         with self._lock:
             self._unwritten -= 1
 
     def forget(self, job: Job, why: str = GOES_BACK) -> None:
-        """Give up all open cuts, and those that anybody still begins: the job ends here."""
+        """Drop all open cuts, also those begun later: the job ends here."""
         with self._lock:
             self._gone.add(job)
             snapshots = list(self._open)
@@ -275,7 +275,7 @@ class Cuts:
         if not is_open:
             snapshot.job.unpin_all(pages)
         elif not is_taken:
-            self._hand_over(snapshot, "those before are not written yet: the storage is too slow for this pace")
+            self._hand_over(snapshot, "earlier ones are not written yet: the storage is too slow for this pace")
         elif snapshot.is_complete:
             self._surroundings(snapshot)
             self._hand_over(snapshot)

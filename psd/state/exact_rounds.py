@@ -126,7 +126,7 @@ class ExactRound(Round):
 
 
 class MeasuredRound(ExactRound):
-    """When all members' gradients are here, it is one gradient, which can be measured; with the verdict it is complete."""
+    """Also waits for a verdict: with all members' gradients it can be measured, and with the verdict it is complete."""
 
     def __init__(self, number: int, setting: RoundSetting) -> None:
         super().__init__(number, setting)
@@ -148,7 +148,7 @@ class MeasuredRound(ExactRound):
         return super().is_complete() and (self._decided == 0 or self._verdict is not None)
 
     def update(self, last: Contribution | None) -> Update:
-        """See Round: as the verdict says."""
+        """See Round: follows the verdict."""
         assert last is None
         whole, verdict = self._gathered(), self._verdict
         if verdict is None:

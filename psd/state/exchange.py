@@ -30,7 +30,7 @@ from psd_core.arena import ArenaClosed
 
 
 class Exchange:
-    """The desk for gradients and parameters."""
+    """Handles gradients and parameters."""
 
     def __init__(self, core: ShardCore, cuts: Cuts, schedule: CutSchedule) -> None:
         self._core = core
@@ -40,7 +40,7 @@ class Exchange:
     # -- push ----------------------------------------------------------------------------------------------------------
 
     def begin_push(self, header: data_pb2.PushHeader) -> Push:
-        """Check everything that the header says, before any block is touched."""
+        """Check the whole header before any block is touched."""
         scalars = tuple(tuple(group.values) for group in header.scalars)
         with self._core.lock:
             worker = self._core.check_caller(header.caller)
@@ -83,12 +83,12 @@ class Exchange:
         )
 
     def _enter(self, push: Push, job: Job) -> None:
-        """The push has brought a valid block: from here on it takes part."""
+        """Note that the push has brought a valid block: from here on it takes part."""
         with self._core.lock:
             self._check_session(push)
             if job.policy.has_rounds:
                 job.agreement.hear(push.clock, push.voice)
-            self._core.initial.is_read = True
+            self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
             self._core.client_states.on_push(push.worker.rank, push.clock, push.client_state)
@@ -195,7 +195,7 @@ class Exchange:
         return None
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
-        """Finish a push, all of whose blocks have come; moves the worker's clock."""
+        """Finish a push whose blocks have all come; moves the worker's clock."""
         job = push.job
         if len(push.covered) < job.trained_count:
             lacking = min(i for i, b in job.blocks.items() if b.plan.trained and i not in push.covered)
@@ -233,7 +233,7 @@ class Exchange:
     # -- pull ----------------------------------------------------------------------------------------------------------
 
     def begin_pull(self, request: data_pb2.PullRequest) -> tuple[Pull, list[BlockState]]:
-        """Check a pull; returns it with the blocks to read, in the order asked for."""
+        """Check a pull; return it with the blocks to read, in the order requested."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
@@ -249,7 +249,7 @@ class Exchange:
                 )
             self._core.check_clock(worker, request.clock)
             skipped = self._core.members.on_clock(worker, request.clock)
-            self._core.initial.is_read = True
+            self._core.on_used()
             self._core.counters.pulls += 1
             self._core.count_staged(decisions)
         job.participant.follow(decisions, verdict)
@@ -271,7 +271,7 @@ class Exchange:
         return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
 
     def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
-        """A block's version and pinned page as a worker at `clock` may read it, or a ticket for its round to close.
+        """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.
 
         The caller gives the page back with `BlockState.unpin`.
         """
@@ -284,7 +284,8 @@ class Exchange:
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
-        """As `read`, but None instead of a ticket; for answers that leave early while more of a push arrives."""
+        """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
+        arrives."""
         if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
             return None
         try:
@@ -294,7 +295,7 @@ class Exchange:
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
-    """By which a push is multiplied; InvalidRequest if that is not the worker's to say, or out of range."""
+    """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
     if not header.HasField("scale"):
         return 1.0
     if spec.consistency.mode == "sync" or not spec.clip_norm:

@@ -1,4 +1,4 @@
-"""Initial values: who provides them, and who waits for them.
+"""Initial values: which worker provides them, and who waits for them.
 
 Shard 0 chooses the first worker that declares; the others wait there. The chosen worker initializes the shards 1 to N - 1 first
 and shard 0 last, so that "shard 0 has them" means that all have. If it dies before, the next one that waits is chosen, and its
@@ -15,23 +15,23 @@ Guarded by the shard's lock.
 from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest
+from psd.state import locks
+from psd.state.life import Life, LifeCycle
 from psd.state.membership import Worker
 from psd.state.tickets import Ticket
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("has",))
 class InitialValues:
     """The state of a shard's initial values.
 
     Attributes:
-        is_set: the shard has values.
-        is_read: somebody may have read them, or built on them; then they are final.
         chosen: the worker that provides them (shard 0 only, until they are there).
         choice: the number of the last choice (shard 0), or of the one whose values the shard has; 0: none.
     """
 
-    def __init__(self, *, chooses: bool) -> None:
-        self.is_set = False
-        self.is_read = False
+    def __init__(self, life: LifeCycle, *, chooses: bool) -> None:
+        self._life = life
         self.chosen: Worker | None = None
         self.choice = 0
         self._chooses = chooses
@@ -39,7 +39,7 @@ class InitialValues:
 
     def on_declare(self, worker: Worker) -> int:
         """The number of the choice if this worker is to provide the values, else 0."""
-        if self.is_set or not self._chooses:
+        if self._life.has_values or not self._chooses:
             return 0
         if self.chosen is None:
             self._choose(worker)
@@ -48,10 +48,6 @@ class InitialValues:
     def _choose(self, worker: Worker) -> None:
         self.chosen = worker
         self.choice = max(self.choice + 1, worker.session)
-
-    def on_recovered(self, choice: int, *, is_read: bool) -> None:
-        """The shard has come back with values. If nothing was built on them, they may still be a dead initializer's."""
-        self.is_set, self.is_read, self.choice = True, is_read, choice
 
     def wait(self, ticket: Ticket) -> None:
         """Resolve the ticket with 0 when the values are there, or with the number of the choice when its worker is chosen."""
@@ -64,7 +60,7 @@ class InitialValues:
 
     def on_gone(self, rank: int, workers: list[Worker]) -> None:
         """Choose another worker if the chosen one's session has ended."""
-        if self.is_set or self.chosen is None or self.chosen.rank != rank:
+        if self._life.has_values or self.chosen is None or self.chosen.rank != rank:
             return
         self.chosen = None
         while self._waiting:
@@ -75,7 +71,7 @@ class InitialValues:
                 return
 
     def accepts(self, worker: Worker, choice: int) -> bool:
-        """True if this worker's values are to be taken, False if the shard has its values already.
+        """True if this worker's values are wanted, False if the shard has its values already.
 
         Raises:
             InvalidRequest: another worker was chosen to provide them, or this one under another number.
@@ -83,8 +79,8 @@ class InitialValues:
         if not self._chooses:
             if choice < 1:
                 raise InvalidRequest("choice: must be the number that shard 0 gave to the worker that it chose, got 0")
-            return not self.is_set or (choice > self.choice and not self.is_read)
-        if self.is_set:
+            return not self._life.has_values or (choice > self.choice and self._life.now is Life.UNREAD)
+        if self._life.has_values:
             return False
         if self.chosen is not worker:
             other = "none" if self.chosen is None else f"worker {self.chosen.rank}"
@@ -95,12 +91,11 @@ class InitialValues:
 
     def has(self, choice: int) -> bool:
         """True if the shard's values are those of this choice."""
-        return self.is_set and self.choice == choice
+        return self._life.has_values and self.choice == choice
 
     def on_set(self, choice: int) -> None:
         """Note that the shard has the values of this choice."""
-        self.is_set, self.choice = True, choice
-        self.chosen = None
+        self.choice, self.chosen = choice, None
         waiting, self._waiting = self._waiting, []
         for ticket in waiting:
             ticket.resolve(0)

@@ -1,4 +1,4 @@
-"""What a shard knows of its job once that is declared: layout, policy, its blocks, and what its rounds are made of.
+"""A declared job on one shard: layout, policy, blocks, and the members of its rounds.
 
 Must not know sessions, leases or tickets.
 """
@@ -119,11 +119,11 @@ class Job:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_digest(self, digest: bytes) -> None:
-        """Raise LayoutMismatch unless the caller cuts the parameters as this shard does."""
+        """Raise LayoutMismatch unless the caller's layout equals this shard's."""
         if digest != self.layout.digest:
             raise LayoutMismatch(
                 f"layout_digest: {digest.hex()[:32] or 'empty'} is not this job's {self.layout.digest.hex()}; "
-                "are all workers and shards of the same psd version?"
+                "do all workers and shards run the same version of psd?"
             )
 
     def block(self, index: int) -> BlockState:
@@ -163,7 +163,7 @@ class Job:
 
     @property
     def ages(self) -> list[int]:
-        """Gradients that were applied without rounds, by their age; see StatusReply.ages."""
+        """Gradients applied without rounds, by their age; see StatusReply.ages."""
         totals: list[int] = []
         for block in self._trained:
             counts = list(block.readers.ages)
@@ -189,7 +189,7 @@ class Job:
 
     @property
     def open_rounds(self) -> int:
-        """Blocks that have a gradient of a round, and not all."""
+        """Blocks with an incomplete round."""
         return sum(block.times.is_open for block in self._trained)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Job:
         return max((b.version for b in self._trained), default=0)
 
     def entry_round(self, rank: int) -> int:
-        """The first round in which a new session of the rank takes part, as far as this shard's blocks are concerned.
+        """The first round in which a new session of the rank takes part, as far as this shard's blocks tell.
 
         With fast aggregation a rank has one gradient in a round, and an earlier session's may be in some blocks' open one.
         """
@@ -239,7 +239,7 @@ class Job:
             self.arena.unpin(page)
 
     def give_back_pages(self) -> None:
-        """Give back the pages that are kept of what workers have read: nobody will send a gradient any more."""
+        """Give back the pages kept for what workers have read: nobody will send a gradient any more."""
         for block in self._trained:
             block.forget_readers()
 
@@ -249,7 +249,7 @@ class Job:
         return any(block.lacks_space for block in self._trained)
 
     def on_gone(self, rank: int) -> None:
-        """Forget what only mattered as long as a session of the rank lived."""
+        """Forget what mattered only while a session of the rank lived."""
         self.agreement.on_gone(rank)
         for block in self._trained:
             block.forget_reader(rank)

@@ -22,11 +22,11 @@ import psd_core
 from psd.state.pages import Accumulators
 
 HALF_BYTES = 2
-"""Of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
+"""Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
 
 
 class Loan:
-    """What one call lends, until it ends. Used by the call's own thread."""
+    """The gradients that one call lends, until it ends. Used by the call's own thread."""
 
     def __init__(self) -> None:
         self._borrowers: list[tuple[Callable[[Loan, int], None], int]] = []

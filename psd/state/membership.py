@@ -1,4 +1,4 @@
-"""Who takes part: ranks, sessions, leases, clocks. Pure decisions on values; the time is passed in.
+"""Membership: ranks, sessions, leases, clocks. Pure decisions on values; the time is passed in.
 
 A worker is *waited for* while it is absent (has not joined yet) or live. It is *expired* when its lease ran out, and *finished*
 when it has left; nobody waits for either. Sets of ranks are integers used as bit masks, so that "have all contributed?" is two
@@ -7,8 +7,8 @@ machine operations for any number of workers.
 `clock` is the number of steps that a worker has finished as far as this shard knows; `floor` is the first round in which it
 takes part: rounds below do not wait for it. The floor moves only when a worker joins or skips rounds, never in normal running.
 
-Changed only under the shard's lock; `waited_in` and `is_void` may be asked without it. Must not know blocks, tickets or
-messages.
+Changed only under the shard's lock, but for a worker's `last_seen` and `awaited_s` (see docs/design/life-of-a-push.md: Locks);
+`waited_in`, `is_void` and sessions may be asked without it. Must not know blocks, tickets or messages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest, SessionFenced
+from psd.state import locks
 
 CLOCK_SKIP_MAX = 1024
 """Steps by which a request's clock may be ahead of what the shard knows. Shards drift apart by one or two rounds; a clock that
@@ -28,7 +29,7 @@ TICK_S_MAX = 1.0
 
 
 def tick_s(lease_s: float) -> float:
-    """How often leases are looked at: seconds from one `Membership.on_tick` to the next."""
+    """Seconds between two looks at the leases, that is from one `Membership.on_tick` to the next."""
     return min(TICK_S_MAX, lease_s / 4)
 
 
@@ -77,13 +78,13 @@ class Worker:
         return self.state in (WorkerState.ABSENT, WorkerState.LIVE)
 
     def on_heard(self, host: str, pid: int, connection: int) -> None:
-        """Note who the worker of the current session says that it is."""
+        """Note the address and process that the current session's worker states."""
         if not connection or connection != self.connection:
             self.connection, self.connected_since = connection, self.session
         self.host, self.pid = host, pid
 
     def replaced(self, session: int) -> SessionFenced:
-        """Why an earlier session of the rank has ended. If it was this worker's own it may join again."""
+        """The reason why an earlier session of the rank has ended. If it was this worker's own it may join again."""
         what = f"session {session} of worker {self.rank} has ended: "
         if session >= self.connected_since:
             return SessionFenced(f"{what}its worker has joined again", cause="expired", rank=self.rank)
@@ -93,6 +94,7 @@ class Worker:
         return SessionFenced(what, cause="superseded", rank=self.rank)
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("waited_in", "is_void", "session_of", "worker", "check_session", "ended", "restore"))
 class Membership:
     """The workers of one job on one shard.
 
@@ -113,7 +115,7 @@ class Membership:
         self._refresh()
 
     def keep(self, save: Callable[[Worker], None]) -> None:
-        """Tell `save` every worker now, and each one again whenever it has changed."""
+        """Call `save` for every worker now, and for each one again whenever it has changed."""
         self._save = save
         for worker in self.workers:
             save(worker)
@@ -140,7 +142,7 @@ class Membership:
         return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
 
     def is_void(self, round_: int) -> bool:
-        """True if every worker that is waited for takes part only after `round_`, and there is one."""
+        """True if some worker is waited for, and all that are take part only after `round_`."""
         floor_min = self._waited[2]
         return floor_min is not None and round_ < floor_min
 
@@ -166,7 +168,7 @@ class Membership:
         return self.workers[rank]
 
     def session_of(self, rank: int) -> int:
-        """The latest session of a rank, whatever has become of it. Takes no lock."""
+        """The latest session of a rank, live or ended. Takes no lock."""
         return self.workers[rank].session
 
     def check_session(self, rank: int, session: int) -> Worker:
@@ -181,7 +183,7 @@ class Membership:
         raise self.ended(worker)
 
     def ended(self, worker: Worker) -> SessionFenced:
-        """Why a worker's latest session has ended, as it has."""
+        """The error that tells why a worker's latest session has ended."""
         why = "it has left" if worker.state is WorkerState.FINISHED else f"its lease of {self.lease_s:g} s ran out"
         what = f"session {worker.session} of worker {worker.rank} has ended: {why}"
         return SessionFenced(what, cause="expired", rank=worker.rank)
@@ -205,7 +207,7 @@ class Membership:
         return worker
 
     def on_leaving(self, worker: Worker) -> bool:
-        """Note that a worker will do nothing more; True if that is new."""
+        """Note that a worker will do nothing more; True if that is news."""
         is_news, worker.is_leaving = not worker.is_leaving, True
         self._refresh()
         return is_news
@@ -216,7 +218,7 @@ class Membership:
         self.on_seen(worker, now)
 
     def restore(self, rank: int, *, state: WorkerState, session: int, clock: int, floor: int, now: float) -> None:
-        """Set what an earlier process of this shard knew of a worker; its lease begins anew."""
+        """Restore a worker as an earlier process of this shard knew it; its lease begins anew."""
         worker = self.workers[rank]
         worker.state, worker.session, worker.clock, worker.floor = state, session, clock, floor
         worker.connected_since = session
@@ -232,7 +234,7 @@ class Membership:
         self._changed(worker)
 
     def on_restore(self, clock: int) -> None:
-        """Let everybody, whoever has joined already too, take part from `clock` on."""
+        """Let everybody take part from `clock` on, including those that have already joined."""
         for worker in self.workers:
             worker.clock = worker.floor = clock
         self._refresh()
@@ -277,7 +279,7 @@ class Membership:
         return True
 
     def on_tick(self, now: float) -> list[Worker]:
-        """Expire leases; returns the workers whose lease ran out. To be called every `tick_s`.
+        """Expire leases; return the workers whose lease ran out. To be called every `tick_s`.
 
         A shard that was itself stopped (suspended, or starved of CPU) has heard nobody for that time, which is not the workers'
         silence: what this call comes late by counts for nobody, however often and little that is.
@@ -297,7 +299,7 @@ class Membership:
         return expired
 
     def all_done(self, now: float, patience_s: float) -> bool:
-        """True if every worker has left, or expired more than `patience_s` ago, and one at least has left."""
+        """True if every worker has left, or expired more than `patience_s` ago, and at least one has left."""
         gone = all(
             w.state is WorkerState.FINISHED or (w.state is WorkerState.EXPIRED and now - w.last_seen > patience_s)
             for w in self.workers

@@ -1,5 +1,5 @@
-"""What is written into a block's next page before it becomes current: values, slots, steps, and the dedup window; and where a
-round's gradients are added up on the way there.
+"""The next page of a block, before it becomes current: values, slots, steps and the dedup window; and the memory where a
+round's gradients are summed.
 
 Must not know rounds, rules or locks.
 """
@@ -27,7 +27,7 @@ def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -
 
 
 def restore(page: Page, stored: RestoredBlock) -> None:
-    """Everything from a checkpoint."""
+    """Write everything from a checkpoint."""
     np.copyto(page.parameter, stored.parameter)
     for slot, values in zip(page.slots, stored.slots.values(), strict=True):
         np.copyto(slot, values)
@@ -37,7 +37,7 @@ def restore(page: Page, stored: RestoredBlock) -> None:
 
 
 def carry_over(before: Page, after: Page) -> None:
-    """Values, slots and steps as they were: an update of nothing."""
+    """Copy values, slots and steps unchanged: an update of nothing."""
     np.copyto(after.parameter, before.parameter)
     for old, new in zip(before.slots, after.slots, strict=True):
         np.copyto(new, old)
@@ -45,7 +45,7 @@ def carry_over(before: Page, after: Page) -> None:
 
 
 def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) -> None:
-    """The dedup window, in which the pushes of `clock` of these sessions, by rank, are counted now."""
+    """Write the dedup window, with the pushes of `clock` of these sessions, by rank, now counted."""
     after.sessions[:] = before.sessions
     after.clocks[:] = before.clocks
     for rank, session in sessions.items():
@@ -65,5 +65,5 @@ class Accumulators:
         return self._arena.lend_accumulator(self._slot)
 
     def give_back(self, array: NDArray[Any]) -> None:
-        """Give it back."""
+        """Give back a lent array."""
         self._arena.return_accumulator(array)

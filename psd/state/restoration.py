@@ -31,7 +31,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state.core import ShardCore
 from psd.state.cuts import Cuts
-from psd.state.initial import InitialValues
+from psd.state.life import Life
 from psd.state.membership import Membership
 from psd.state.rules import check_listed
 from psd.v1 import control_pb2
@@ -46,10 +46,10 @@ class Restoration:
         self._core = core
         self._cuts = cuts
         self._directory = directory
-        core.may_go_back = directory is not None
 
     def load_newest(self) -> str | None:
-        """At the start: become tentative with the newest checkpoint that can be read; its name, or None if there is none.
+        """Become tentative, at the start, with the newest checkpoint that can be read; return its name, or None if there is
+        none.
 
         Raises:
             ConfigError: it is of a job that names a rule that is not listed.
@@ -59,7 +59,7 @@ class Restoration:
         manifest = self._directory.newest()
         while manifest is not None:
             try:
-                self._load(manifest, timeline=manifest.timeline, is_tentative=True)
+                self._load(manifest, Life.TENTATIVE, timeline=manifest.timeline)
             except CheckpointCorrupt as error:
                 logger.error(  # noqa: TRY400 - the reason says it all
                     "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
@@ -69,33 +69,34 @@ class Restoration:
                 raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
             else:
                 return manifest.name
-        if self._core.job is None:
-            self._core.restored_from, self._core.is_tentative = "", False
+        if self._core.life.now is Life.LOST:
+            with self._core.lock:
+                self._core.restored_from = ""
+                self._core.become(Life.EMPTY)
         return None
 
     def give_up_lost_round(self) -> None:
-        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; then all go back.
+        """EXACT: if a round has lost a gradient for good, become tentative, as if everything had been lost; all shards then go
+        back.
 
         Without any checkpoint those who wait for the round get StateLost.
         """
         core = self._core
-        if core.lost_round is None:
+        if core.life.now is not Life.DAMAGED:
             return
-        with core.lock:
-            if core.lost_round is None:
+        with core.job_lock:
+            if core.life.now is not Life.DAMAGED:
                 return  # a worker was faster
             job = core.declared()
             logger.error("%s", core.lost_round)
             try:
-                core.may_go_back = self.load_newest() is not None
+                self.load_newest()
             except (PsdError, ConfigError, OSError) as failure:
                 logger.error("cannot go back to a checkpoint: %s", failure)  # noqa: TRY400 - the reason says it all
-                core.may_go_back = False
-            core.lost_round = None
-            if core.job is not job:
-                core.incarnation = secrets.randbits(62) + 1
-        if core.job is job:
-            job.settle()
+            if core.job is job:
+                with core.lock:
+                    core.become(Life.STRANDED)
+                job.settle()
 
     def rollback(self, request: control_pb2.RollbackRequest) -> None:
         """Begin a timeline from a checkpoint; nothing happens if this shard is on it, or on a later one, already, or is not as
@@ -105,26 +106,24 @@ class Restoration:
             CheckpointFailed, CheckpointCorrupt: the checkpoint cannot be read here; the shard is as it was.
         """
         core = self._core
-        with core.lock:
-            if core.run_id and request.run_id and request.run_id != core.run_id:
-                raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
-            if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
-                return
-            is_untouched = core.restored_from == request.checkpoint and not core.initial.is_read
-            if is_untouched and core.job is not None:
-                core.timeline, core.is_tentative = request.timeline, False
-                core.job.arena.set_word("timeline", request.timeline)
-                core.job.arena.set_word("tentative", 0)
-                core.initial.is_read = False
-            else:
-                manifest = self._readable().load(request.checkpoint)
-                self._load(manifest, timeline=request.timeline, is_tentative=False)
-            core.incarnation = secrets.randbits(62) + 1
-            logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+        with core.job_lock:
+            with core.lock:
+                if core.run_id and request.run_id and request.run_id != core.run_id:
+                    raise ForeignRun(f"run_id: this shard serves run {core.run_id!r}, not {request.run_id!r}")
+                if (core.timeline >= request.timeline and not core.is_tentative) or request.incarnation != core.incarnation:
+                    return
+                is_there = core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint
+                if is_there:
+                    core.timeline = request.timeline
+                    core.declared().arena.set_word("timeline", request.timeline)
+                    core.become(Life.RESTORED)
+                    self._begin_incarnation()
+            if not is_there:
+                self._load(self._readable().load(request.checkpoint), Life.RESTORED, timeline=request.timeline)
+        logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
-        """Let the first declaration after a restore change what checkpoints do not depend on: workers, consistency, reduction,
-        what is done about staleness.
+        """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.
 
         Raises:
             SpecMismatch: the tensors or the groups are not those of the checkpoint.
@@ -135,62 +134,76 @@ class Restoration:
         if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
             raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
         manifest = self._readable().load(core.restored_from)
-        self._load(manifest, timeline=core.timeline, is_tentative=False, spec=spec, members=core.members)
+        self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members)
 
     def _load(
         self,
         manifest: Manifest,
+        following: Life,
         *,
         timeline: int,
-        is_tentative: bool,
         spec: JobSpec | None = None,
         members: Membership | None = None,
     ) -> None:
-        """Take everything from a checkpoint, for the job as it was stored, or as it is declared now by these members.
+        """Take everything from a checkpoint, for the job as it was stored, or as these members now declare it.
 
         Every byte is checked before what is here is given up. If reading fails after that, the shard has lost what it held, and
-        is tentative: whoever comes brings it to a checkpoint again.
+        is tentative: whoever comes brings it to a checkpoint again. Files are read without the shard's lock.
         """
         core = self._core
         spec = spec if spec is not None else manifest.spec
         check_listed(spec, core.rules)
+        if core.job is not None:
+            for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
+                pass
+        members = self._give_up(manifest, timeline, members, spec.world_size)
+        try:
+            job = core.make_job(spec, members, manifest.name)
+            for restored in self._blocks(manifest, job.layout):
+                block = job.blocks[restored.block.index]
+                has_rounds = job.policy.has_rounds and block.plan.trained
+                block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+        except Exception:
+            core.storage.close(keep=False)
+            with core.lock:
+                core.become(Life.LOST)
+                self._begin_incarnation()
+            raise
+        with core.lock:
+            if job.is_exact:
+                job.arena.set_word("decided", manifest.step)
+            job.arena.set_word("timeline", timeline)
+            core.timeline = timeline
+            core.client_states.restore(dict(manifest.client_states), manifest.step)
+            core.take_job(job, members)
+            core.become(following)
+            job.arena.set_word("initialized", 1)
+
+    def _give_up(self, manifest: Manifest, timeline: int, members: Membership | None, world_size: int) -> Membership:
+        """Let go of what is here, if anything is; nobody's session goes on but that of `members`. The workers of what comes."""
+        core = self._core
         with core.lock:
             if core.job is not None:
-                for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
-                    pass
                 self._cuts.forget(core.job)
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():
                 ticket.fail(error)
-            core.run_id = core.run_id or manifest.run_id
-            members = members if members is not None else Membership(spec.world_size, core.config.lease_s)
+            if core.membership is not None and members is None:
+                self._begin_incarnation()
+            members = members if members is not None else Membership(world_size, core.config.lease_s)
             members.on_restore(manifest.step)
-            core.initial = InitialValues(chooses=core.config.shard_index == 0)
-            core.gates = []
+            core.job, core.membership, core.gates = None, members, []
+            core.become(Life.LOADING)
+            core.initial = core.new_initial()
+            core.run_id = core.run_id or manifest.run_id
             core.restored_from = manifest.name
-            try:
-                job = core.declare(spec, members, manifest.name)
-                for restored in self._blocks(manifest, job.layout):
-                    block = job.blocks[restored.block.index]
-                    has_rounds = job.policy.has_rounds and block.plan.trained
-                    block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
-            except Exception:
-                core.storage.close(keep=False)
-                core.job, core.lost_round, core.is_tentative = None, None, True
-                core.incarnation = secrets.randbits(62) + 1
-                raise
-            if job.is_exact:
-                job.arena.set_word("decided", manifest.step)
-            job.arena.set_word("timeline", timeline)
-            job.arena.set_word("tentative", int(is_tentative))
-            job.arena.set_word("undeclared", 1)
-            job.arena.set_word("initialized", 1)
-            core.timeline, core.is_tentative = timeline, is_tentative
-            core.client_states.restore(dict(manifest.client_states), manifest.step)
-            core.initial.is_set = core.awaits_declaration = True
+            return members
+
+    def _begin_incarnation(self) -> None:
+        self._core.incarnation = secrets.randbits(62) + 1
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
-        """What the checkpoint holds of this shard's blocks, without the dedup windows: nobody's session goes on."""
+        """A checkpoint's blocks for this shard, without the dedup windows: nobody's session goes on."""
         for restored in self._readable().read_blocks(manifest, layout, self._core.config.shard_index):
             yield restored._replace(sessions=None, clocks=None)
 

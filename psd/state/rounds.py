@@ -1,4 +1,4 @@
-"""The open round of a block: whose gradients it has, and how they are added up.
+"""The open round of a block: the gradients that it has, and how they are summed.
 
 `Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/exact_rounds.py keeps them apart until
 shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
@@ -57,12 +57,12 @@ class Contribution(NamedTuple):
 
     @property
     def voice(self) -> Voice:
-        """Its worker's say in the scalars of the round."""
+        """The worker's say in the scalars of the round."""
         return Voice(self.since, self.rank, self.scalars)
 
 
 class Outcome(enum.IntEnum):
-    """What became of a contribution."""
+    """The outcome of a contribution."""
 
     COUNTED = 0
     DUPLICATE = 1
@@ -72,7 +72,7 @@ class Outcome(enum.IntEnum):
 
 
 class Taken(enum.Enum):
-    """What a round has become with a contribution that it takes."""
+    """The state of a round with a contribution that it takes."""
 
     OPEN = enum.auto()  # it waits for others
     DUE = enum.auto()  # complete; whoever asks for the result first applies it
@@ -81,14 +81,14 @@ class Taken(enum.Enum):
 
 
 class Unmeasured(enum.Enum):
-    """Why a round has no measure here."""
+    """The reason why a round has no measure here."""
 
     OPEN = enum.auto()  # gradients are still to come
     CLOSED = enum.auto()
 
 
 class Update(NamedTuple):
-    """What a round amounts to: its gradient, the scalars that hold, and by rank the sessions whose pushes it counts."""
+    """The update by a round: its gradient, the scalars that hold, and by rank the sessions whose pushes it counts."""
 
     gradient: Gradient
     scalars: Sequence[float]
@@ -105,7 +105,7 @@ def segments(count: int, value: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class RoundSetting:
-    """What all rounds of a block share.
+    """The facts that all rounds of a block share.
 
     Attributes:
         segment_ends, rule: of the block.
@@ -157,7 +157,7 @@ class Round(ABC):
 
     @abstractmethod
     def update(self, last: Contribution | None) -> Update:
-        """What the round amounts to, with the contribution that completes it. If it fails, nothing has changed."""
+        """The update by the round, with the contribution that completes it. If it fails, nothing has changed."""
 
     @abstractmethod
     def missing(self) -> int:

@@ -1,4 +1,4 @@
-"""The update rules as a shard applies them to a page: what binds a group's flags and calls one kernel, or a user's own class.
+"""The update rules as a shard applies them to a page: each binds a group's flags and calls one kernel, or a user's own class.
 
 psd/contract/rules.py says what a rule's numbers may be, psd_core what they do; psd/state/staleness.py puts what aged gradients
 need around a rule. Must not know workers, rounds or locks.
@@ -71,7 +71,7 @@ class Gradient:
 
 
 class SegmentFailed(Exception):
-    """A user's own rule raised, which is the cause, in the run of a block that begins with this segment."""
+    """A user's own rule raised (the cause), in the run of a block that begins with this segment."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(segment)
@@ -99,7 +99,7 @@ class Rule(Protocol):
     def apply(
         self, before: Page, after: Page, gradient: Gradient, segment_ends: NDArray[np.uint32], scalars: Sequence[float]
     ) -> None:
-        """Write to `after` what `before` becomes under the gradient. `after` is a spare page of the same shape.
+        """Write to `after` the result of applying the gradient to `before`. `after` is a spare page of the same shape.
 
         Slots and scalars behind its own are left to whoever has put them there.
 
@@ -204,7 +204,7 @@ class Static:
     needs_backup = False
 
     def apply(self, *_: object) -> None:
-        """Never called: nothing is pushed to a static group."""
+        """Raise: nothing is pushed to a static group."""
         raise AssertionError("a static group has no updates")
 
 
@@ -250,7 +250,7 @@ def _check_returned(value: object) -> None:
 
 
 def check_listed(spec: JobSpec, listed: Mapping[str, CustomRule]) -> None:
-    """Raise InvalidRequest if a job names a rule that is not listed on this shard, or one that is another here."""
+    """Raise InvalidRequest if a job names a rule that is not listed on this shard, or differs from the one listed."""
     for index, group in enumerate(spec.groups):
         if not group.info.is_custom:
             continue

@@ -1,13 +1,15 @@
-"""When a cut is announced: by steps or by time, which is shard 0's business, or because somebody asks for it.
+"""Announces cuts: by steps or by time, which is shard 0's task, or on request.
 
 Looked at after each push, whose reply then carries the cut, and with each tick. Must not know files.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable
 
+from psd.contract.errors import NotDeclared
+from psd.state import locks
 from psd.state.core import ShardCore
 from psd.state.cuts import AHEAD, FINAL_ID, Cuts, new_id
 from psd.state.membership import WorkerState
@@ -25,7 +27,7 @@ class CutSchedule:
         self._core = core
         self._cuts = cuts
         self._wall = wall
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.ANNOUNCING)
         self._timeline = 0
         self._last_step = 0
         self._last_announced_at = core.now()
@@ -34,13 +36,13 @@ class CutSchedule:
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
         job = self._core.job
-        if job is None or self._core.is_tentative or not self._core.initial.is_set:
+        if job is None or self._core.is_tentative or not self._core.life.has_values:
             return False
         return job.trained_count > 0 and not job.arena.is_closed
 
     @property
     def is_reachable(self) -> bool:
-        """True if a cut that is announced now will be reached: without workers no round would come to it."""
+        """True if a cut announced now will be reached: without workers no round would come to it."""
         if not self.is_training:
             return False
         if not self._has_rounds:
@@ -66,7 +68,7 @@ class CutSchedule:
         self._announce(cut_id, self.progress)
 
     def announce_final(self) -> None:
-        """Take this shard's part of a last cut, now that no worker changes anything any more.
+        """Take this shard's part of the last cut, now that no worker changes anything any more.
 
         It is the same on all shards if all workers have left in order.
         """
@@ -76,12 +78,12 @@ class CutSchedule:
             self._cuts.take_final(self._core.declared(), cut)
 
     def announce_due(self) -> None:
-        """Announce a cut if one is due, and those before are written."""
+        """Announce a cut if one is due, and the earlier ones are written."""
         config = self._core.config
         is_scheduled = config.checkpoint_steps or config.checkpoint_secs
         if config.shard_index != 0 or not is_scheduled or not self.is_training:
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(NotDeclared):  # as soon as the shard goes back
             if self._core.timeline != self._timeline:
                 self._timeline, self._last_step = self._core.timeline, 0
             if self._cuts.unwritten:
@@ -95,7 +97,7 @@ class CutSchedule:
                     self._announce(new_id(), step)
 
     def _announce_multiple(self, step: int, every: int) -> None:
-        """By --checkpoint-steps, if the next multiple is due."""
+        """Announce by --checkpoint-steps, if the next multiple is due."""
         if self._has_rounds:
             due = -(-(step + AHEAD) // every) * every
             if due > self._last_step:

@@ -1,4 +1,4 @@
-"""How the rounds of exact aggregation are settled: whose gradients are in a round, and how it is applied, alike on all shards.
+"""Settlement of the rounds of exact aggregation: the members of a round, and how it is applied, the same on all shards.
 
     1. commit     a worker tells shard 0 that all shards have its whole push
     2. decision   shard 0: the members of the round, when the policy says so of those that have committed
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import Squares, Verdict, judged, measure_message, measures_gradients, members_mask
+from psd.state import locks
 from psd.state.block import BlockState
 from psd.state.consistency import Policy, ranks_in
 from psd.state.membership import Membership, Worker
@@ -40,6 +41,7 @@ Decided = tuple[int, int]
 """A decision: a round and the bit mask of its members."""
 
 
+@locks.guarded_by(locks.Level.SHARD, but=("judge",))
 class Coordinator:
     """Shard 0's part: who has committed the next round, what was decided, and the verdict on the latest round that has one.
 
@@ -71,7 +73,7 @@ class Coordinator:
         return self._arena.word(_WORD)
 
     def entry_clock(self, rank: int) -> int:
-        """Where a new session of a rank takes part. If its last one had committed the open round, that stands."""
+        """The clock at which a new session of a rank takes part. If its last one had committed the open round, that stands."""
         return self.next_round + (self._committed >> rank & 1)
 
     def latest(self) -> list[job_pb2.Decision]:
@@ -96,7 +98,7 @@ class Coordinator:
             raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
 
     def on_commit(self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False) -> bool:
-        """Note that all shards have the worker's push of `clock`; True if that round is decided already.
+        """Note that all shards have the worker's push of `clock`; True if that round is already decided.
 
         Args:
             skip: the worker's gradient is not finite: the round is decided to be made of nobody, and so changes nothing.
@@ -158,7 +160,7 @@ class Coordinator:
     # -- verdicts ------------------------------------------------------------------------------------------------------
 
     def verdict_on(self, round_: int) -> Verdict | None:
-        """What is known of a round."""
+        """The verdict on a round, or None."""
         return self._verdict if self._verdict is not None and self._verdict.round == round_ else None
 
     def judge(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
@@ -176,7 +178,7 @@ class Coordinator:
         return judged(self._spec, round_, under, measures)
 
     def record(self, verdict: Verdict | None) -> None:
-        """Keep what was found; the first to find a verdict does, and all others have found the same."""
+        """Keep a verdict; the first one stands, and all others equal it."""
         if verdict is None or self._is_judged(verdict.round):
             return
         if verdict.is_final:
@@ -188,6 +190,7 @@ class Coordinator:
         return latest is not None and (latest.round > round_ or (latest.round == round_ and latest.is_final))
 
 
+@locks.guarded_by(locks.Level.SHARD, only=("on_staged", "count"))
 class Participant:
     """Each shard's part: it tells its blocks what has been settled, measures them, and counts pushes as they turn out.
 
@@ -260,7 +263,7 @@ class Participant:
             raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {furthest}")
 
     def measure(self, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
-        """What this shard's part of a round amounts to, for a worker of that rank. Takes no lock."""
+        """Measure this shard's part of a round, for a worker of that rank. Takes no lock."""
         if not measures_gradients(self._spec, under):
             under = under or Verdict(round_)
         totals: Squares = [0] * (1 if under is None else 2 * len(self._spec.layerwise_tensors))
@@ -288,8 +291,7 @@ class Participant:
         self._staged[round_] = self._staged.get(round_, 0) | 1 << rank
 
     def count(self, decisions: Sequence[Decided]) -> tuple[int, int]:
-        """How many staged pushes are known, by these decisions, to count, and how many not to, that were not known before. A
-        round of nobody has neither."""
+        """Numbers of staged pushes found, also by these decisions, to count and not to count. A round of nobody has neither."""
         self._members.update(decisions)
         for old in sorted(self._members)[:-KEPT]:
             del self._members[old]

@@ -39,7 +39,7 @@ class SettlementDesk:
         return ticket
 
     def commit_reply(self, clock: int) -> control_pb2.CommitReply:
-        """What was decided, for a worker that had committed `clock`."""
+        """The decision, for a worker that had committed `clock`."""
         with self._core.lock:
             coordinator = self._coordinator()
             verdict = coordinator.verdict_on(clock)

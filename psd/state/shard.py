@@ -27,7 +27,7 @@ from psd.state.membership import Worker, WorkerState
 from psd.state.restoration import Restoration
 from psd.state.schedule import CutSchedule
 from psd.state.settlement_desk import SettlementDesk
-from psd.state.status import ShardState, ShardStatus
+from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -67,11 +67,12 @@ class Shard:
     ) -> None:
         self.config = config
         self.now = now
-        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation)
+        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=directory is not None)
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover()
-        self.restored_from = None if self.is_recovered else self.restoration.load_newest()
+        with self._core.job_lock:
+            self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self._core, wall, self.restoration.redeclare)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
@@ -104,8 +105,8 @@ class Shard:
             self._core.barriers.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, see to what that has made hopeless, try again what had no room to be written, and announce a cut if
-        one is due; to be called every `tick_s`.
+        """Expire leases, handle the consequences, retry updates that lacked room, and announce a cut if one is due; to be
+        called every `tick_s`.
 
         Returns:
             The workers that expired.
@@ -130,7 +131,7 @@ class Shard:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def describe(self, request: control_pb2.DescribeRequest) -> control_pb2.DescribeReply:
-        """The job and how far it is; see ControlService.Describe."""
+        """The job and its progress; see ControlService.Describe."""
         self._core.check_address(request.shard_index, request.shard_count)
         self._core.check_run(request.run_id)
         job = self._core.initialized()
@@ -158,7 +159,7 @@ class Shard:
         return snapshot
 
     def _describe(self, snapshot: Snapshot) -> None:
-        """What belongs to a cut beside the blocks. Runs under a block's lock, and takes no other."""
+        """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""
         members = self._core.members
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
@@ -167,14 +168,15 @@ class Shard:
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
-        with self._core.lock:
-            if self._core.job is not None:
-                self.cuts.forget(self._core.job, "the shard ends")
-                self._core.job.give_back_pages()
+        with self._core.job_lock:
+            with self._core.lock:
+                if self._core.job is not None:
+                    self.cuts.forget(self._core.job, "the shard ends")
+                    self._core.job.give_back_pages()
             self._core.storage.close(keep=keep)
 
     def check_draining(self) -> None:
-        """Raise Draining if no new work is taken any more."""
+        """Raise Draining if the shard takes no new work."""
         if self.is_draining:
             raise self._draining()
 
@@ -201,6 +203,11 @@ class Shard:
         """The job; NotDeclared if there is none."""
         return self._core.declared()
 
+    @property
+    def job(self) -> Job | None:
+        """The job; None before one is declared, and while a checkpoint is loaded."""
+        return self._core.job
+
     def initialized(self) -> Job:
         """The job, with its initial values; NotDeclared if it has none."""
         return self._core.initialized()
@@ -221,7 +228,7 @@ class Shard:
         return worker.state is WorkerState.LIVE and worker.session == session
 
     def lane_counts(self, lane: str) -> LaneCounts:
-        """What a lane counts on."""
+        """The counts of a lane."""
         return self._core.counters.lanes[lane]
 
     def count_error(self, error: PsdError) -> None:
@@ -235,17 +242,18 @@ class Shard:
             self._core.counters.barriers.observe(seconds)
 
     def status(self) -> ShardStatus:
-        """All that psdctl and the metrics show of the shard."""
+        """The status that psdctl and the metrics show."""
         core = self._core
         with core.lock:
-            members, arena = core.membership, core.storage.arena
+            members, job = core.membership, core.job
             return ShardStatus(
                 state=self.state,
+                life=core.life.now,
                 run_id=core.run_id,
                 incarnation=core.incarnation,
                 timeline=core.timeline,
                 restored_from=core.restored_from,
-                restarts=arena.word("restarts") if arena is not None else 0,
+                restarts=job.arena.word("restarts") if job is not None else 0,
                 directory=core.storage.directory,
                 uptime_s=self.age_s(self._started),
                 counters=core.counters.copy(),
@@ -253,22 +261,20 @@ class Shard:
                 workers=[copy(worker) for worker in members.workers] if members is not None else [],
                 min_clock=(members.min_clock() or 0) if members is not None else 0,
                 waits=core.waiting.open(),
-                job=core.job,
+                job=job,
             )
 
     @property
     def state(self) -> ShardState:
-        """What the shard is good for now."""
+        """The state that status and probes show."""
         if self.is_draining:
             return ShardState.DRAINING
-        if self._core.is_tentative:
-            return ShardState.RESTORING
-        return ShardState.SERVING if self.is_initialized else ShardState.EMPTY
+        return STATES.get(self._core.life.now, ShardState.SERVING)
 
     @property
     def is_initialized(self) -> bool:
         """True if the job is declared and has its initial values."""
-        return self._core.initial.is_set
+        return self._core.life.has_values
 
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""

@@ -1,4 +1,4 @@
-"""What is done about the age of gradients in async and ssp: a rule around another rule, and what a block's readers have read.
+"""Treatment of the age of gradients in async and ssp: a rule around another rule, and what a block's readers have read.
 
 `AgedRate` divides the learning rate by 1 + age (Zhang et al. 2016, arXiv:1511.05950). `Compensated` adds to the gradient, to
 first order, what it would have changed by while it was under way (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326).
@@ -18,11 +18,12 @@ from psd.contract.custom_rules import CustomRule
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import ADAPTIVE, NONE, RATE
+from psd.state import locks
 from psd.state.rules import Gradient, Rule, rule_of
 from psd_core.arena import Page
 
 EPS = 1e-7
-"""Of DC-ASGD-a, as in the paper."""
+"""The constant of DC-ASGD-a, as in the paper."""
 
 
 class AgedRate:
@@ -94,8 +95,9 @@ def bound_rule(group: GroupSpec, listed: Mapping[str, CustomRule]) -> Rule:
     return wrap(rule, group)
 
 
+@locks.guarded_by(locks.Level.BLOCK)
 class Readers:
-    """What the workers of a block have read, and how old their gradients were. Under the block's lock.
+    """The versions that the workers of a block have read, and the age of their gradients. Under the block's lock.
 
     The backups of DC-ASGD are the pages that the shard has sent, kept pinned: an update never writes to such a page, so that
     keeping it costs no copy. They take at most one page, parameters and slots, per worker and block; workers that have read the
@@ -129,7 +131,8 @@ class Readers:
             self.keep(rank, None)
 
     def look_up(self, rank: int, version_read: int | None, version: int) -> tuple[int | None, NDArray[Any] | None]:
-        """The age of a gradient, None if its worker does not say what it had read; and these parameters, if they are kept.
+        """The age of a gradient, None if its worker does not name the version it read; and the parameters of that version, if
+        they are kept.
 
         Raises:
             InvalidRequest: nobody can have read that version yet.

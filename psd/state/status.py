@@ -8,6 +8,7 @@ from pathlib import Path
 
 from psd.state.counts import Counters
 from psd.state.job import Job
+from psd.state.life import Life
 from psd.state.membership import Worker
 from psd.state.tickets import Ticket
 
@@ -21,6 +22,15 @@ class ShardState(enum.Enum):
     RESTORING = 4
 
 
+STATES = {
+    Life.EMPTY: ShardState.EMPTY,
+    Life.LOADING: ShardState.RESTORING,
+    Life.LOST: ShardState.RESTORING,
+    Life.TENTATIVE: ShardState.RESTORING,
+}
+"""State of a shard by its place in the life cycle; in all others it serves."""
+
+
 @dataclass(frozen=True)
 class ShardStatus:
     """Copies, made under the shard's lock, so that they are read without it. The job alone lives on.
@@ -32,6 +42,7 @@ class ShardStatus:
     """
 
     state: ShardState
+    life: Life
     run_id: str
     incarnation: int
     timeline: int

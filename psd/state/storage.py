@@ -1,6 +1,6 @@
-"""Where a shard's arena lives, and whose it is: makes it when a job is declared, finds it again after the process has died.
+"""The place and owner of a shard's arena: makes it when a job is declared, finds it again after the process has died.
 
-With --state-dir the directory is the operator's, and a shard that is started there again goes on where it was killed. Without,
+With --state-dir the directory is the operator's, and a shard that is restarted there continues where it was killed. Without,
 it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
 
 The kernel keeps what a killed process has written. A machine that goes down keeps some pages of it and not others; when it, or
@@ -42,7 +42,7 @@ _CLOSED = b"closed"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
 _MAKING_S_MAX = 60.0
-"""A private directory that has no arena after that will get none."""
+"""Seconds after which a private directory without an arena is abandoned."""
 
 
 class Storage:
@@ -93,13 +93,13 @@ class Storage:
         if not (is_believed or self._config.checkpoint_dir) and arena.word("initialized"):
             arena.close(remove=False)
             raise ConfigError(
-                f"--state-dir: {self.directory}: the machine went down before the shard had ended, so that its parameters may "
-                "be of different moments. Remove the directory to start without it"
+                f"--state-dir: {self.directory}: the machine went down before the shard had ended, so its parameters may "
+                "come from different moments. Remove the directory to start without it"
             )
         if not is_believed and arena.word("initialized"):
             logger.warning(
-                "the machine went down before the shard had ended, so that what it has left may be of different moments; going "
-                "back to a checkpoint",
+                "the machine went down before the shard had ended, so its files may come from different moments; going back to "
+                "a checkpoint",
                 extra={"state_dir": str(self.directory)},
             )
         if not (is_believed and arena.word("initialized")):
@@ -123,15 +123,15 @@ class Storage:
         if self._config.run_id and self._config.run_id != stored.run_id:
             raise ConfigError(f"holds run {stored.run_id!r}, not {self._config.run_id!r}")
 
-    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int, *, replace: bool) -> Arena:
-        """A new arena for a job; in place of the one that is there, if `replace`.
+    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
+        """A new arena for a job, in place of the one that is there.
 
         Raises:
             OutOfSpace: the directory has no room for it.
             InternalError: it is no place for an arena, or another process's.
         """
-        if replace:
-            self.close(keep=False)
+        replace = self.arena is not None
+        self.close(keep=False)
         try:
             arena = Arena.create(
                 self.directory,
@@ -161,7 +161,7 @@ class Storage:
         return arena
 
     def save_barriers(self, opened: bytes) -> None:
-        """Keep which barriers have opened, beside the arena; nothing to keep it for before there is one.
+        """Store the opened barriers beside the arena; does nothing before there is an arena.
 
         Raises:
             OutOfSpace, InternalError: it cannot be written; what was kept before still is.
@@ -169,7 +169,7 @@ class Storage:
         self._save(_BARRIERS_NAME, opened)
 
     def load_barriers(self) -> bytes:
-        """What was kept; empty if nothing was."""
+        """The stored barriers; empty if there are none."""
         return self._load(_BARRIERS_NAME)
 
     def save_verdict(self, verdict: bytes) -> None:
@@ -177,7 +177,7 @@ class Storage:
         self._save(_VERDICT_NAME, verdict)
 
     def load_verdict(self) -> bytes:
-        """What was kept; empty if nothing was."""
+        """The stored verdict; empty if there is none."""
         return self._load(_VERDICT_NAME)
 
     def _save(self, name: str, content: bytes) -> None:
@@ -185,7 +185,7 @@ class Storage:
             self._write(name, content, lambda step: self._crash_point(f"storage.{name}.{step}"))
 
     def _note_boot(self, content: bytes) -> None:
-        """On the disk, before what it speaks of."""
+        """Record the machine's boot on the disk, before the files that depend on it."""
         if self._load(_BOOT_NAME) != content:
             self._write(_BOOT_NAME, content, lambda _: None, is_durable=True)
 
@@ -240,8 +240,7 @@ class Storage:
             self._note_boot(_CLOSED)
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all
-                "the parameters stay in %s, but that all of them are there cannot be noted; they will not be believed if the "
-                "machine goes down: %s",
+                "the parameters stay in %s, but this cannot be recorded, so they will not be used if the machine goes down: %s",
                 self.directory,
                 error,
             )
@@ -266,11 +265,11 @@ class Storage:
             else:
                 _remove_notes(path)
                 arena.close(remove=True)
-                logger.info("cleared %s, which a killed shard had left", path)
+                logger.info("removed %s, left behind by a killed shard", path)
 
 
 def _boot_id() -> bytes:
-    """Of this life of the machine; empty where the system does not say."""
+    """Identity of the machine's present boot; empty where the system has none."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Tickets: one caller that waits for other workers, and what it waits for.
+"""Tickets: one caller that waits for other workers, and the facts of its wait.
 
 State methods never block: where a caller must wait they return a Ticket, whose future they later resolve (or fail, when the
 shard drains or the caller's session ends). The rim blocks on the future, in the caller's own thread; `Waiting` keeps the open
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 from psd.contract.errors import PsdError
+from psd.state import locks
 
 
 class WaitKind(enum.Enum):
@@ -30,7 +30,7 @@ class WaitKind(enum.Enum):
 
 @dataclass(eq=False)
 class Ticket:
-    """What one caller waits for.
+    """The wait of one caller.
 
     Attributes:
         missing: returns the mask of the workers that hold it up; takes no lock but the shard's.
@@ -61,7 +61,7 @@ class Waiting:
     """The open tickets of a shard. Thread-safe, and never calls out while it holds its lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.new(locks.Level.LEAF)
         self._tickets: dict[int, Ticket] = {}
         self._refusal: PsdError | None = None
 

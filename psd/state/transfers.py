@@ -1,4 +1,4 @@
-"""A push or a pull in progress: what it was begun with, and how far it is.
+"""A push or a pull in progress: its header's facts, and its progress.
 
 Exchange moves them on, and the data plane holds them. Must not know messages or waits.
 """
@@ -22,7 +22,7 @@ Found = tuple[int, Page]
 
 @dataclass(slots=True)
 class Push:
-    """A push in progress: what its header said, and which blocks it has covered.
+    """A push in progress: its header's facts, and the blocks that it has covered.
 
     Attributes:
         job: as it was when the push began; the call ends where there is another one, see Exchange.
@@ -56,7 +56,7 @@ class Push:
 
     @property
     def voice(self) -> Voice:
-        """Its worker's say in the scalars of its round, over all groups."""
+        """The worker's say in the scalars of its round, over all groups."""
         return Voice(self.since, self.worker.rank, self.scalars)
 
 

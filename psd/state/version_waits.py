@@ -1,4 +1,4 @@
-"""Who waits for a block to reach a version: callers, by their tickets, and cuts, which take the version's page.
+"""The waits for a block to reach a version: callers, by their tickets, and cuts, which take the version's page.
 
 Used under the block's lock. Must not know pages' contents, rounds or workers.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from psd.contract.errors import PsdError
+from psd.state import locks
 from psd.state.tickets import Ticket
 from psd_core.arena import Page
 
 Take = Callable[[Page], None]
 
 
+@locks.guarded_by(locks.Level.BLOCK)
 class VersionWaits:
     """The waits of one block."""
 
@@ -32,20 +34,20 @@ class VersionWaits:
         self._takes.setdefault(version, {})[whose] = take
 
     def drop_take(self, version: int, whose: object) -> None:
-        """Nobody waits for that any more; or, what is no matter, nobody has."""
+        """Cancel such a wait, if there is one."""
         takes = self._takes.get(version, {})
         takes.pop(whose, None)
         if not takes:
             self._takes.pop(version, None)
 
     def reached(self, version: int, pinned: Callable[[], Page]) -> None:
-        """The block has reached a version; `pinned` pins its page once more."""
+        """Note that the block has reached a version; `pinned` pins its page once more."""
         for take in self._takes.pop(version, {}).values():
             take(pinned())
         self.within_reach(version)
 
     def within_reach(self, version: int) -> None:
-        """Callers that ask for this version get it now; cuts still wait until the block has reached it."""
+        """Resolve the callers' waits for this version now; cuts still wait until the block has reached it."""
         for ticket in self._tickets.pop(version, ()):
             ticket.resolve()
 

@@ -18,5 +18,5 @@ def _no_leftovers() -> Iterator[None]:
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that write hundreds of files and do not depend on a power failure."""
+    """Skip fsync in tests that write hundreds of files and do not depend on a power failure."""
     monkeypatch.setattr(os, "fsync", lambda _: None)

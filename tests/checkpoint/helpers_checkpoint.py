@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: jobs with known numbers, stored whole, and the files of a directory."""
+"""Helpers of the checkpoint tests: jobs with known numbers, stored whole, and the files of a directory."""
 
 from __future__ import annotations
 

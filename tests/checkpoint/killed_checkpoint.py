@@ -35,7 +35,7 @@ class KilledAt:
 
 
 def dies_at(n: int, root: Path) -> bool:
-    """Whether a child that stores NEW, keeping only it, gets as far as its n-th operation."""
+    """True if a child that stores NEW, keeping only it, gets as far as its n-th operation."""
     pid = os.fork()
     if pid == 0:
         directory = CheckpointDirectory(str(root), keep=1, crash_point=KilledAt(n))

@@ -1,4 +1,4 @@
-"""What was stored on S shards is what S' shards get, to the bit."""
+"""Values stored on S shards reach S' shards, to the bit."""
 
 from __future__ import annotations
 

@@ -50,34 +50,38 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What has been awaited so far."""
+        """The output awaited so far."""
         return "\n".join(self.lines)
 
     def line(self, pattern: str) -> re.Match[str]:
         """Wait for a line that has the pattern."""
         deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no line {pattern!r} in time; so far:\n{self.output}") from None
-            assert line is not None, f"the output ended without a line {pattern!r}:\n{self.output}"
-            self.lines.append(line)
+        while (line := self._next(deadline, f"no line {pattern!r} in time")) is not None:
             if match := re.search(pattern, line):
                 return match
+        raise AssertionError(f"the output ended without a line {pattern!r}:\n{self.output}")
 
     def end(self) -> int:
         """Wait for the end of the output, which is that of psd-run's watchdog, too, and of the process; its exit status."""
         deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"did not end in time; so far:\n{self.output}") from None
-            if line is None:
-                break
-            self.lines.append(line)
+        while self._next(deadline, "did not end in time") is not None:
+            pass
         return self._process.wait(TIMEOUT_S)
+
+    def _next(self, deadline: float, complaint: str) -> str | None:
+        """Wait for a line of the output; None at its end."""
+        try:
+            line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"{complaint}; so far:\n{self.output}") from None
+        if line is not None:
+            self.lines.append(line)
+        return line
+
+    def assert_nothing_left(self) -> None:
+        """No process of the run lives, and its state directory is gone."""
+        assert self.orphans() == {}
+        assert not self.state_dir.exists()
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process alone."""
@@ -135,12 +139,12 @@ class Job(Process):
         self.run_id = self.line(r"\[psd-run\] +run (\S+);")[1]
 
     def shard_pid(self, index: int) -> int:
-        """Of one shard."""
+        """Process id of one shard."""
         (pid,) = (pid for pid, command in processes(self.run_id).items() if f"--shard {index}/" in command)
         return pid
 
     def watchdog_pid(self) -> int:
-        """Of its watchdog, which is not itself of the run, but has its name as an argument.
+        """Process id of the run's watchdog, which is not itself of the run, but has its name as an argument.
 
         Linux shows the arguments of a process a moment after psd-run has learnt that it has started: on a busy machine, after
         psd-run has said so.
@@ -155,12 +159,12 @@ class Job(Process):
                 return pid
 
     def orphans(self) -> dict[int, str]:
-        """What is left of the run."""
+        """Processes left over from the run."""
         return processes(self.run_id)
 
     @property
     def state_dir(self) -> Path:
-        """Of the run, unless it was given one."""
+        """State directory of the run, unless it was given one."""
         return private_path(self.run_id)
 
     def close(self) -> None:

@@ -101,14 +101,14 @@ def test_options_reach_shards_and_workers():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--on", "kubernetes", "train.py"], "--image: expected the image"),
+        (["--on", "kubernetes", "train.py"], "--image: expected an image"),
         ([*ON, "missing.py"], "there is no script 'missing.py' here"),
         ([*ON, "--name", "Mine", "train.py"], "--name: expected at most 41 small letters"),
         ([*ON, "--namespace", "a_b", "train.py"], "--namespace: expected"),
         ([*ON, "--state-dir", "/x", "train.py"], "--state-dir: not with --on kubernetes"),
         ([*ON, "--max-shard-restarts", "0", "train.py"], "--max-shard-restarts: not with --on kubernetes"),
         ([*ON, "--transport", "shm", "train.py"], "--transport: shm is for one machine"),
-        ([*ON, "--checkpoint-dir", "/data", "train.py"], "--checkpoint-dir: '/data' would be another place in each pod"),
+        ([*ON, "--checkpoint-dir", "/data", "train.py"], "--checkpoint-dir: '/data' would be a different place in each pod"),
         ([*ON, "--rescale", "train.py"], "--rescale: needs --checkpoint-dir"),
         (["--dry-run", "train.py"], "--dry-run: is for --on kubernetes"),
         (["--image", "psd", "train.py"], "--image: is for --on kubernetes"),
@@ -171,7 +171,7 @@ def test_credentials_are_made_where_there_are_none(capsys):
         (
             {"psd": {"spec": {"replicas": 2}, "data": {"CHECKPOINT_DIR": "s3://b/other"}}},
             ["--rescale", "--checkpoint-dir", "s3://b/r"],
-            "--checkpoint-dir: the shards that are running have 's3://b/other', not 's3://b/r'",
+            "--checkpoint-dir: the running shards have 's3://b/other', not 's3://b/r'",
         ),
         (
             {"psd": {"spec": {"replicas": 2}, "data": {"CHECKPOINT_DIR": "s3://b/r"}}},

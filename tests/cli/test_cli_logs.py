@@ -1,4 +1,4 @@
-"""What a process logs, as text and as JSON: one line a record, whatever peers have put into it."""
+"""Logs of a process, as text and as JSON: one line a record, whatever peers have put into it."""
 
 import json
 import logging
@@ -66,7 +66,7 @@ def test_json_when_a_thread_ends_by_a_defect_then_that_is_a_record_too(configure
     thread.join()
 
     found = json.loads(capsys.readouterr().err)
-    assert (found["level"], found["message"]) == ("error", "a thread has ended by a defect")
+    assert (found["level"], found["message"]) == ("error", "a thread ended because of a defect")
     assert "ZeroDivisionError" in found["exception"]
 
 

@@ -1,4 +1,4 @@
-"""What psd-run decides, for each order of events, without a process: psd/cli/policy.py."""
+"""Decisions of psd-run, for each order of events, without a process: psd/cli/policy.py."""
 
 from signal import SIGINT, SIGKILL, SIGTERM
 

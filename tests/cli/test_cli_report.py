@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from psd.cli.report import Answer, as_json, as_text, duration, merged_waits, merged_workers, problems, size, wait_text
 from psd.v1 import control_pb2 as pb
 
@@ -237,3 +239,16 @@ def test_as_text_when_a_job_has_come_from_a_checkpoint_and_a_shard_waits_then_bo
 
     assert "slots, gone on from checkpoint step-7" in text
     assert "restoring" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "life", "text"),
+    [
+        (pb.SHARD_STATE_SERVING, pb.LIFE_CYCLE_SERVING, "  serving  "),
+        (pb.SHARD_STATE_SERVING, pb.LIFE_CYCLE_STRANDED, "  serving, stranded  "),
+        (pb.SHARD_STATE_RESTORING, pb.LIFE_CYCLE_LOADING, "  restoring, loading  "),
+        (pb.SHARD_STATE_DRAINING, pb.LIFE_CYCLE_SERVING, "  draining, serving  "),
+    ],
+)
+def test_as_text_when_the_life_cycle_says_more_than_the_state_then_it_is_shown(state, life, text):
+    assert text in as_text(answers(shard(0, state=state, life=life)))

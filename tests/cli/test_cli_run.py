@@ -73,8 +73,7 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
     for index in range(2):
         assert f"[shard {index}]  psd-server: shard {index}/2 done: all workers have left" in run.output
     assert all(re.match(r"\[(psd-run|shard \d|worker \d)\] ", line) for line in run.lines)
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -97,8 +96,7 @@ def test_job_when_a_worker_fails_then_the_others_are_stopped_and_its_status_and_
     assert re.search(
         r"\[psd-run\] +worker 1 ended with status 1; stopping the job; its last lines:\n\[psd-run\] +out of ideas", run.output
     )
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -110,8 +108,7 @@ def test_job_when_a_worker_is_killed_then_the_status_says_by_which_signal(job):
 
     assert run.end() == 128 + SIGKILL
     assert "worker 1 was killed by SIGKILL" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -126,8 +123,7 @@ def test_job_when_a_killed_worker_may_be_restarted_then_training_goes_on_to_the_
     assert "starting it again (no restarts left)" in run.output
     assert "[worker 0] trained to" in run.output
     assert "[worker 1] trained to" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -141,8 +137,7 @@ def test_job_when_psd_run_is_killed_then_its_watchdog_ends_everything(job):
 
     assert run.end() == -SIGKILL
     assert "psd-run was killed; ending the processes of" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -158,8 +153,7 @@ def test_job_when_the_watchdog_is_killed_then_another_one_takes_over(job):
 
     assert run.end() == -SIGKILL
     assert "psd-run was killed; ending the processes of" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -175,8 +169,7 @@ def test_job_when_psd_run_is_signalled_then_the_workers_are_stopped_in_order(job
     assert "[worker 0] stopping" in run.output
     assert "[worker 1] stopping" in run.output
     assert run.output.index("[worker 1] stopping") < run.output.index("draining")
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -190,8 +183,7 @@ def test_job_when_psd_run_is_signalled_twice_then_everything_is_killed_at_once(j
 
     assert run.end() == 128 + SIGINT
     assert "killing all processes" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -211,8 +203,7 @@ def test_job_when_a_worker_leaves_a_process_behind_then_it_is_ended(job):
 
     assert run.end() == 4
     assert "left behind" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process

@@ -87,8 +87,7 @@ def test_job_when_its_shards_are_killed_one_by_one_then_training_ends_as_if_noth
     assert re.search(r"shard 1 .*; starting it again, its state is in \S+/shard-1 \(98 restarts left\)", run.output)
     assert re.search(r"shard 1 serves again, \d+\.\d s after its end", run.output)
     assert len(re.findall(r"trained from \S+ to {-8.0}", run.output)) == 2
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -116,8 +115,7 @@ def test_job_when_a_shard_is_killed_before_anybody_has_joined_then_it_starts_aga
     run.signal(SIGINT)
 
     assert run.end() == 128 + SIGINT
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -130,8 +128,7 @@ def test_job_when_a_shard_may_not_be_started_again_then_its_death_stops_the_job_
 
     assert run.end() == 1
     assert re.search(r"\[psd-run\] +shard 1 .*no restarts left .*; stopping the job", run.output)
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -168,8 +165,7 @@ def test_job_when_a_killed_shards_port_is_taken_then_the_job_stops_after_a_few_t
 
     assert status == 1
     assert "shard 1 ended with status 1 before it served again, 3 times in a row; stopping the job" in run.output
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -198,8 +194,7 @@ def test_job_when_psd_run_is_killed_in_mid_training_then_no_state_is_left(job):
     run.signal(SIGKILL)
 
     assert run.end() == -SIGKILL
-    assert run.orphans() == {}
-    assert not run.state_dir.exists()
+    run.assert_nothing_left()
 
 
 @pytest.mark.process
@@ -221,7 +216,7 @@ def test_job_when_it_fails_with_a_state_directory_then_the_next_one_goes_on_with
 
     failed = job(TRAINING, *options, args=("0", "3", "5"))
     assert failed.end() == 5
-    assert f"the parameters are kept in {tmp_path / 'state'}; psd-run with this --state-dir goes on" in failed.output
+    assert f"the parameters are kept in {tmp_path / 'state'}; psd-run with this --state-dir continues" in failed.output
     second = job(TRAINING, *options, args=("0", "3", "0"))
 
     assert second.end() == 0

@@ -49,7 +49,7 @@ def ready(start, *options):
             "--listen: 0.0.0.0:7000 is reachable from other machines, and without TLS",
         ),
         (["--shard", "0/1", "--listen", "[::]:7000"], "--listen: [::]:7000 is reachable from other machines"),
-        (["--shard", "0/1", "--listen", "host-a:7000", "--token-file", "t"], "or say --insecure"),
+        (["--shard", "0/1", "--listen", "host-a:7000", "--token-file", "t"], "or --insecure if the network"),
     ],
 )
 def test_main_when_an_option_is_wrong_then_one_line_says_what_was_expected(options, message, capsys):
@@ -107,9 +107,9 @@ def test_parse_when_only_this_machine_is_listened_to_then_no_tls_is_needed(liste
     ("name", "data", "mode", "words"),
     [
         ("--token-file", b"worker short", 0o600, ", line 1: a token has 16 to 256 characters"),
-        ("--token-file", b"# none", 0o600, ": has no token, so that nobody could do anything"),
+        ("--token-file", b"# none", 0o600, ": has no token, so nobody could do anything"),
         ("--token-file", b"\xff", 0o600, " is not ASCII text"),
-        ("--token-file", b"worker 0123456789abcdef", 0o606, "everybody on this machine can write "),
+        ("--token-file", b"worker 0123456789abcdef", 0o606, "all users of this machine can write "),
         ("--tls-cert", b"-----BEGIN CERTIFICATE-----", 0o600, " cannot be used: "),
         ("--tls-cert", b"none", 0o600, " holds no PEM certificate"),
         ("--tls-key", b"none", 0o600, " holds no PEM private key"),

@@ -12,19 +12,19 @@ from psd.contract.config import ConfigError
 
 @pytest.fixture
 def parent(tmp_path, monkeypatch):
-    """Where private state directories lie in this test."""
+    """The parent of private state directories in this test."""
     monkeypatch.setattr(state, "memory_directory", lambda: tmp_path)
     return tmp_path
 
 
 def age(path):
-    """As if it had not changed for an hour."""
+    """Make it look unchanged for an hour."""
     an_hour_ago = path.stat().st_mtime - 3600
     os.utime(path, (an_hour_ago, an_hour_ago))
 
 
 def fill(directory):
-    """What a shard leaves."""
+    """Leave the files that a shard leaves."""
     directory.shard(0).mkdir()
     (directory.shard(0) / "arena").write_text("parameters")
 

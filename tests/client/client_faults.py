@@ -23,7 +23,7 @@ from psd_client.shard_lane import ShardLane
 
 
 class Faults:
-    """What is still to go wrong: (method, shard) -> what to do around the call."""
+    """Faults still to come: (method, shard) -> what to do around the call."""
 
     def __init__(self) -> None:
         self._before: list[tuple[str, int, Callable[[], object]]] = []

@@ -1,4 +1,4 @@
-"""What a program may do after an error: call again, call with another gradient, pull, or leave the rank to a successor."""
+"""Choices of a program after an error: call again, call with another gradient, pull, or leave the rank to a successor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong before anything is sent: each mistake is named, and nothing has changed."""
+"""Mistakes of users before anything is sent: each is named, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def test_param_groups_when_options_differ_then_each_group_has_its_own() -> None:
 @pytest.mark.parametrize(
     ("groups", "match"),
     [
-        ([{"params": ["w"]}], "groups: 'b' stands in no group"),
-        ([{"params": ["w", "b", "w"]}], "'w' stands in two groups"),
+        ([{"params": ["w"]}], "groups: 'b' is in no group"),
+        ([{"params": ["w", "b", "w"]}], "'w' is in two groups"),
         ([{"params": ["w", "b", "x"]}], "'x' is not among the parameters"),
         ([{"params": "wb"}], r"groups\[0\]: expected 'params', a list of names"),
         ([{"lr": 1}], r"groups\[0\]: expected 'params'"),

@@ -39,7 +39,7 @@ def fan() -> Iterator[Shards]:
 
 
 def at(*actions: Callable[[Scope], Any]) -> Callable[[Lane, Call], Any]:
-    """What is done at each shard."""
+    """The action at each shard."""
     return lambda lane, call: actions[lane.shard](call.scope)
 
 
@@ -129,7 +129,7 @@ def test_crew_when_tasks_overlap_then_each_has_a_thread_and_ends_with_it() -> No
 
 
 def test_task_when_its_function_raises_then_gives_the_error() -> None:
-    """To whoever waits, and to whoever asks for the result."""
+    """Whoever waits gets it, and whoever asks for the result."""
     crew = Crew("test-crew")
     task: Task[Any] = Task(lambda: fail(ZeroDivisionError()))
     crew.begin(task)

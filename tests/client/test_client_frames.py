@@ -1,4 +1,4 @@
-"""How deep a push_pull is: the frames of psd from the program's call to the socket, or to gRPC."""
+"""The depth of a push_pull: the frames of psd from the program's call to the socket, or to gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two threads make of one membership: a late answer never replaces a later session."""
+"""Two threads with one membership: a late answer never replaces a later session."""
 
 from __future__ import annotations
 

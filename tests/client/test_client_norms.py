@@ -205,7 +205,7 @@ def test_a_skipped_round_is_told_to_a_worker_whose_lease_has_run_out_meanwhile(c
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_declared(cluster: Start) -> None:
-    """By name; and a worker that skips in a job that has no such policy."""
+    """Each is named; also a worker that skips in a job that has no such policy."""
     with connect(cluster(1).servers, 0, 1) as ps:
         for options, words in (
             ({"clip_norm": 0.0}, "clip_norm: must be > 0, or None"),

@@ -1,4 +1,4 @@
-"""What a shard says does not command the terminal of a worker: neither by the log nor by an error."""
+"""Texts of a shard cannot command the terminal of a worker: neither by the log nor by an error."""
 
 from __future__ import annotations
 

@@ -38,6 +38,12 @@ def declare(ps: ParameterServer, **options: Any) -> dict[str, Any]:
     return ps.declare({"w": np.zeros(SIZE, np.float32)}, SGD(lr=1.0), **options)
 
 
+def declare_both(ps: ParameterServer, peer: ParameterServer, **options: Any) -> None:
+    other = Thread(lambda: declare(peer, **options))
+    declare(ps, **options)
+    other.result()
+
+
 def gradient(value: float) -> dict[str, Any]:
     return {"w": np.full(SIZE, value, np.float32)}
 
@@ -50,9 +56,7 @@ def test_pull_when_a_shard_was_restarted_after_the_push_then_the_gradient_counts
     """The open round died with the shard; the client sends its gradient again, before it waits for the round."""
     job = restartable()
     with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
-        other = Thread(lambda: declare(peer, aggregation=aggregation))
-        declare(ps, aggregation=aggregation)
-        other.result()
+        declare_both(ps, peer, aggregation=aggregation)
         ps.push(gradient(2.0))
 
         job.restart(index)
@@ -90,9 +94,7 @@ def test_push_when_the_round_before_is_open_then_keeps_its_gradient_until_it_has
     """The buffers are the only copy that survives the shard: the next push must not overwrite them before."""
     job = restartable()
     with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
-        other = Thread(lambda: declare(peer, aggregation=aggregation))
-        declare(ps, aggregation=aggregation)
-        other.result()
+        declare_both(ps, peer, aggregation=aggregation)
         ps.push(gradient(2.0))
         second = Thread(lambda: ps.push(gradient(100.0)))
         until(lambda: all(shard.shard._core.waiting.open(0) for shard in job.shards[:1]))
@@ -116,9 +118,7 @@ def test_close_when_a_shard_is_restarted_before_the_last_round_has_closed_then_t
     job = restartable()
     with connect(job.servers, 1, 2) as peer:
         ps = connect(job.servers, 0, 2)
-        other = Thread(lambda: declare(peer, aggregation=aggregation))
-        declare(ps, aggregation=aggregation)
-        other.result()
+        declare_both(ps, peer, aggregation=aggregation)
         ps.push(gradient(2.0))
         closing = Thread(ps.close)
         until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
@@ -187,7 +187,7 @@ def test_close_when_the_others_do_not_push_then_gives_up_and_says_so(cluster: St
 
         ps.close()
 
-    assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
+    assert [m for m in caplog.messages if "worker 0: ends without knowing whether its last push was applied" in m]
 
 
 def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lost(
@@ -205,7 +205,7 @@ def test_close_when_a_call_has_failed_since_the_push_then_says_that_it_may_be_lo
 
         ps.close()
 
-    assert [m for m in caplog.messages if "worker 0: ends without knowing that its last push has been applied" in m]
+    assert [m for m in caplog.messages if "worker 0: ends without knowing whether its last push was applied" in m]
 
 
 def test_close_when_the_others_wait_at_a_barrier_then_they_do_not_wait_for_this_worker(cluster: Start) -> None:
@@ -256,9 +256,7 @@ def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(restar
     """The arrival is sent again to the next incarnation."""
     job = restartable()
     with connect(job.servers, 0, 2) as ps, connect(job.servers, 1, 2) as peer:
-        other = Thread(lambda: declare(peer))
-        declare(ps)
-        other.result()
+        declare_both(ps, peer)
         waiting = Thread(lambda: ps.barrier("b"))
         until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
         job.restart(0)
@@ -431,9 +429,7 @@ def test_rejoin_when_the_round_it_had_committed_is_decided_later_then_all_shards
     job = restartable()
     peer = connect(job.servers, 1, 2)
     with connect(job.servers, 0, 2) as ps:
-        other = Thread(lambda: declare(peer, aggregation="exact"))
-        declare(ps, aggregation="exact")
-        other.result()
+        declare_both(ps, peer, aggregation="exact")
         ps.push(gradient(2.0))
         for server in job.shards:
             expire(server, 0)

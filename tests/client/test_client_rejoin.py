@@ -9,6 +9,7 @@ import pytest
 from fake_world import World
 
 from psd.contract.errors import CheckpointFailed, PsdError, RolledBack, SessionFenced, ShardUnavailable, StateLost
+from psd.state.life import Life
 from psd.v1 import control_pb2
 
 
@@ -62,8 +63,8 @@ def test_rejoin_when_a_shard_is_away_for_longer_than_the_lease_then_the_others_a
     assert {beat.caller.session for beat in world.lanes[0].heartbeats} == {world.session.number} != {before}
     assert {beat.clock for beat in world.lanes[0].heartbeats} == {0}
     assert caplog.messages == [
-        f"psd: worker 0: session {before} of worker 0 has ended: its lease of 2 s ran out; it has joined again and goes on at "
-        "step 0"
+        f"psd: worker 0: session {before} of worker 0 has ended: its lease of 2 s ran out; it has joined again and continues "
+        "at step 0"
     ]
 
 
@@ -92,7 +93,7 @@ def test_rejoin_when_the_lease_runs_out_on_the_way_then_is_repeated(
 
     assert_is_in(world, caplog)
     assert world.session.rejoins == 1
-    assert sum("its lease of 2 s ran out, on its way into the job; joining again" in text for text in caplog.messages) == 3
+    assert sum("its lease of 2 s ran out, while joining; joining again" in text for text in caplog.messages) == 3
 
 
 def test_rejoin_when_the_lease_always_runs_out_then_says_so_at_the_deadline(
@@ -140,7 +141,7 @@ def test_rejoin_when_its_first_request_is_taken_up_late_then_joins_again(
     world.session.rejoin(error)
 
     assert_is_in(world, caplog)
-    assert "its worker has joined again, on its way into the job" in caplog.text
+    assert "its worker has joined again, while joining" in caplog.text
 
 
 @pytest.mark.parametrize(("method", "shard"), [("join", 0), ("join", 1), ("declare", 0), ("declare", 1)])
@@ -253,7 +254,7 @@ def test_go_back_when_it_fails_then_every_operation_says_so_until_it_has_succeed
         world.session.go_back(fetch)
 
     for _ in range(2):
-        with pytest.raises(RolledBack, match="has not followed it there yet"):
+        with pytest.raises(RolledBack, match="has not followed yet"):
             operate(world)
     world.session.go_back(fetch)
 
@@ -315,7 +316,7 @@ def test_join_when_a_shard_answers_nonsense_then_is_a_typed_error(world: World, 
 
 def test_go_back_when_a_shard_cannot_read_the_checkpoint_then_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The typed error of that shard."""
-    world.shards[1]._core.is_tentative = True
+    world.shards[1]._core.life.now = Life.TENTATIVE
     world.shards[1]._core.restored_from = "c1"
 
     def rollback(request: Any, call: Any) -> None:

@@ -46,7 +46,7 @@ class Place:
         return str(path)
 
     def list_tokens(self, **tokens: str) -> str:
-        """What the shards accept from now on."""
+        """Replace the tokens that the shards accept."""
         lines = "".join(f"{role.rstrip('_')} {token}\n" for role, token in tokens.items())
         return self.write("tokens", lines.encode())
 
@@ -130,11 +130,11 @@ def test_pull_when_a_reader_has_a_token_then_it_reads_and_nothing_else(cluster: 
 
 CASES = {
     "expired": ({"days": -1}, {}, "the shard's certificate has expired"),
-    "foreign": ({"by": "theirs"}, {}, "the shard's certificate is signed by none of the authorities in tls_ca"),
-    "another address": ({"hosts": ("10.9.8.7", "localhost")}, {}, "the shard's certificate is another host's than 127.0.0.1"),
-    "plain client": ({}, {"tls_ca": ""}, "the shard speaks TLS: give tls_ca"),
-    "no certificate": ({"client_ca": "ours"}, {}, "the shard lets nobody in with this client's certificate"),
-    "foreign client": ({"client_ca": "theirs"}, {"by": "ours"}, "the shard lets nobody in with this client's certificate"),
+    "foreign": ({"by": "theirs"}, {}, "the shard's certificate is not signed by an authority in tls_ca"),
+    "another address": ({"hosts": ("10.9.8.7", "localhost")}, {}, "the shard's certificate is not for 127.0.0.1"),
+    "plain client": ({}, {"tls_ca": ""}, "the shard speaks TLS: pass tls_ca"),
+    "no certificate": ({"client_ca": "ours"}, {}, "the shard admits nobody with this client's certificate"),
+    "foreign client": ({"client_ca": "theirs"}, {"by": "ours"}, "the shard admits nobody with this client's certificate"),
 }
 
 
@@ -180,7 +180,7 @@ def test_connect_when_both_sides_show_certificates_then_works_on_every_port(clus
     ("role", "error", "words"),
     [
         ("reader", psd_client.PermissionDenied, "Join: is for admin, worker; this token is a reader's"),
-        (None, psd_client.Unauthenticated, "Join: this shard wants a token: give token_file"),
+        (None, psd_client.Unauthenticated, "Join: this shard requires a token: pass token_file"),
         ("nobody", psd_client.Unauthenticated, "Join: this shard does not know the token"),
     ],
 )
@@ -216,7 +216,7 @@ def test_psdctl_when_the_token_is_a_workers_then_it_looks_but_takes_no_checkpoin
     [
         ("token_file", b"worker worker-token-number-1", 0o600, "expected one token and nothing else"),
         ("token_file", b"short", 0o600, "16 to 256 characters"),
-        ("token_file", b"worker-token-number-1", 0o602, "everybody on this machine can write"),
+        ("token_file", b"worker-token-number-1", 0o602, "all users of this machine can write"),
         ("tls_ca", b"not a certificate", 0o600, "holds no PEM certificates"),
         ("tls_ca", b"\xff\xfe", 0o600, "holds no PEM certificates"),
         ("tls_ca", bytes(1 << 21), 0o600, "has more than 1048576 bytes"),
@@ -323,7 +323,7 @@ def test_train_when_the_wrong_certificate_stays_then_the_last_error_says_why(clu
         ps._worker._shards.lanes[0]._channel._channel.close()
         ps._worker._shards.lanes[0]._channel._channel = None
 
-        with pytest.raises(psd_client.ShardUnavailable, match="is signed by none of the authorities in tls_ca"):
+        with pytest.raises(psd_client.ShardUnavailable, match="is not signed by an authority in tls_ca"):
             train(ps, 1)
         place.certificate("shard", HOST)
 

@@ -100,12 +100,12 @@ def test_prepare_when_a_port_does_not_answer_then_it_is_tried_again_and_then_lef
     """Once the shard may have been suspended; twice, while it answers over gRPC, it is not behind that port."""
     lane = told(scripted(silent).port, transport="auto")
 
-    with pytest.raises(ShardUnavailable, match=r"shard 0 at 127\.0\.0\.1:9: port \d+: takes connections and does not answer"):
+    with pytest.raises(ShardUnavailable, match=r"shard 0 at 127\.0\.0\.1:9: port \d+: accepts connections but does not answer"):
         prepare(lane)
 
     assert prepare(lane) is None
     assert lane.transport.startswith("grpc (not shm: ")
-    assert "takes connections and does not answer" in lane.transport
+    assert "accepts connections but does not answer" in lane.transport
 
 
 def test_prepare_when_a_port_that_is_insisted_on_does_not_answer_then_says_so(scripted: Start, told: Told) -> None:
@@ -114,7 +114,7 @@ def test_prepare_when_a_port_that_is_insisted_on_does_not_answer_then_says_so(sc
 
     with pytest.raises(ShardUnavailable):
         prepare(lane)
-    with pytest.raises(ConfigError, match=r"shard 0 at 127\.0\.0\.1:9 cannot be reached by tcp: port \d+: takes connections"):
+    with pytest.raises(ConfigError, match=r"shard 0 at 127\.0\.0\.1:9 cannot be reached by tcp: port \d+: accepts connections"):
         prepare(lane)
 
 
@@ -147,7 +147,7 @@ def test_prepare_when_the_shard_on_this_machine_does_not_answer_then_it_is_tried
     lane = told(local_name=scripted(silent, local=True).local_name, transport="auto")
 
     for _ in range(3):
-        with pytest.raises(ShardUnavailable, match="takes connections on this machine and does not answer"):
+        with pytest.raises(ShardUnavailable, match="accepts connections on this machine but does not answer"):
             prepare(lane)
 
 
@@ -198,7 +198,7 @@ def test_call_when_nothing_comes_from_the_shard_then_it_is_unavailable(scripted:
 
 @CALLS
 def test_call_when_the_shard_says_that_it_is_there_then_waits(scripted: Start, told: Told, make_call: Any) -> None:
-    """For whatever the shard waits for, and whether it reads meanwhile or not."""
+    """It waits for whatever the shard waits for, and whether that reads meanwhile or not."""
 
     def patient(conversation: Conversation) -> None:
         conversation.welcome()

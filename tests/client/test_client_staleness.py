@@ -1,4 +1,4 @@
-"""What a worker states with its pushes in async and ssp, and what comes of it."""
+"""Versions that a worker states with its pushes in async and ssp, and their effect."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_join_when_a_shard_is_lost_while_its_rollback_is_on_its_way_then_all_go_
 
 def test_join_when_no_shard_names_a_checkpoint_then_says_so() -> None:
     """Shards of another version, perhaps."""
-    with pytest.raises(StateLost, match="no shard names a checkpoint"):
+    with pytest.raises(StateLost, match="none names a checkpoint"):
         bring_together([FakeShard(0, "", True), FakeShard(0, "", False)])
 
 

@@ -62,7 +62,7 @@ def test_report_when_a_shard_is_silent_then_names_it(caplog: pytest.LogCaptureFi
         clock.now = 7
         reporter.report([], health.silent())
 
-    assert caplog.messages == ["psd: worker 0: shard 1 at h:7001 does not answer since 7 s"]
+    assert caplog.messages == ["psd: worker 0: shard 1 at h:7001 has not answered for 7 s"]
 
 
 def test_report_when_nobody_says_why_then_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +74,7 @@ def test_report_when_nobody_says_why_then_says_so(caplog: pytest.LogCaptureFixtu
         clock.now = 6
         reporter.report([], [])
 
-    assert caplog.messages == ["psd: worker 0: step 7: pull has taken 6 s; no shard says that it waits for anybody"]
+    assert caplog.messages == ["psd: worker 0: step 7: pull has taken 6 s; no shard reports a wait"]
 
 
 def test_due_when_a_wait_goes_on_then_doubles() -> None:
@@ -119,7 +119,7 @@ def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
     health.failed(0)
     clock.now = 3
     health.failed(0)
-    assert health.silent() == ["shard 0 at h:7000 does not answer since 3 s"]
+    assert health.silent() == ["shard 0 at h:7000 has not answered for 3 s"]
     health.answered(0)
 
     assert health.silent() == []
@@ -135,7 +135,7 @@ def test_health_when_a_worker_joins_then_a_shard_that_has_a_call_and_says_nothin
         clock.now += 5
 
         assert health.silent() == []
-        assert health.silent(is_joining=True) == ["shard 1 at b:2 does not answer since 5 s"]
+        assert health.silent(is_joining=True) == ["shard 1 at b:2 has not answered for 5 s"]
     assert health.silent(is_joining=True) == []
 
 
@@ -151,12 +151,12 @@ def test_report_when_shards_answer_heartbeats_and_not_the_call_then_names_those_
         reporter.report([], health.silent(), health.asked())
 
     (message,) = caplog.messages
-    assert message.endswith("push has taken 5 s; no shard says that it waits for anybody; shard 1 at b:2 has a call since 5 s")
+    assert message.endswith("push has taken 5 s; no shard reports a wait; shard 1 at b:2 has had a call for 5 s")
 
 
 @dataclass
 class FakeSession:
-    """What the heartbeat reads of a session."""
+    """The part of a session that the heartbeat reads."""
 
     memberships: Memberships = field(default_factory=Memberships)
     told_clock: int = 41
@@ -277,7 +277,7 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
     rig.run_for(6)
 
     assert caplog.messages == [
-        "psd: worker 0: shard 0 at h:7000 does not take its heartbeat: refused",
+        "psd: worker 0: shard 0 at h:7000 rejects its heartbeat: refused",
         "psd: worker 0: shard 0 at h:7000 answers again",
     ]
     assert len(rig.lanes[1].requests) == 12
@@ -306,7 +306,7 @@ def test_report_when_a_shard_has_not_answered_then_counts_from_the_question(capl
     with rig.reporter.watching("pull", 41):
         rig.run_for(5.5)
 
-    assert "psd: worker 0: shard 1 at h:7001 does not answer since 6 s" in caplog.messages
+    assert "psd: worker 0: shard 1 at h:7001 has not answered for 6 s" in caplog.messages
 
 
 def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,7 +319,7 @@ def test_step_when_the_session_has_ended_then_leaves_it_to_the_next_operation(ca
     rig.lanes[0].answer = SessionFenced("somebody has the rank", cause="superseded")
     rig.run_for(9)
 
-    assert caplog.messages == ["psd: worker 0: shard 0 at h:7000 does not take its heartbeat: somebody has the rank"]
+    assert caplog.messages == ["psd: worker 0: shard 0 at h:7000 rejects its heartbeat: somebody has the rank"]
 
 
 def test_step_when_a_session_is_being_made_then_keeps_it_where_it_is_known() -> None:
@@ -370,7 +370,7 @@ def test_thread_when_a_heartbeat_fails_by_a_defect_then_says_so_and_goes_on(
     assert beaten.wait(20)
     rig.heartbeats.stop()
     rig.heartbeats.join()
-    assert "psd: worker 0: a heartbeat failed by a defect" in caplog.messages
+    assert "psd: worker 0: a heartbeat failed because of a defect" in caplog.messages
 
 
 def test_step_when_restarted_shards_are_away_again_then_the_others_still_hear_from_the_worker() -> None:

@@ -84,14 +84,14 @@ def test_a_rule_is_found_with_its_slots_and_numbers() -> None:
     ],
 )
 def test_a_class_that_will_not_do_is_refused_by_name(name: str, message: str) -> None:
-    """When the shard starts, and when a worker names it."""
+    """Both the shard refuses it when it starts, and the worker that names it."""
     with pytest.raises(ConfigError, match=f"(?s)^rule '{HERE}:{name}': {message}"):
         load_rule(f"{HERE}:{name}")
 
 
 @pytest.mark.parametrize("path", ["", "Good", "module.Good", ":Good", "module:", "a b:Good", "../module:Good", "m:G" * 100])
 def test_what_is_no_import_path_is_refused(path: str) -> None:
-    """By the configuration, before anything is imported."""
+    """The configuration refuses it, before anything is imported."""
     with pytest.raises(ConfigError, match="--rule: expected the import path of a class"):
         ServerConfig(0, 1, rules=(path,))
     with pytest.raises(ConfigError, match="expected an import path with a class"):
@@ -133,7 +133,7 @@ def test_a_declared_rule_says_all_that_a_checkpoint_needs() -> None:
     ("wrong", "message"),
     [
         (group(slots=("a",)), r"groups.constants: rule 'm:R' takes 1 \(a\), got 2"),
-        (group(slots=("a", "a")), "groups.slots: of rule 'm:R': a name stands twice"),
+        (group(slots=("a", "a")), "groups.slots: of rule 'm:R': a name is given twice"),
         (group(scalars=("lr", "age")), "groups.scalars: of rule 'm:R': the name 'age' is psd's own"),
         (group(slots=("a/b", "c")), "groups.slots: .* must be identifiers"),
         (group(flags=("maximize",)), "has no flag 'maximize'"),
@@ -143,7 +143,7 @@ def test_a_declared_rule_says_all_that_a_checkpoint_needs() -> None:
     ],
 )
 def test_a_wrong_declaration_is_refused(wrong: GroupSpec, message: str) -> None:
-    """By both sides, naming the field."""
+    """Both sides refuse it, naming the field."""
     with pytest.raises(InvalidRequest, match=message):
         job(wrong)
 
@@ -180,6 +180,6 @@ def test_a_staleness_that_makes_no_sense_is_refused(wrong: GroupSpec, mode: str,
 
 @pytest.mark.parametrize(("values", "scalar"), [((0.1, 0, 0, 0, -1, 0.9), "dc_lambda"), ((0.1, 0, 0, 0, 1, 1.5), "dc_decay")])
 def test_scalars_of_the_staleness_have_ranges(values: tuple[float, ...], scalar: str) -> None:
-    """As those of the rules."""
+    """They are checked as those of the rules are."""
     with pytest.raises(InvalidRequest, match=rf"scalars\[0\]\.{scalar}: must be"):
         GroupSpec("sgd", staleness="dc-adaptive").info.check_scalars(values, (), 0)

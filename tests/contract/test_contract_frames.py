@@ -61,7 +61,7 @@ def test_v1_bytes_are_read_as_ever(name):
 
 @given(push_frames(), st.binary(max_size=300))
 def test_join_writes_what_protobuf_writes(frame, payload):
-    """For any header and payload, a frame is SerializeToString of the same message with the same padding, and stock protobuf
+    """A frame is SerializeToString of the same message with the same padding, for any header and payload, and stock protobuf
     reads it back; the payload starts on an 8-byte boundary."""
     data = frames.join(frame.SerializeToString(), payload)
 

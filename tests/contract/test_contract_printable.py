@@ -1,4 +1,4 @@
-"""What peers have named or said cannot command a terminal, begin a line, or turn the direction of a text around."""
+"""Foreign text cannot command a terminal, begin a line, or turn the direction of a text around."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("text", "shown"), HOSTILE.values(), ids=HOSTILE)
 def test_what_is_more_than_text_is_escaped(text: str, shown: str) -> None:
-    """As Python writes it, so that it can be told what it was."""
+    """Escapes are Python's, so that the text can be told."""
     assert printable(text) == shown
     assert not is_printable(text)
 
@@ -47,7 +47,7 @@ def test_what_was_made_printable_is(text: str) -> None:
 
 
 def test_lines_stay_lines() -> None:
-    """Of a traceback, or of a table."""
+    """A traceback's lines, or a table's, stay."""
     assert printable_lines("a\n  \x1bb\r\n") == "a\n  \\x1bb\\r\n"
 
 
@@ -62,7 +62,7 @@ def test_the_text_of_every_error_is_printable() -> None:
 
 @pytest.mark.parametrize("name", ["w\x1b[31m", "w\n", "\u202ew", "w\u200b"])
 def test_a_tensor_with_such_a_name_is_refused(name: str) -> None:
-    """When it is declared, by the worker itself and by the shard."""
+    """Both the worker itself refuses it when it is declared, and the shard."""
     with pytest.raises(InvalidTensor, match=r"tensors\.name: '.*' has control characters") as caught:
         JobSpec(1, (TensorSpec(name, (3,)),), (GroupSpec(),))
 
@@ -76,7 +76,7 @@ def test_a_run_with_such_a_name_is_refused() -> None:
 
 
 def test_records_are_made_printable_with_their_arguments(caplog: pytest.LogCaptureFixture) -> None:
-    """For the logger of a library, whose records other people's handlers write."""
+    """Records of a library's logger, which other people's handlers write."""
     logger = logging.getLogger("test_contract_printable")
     logger.addFilter(PrintableRecords())
 

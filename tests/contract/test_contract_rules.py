@@ -1,4 +1,4 @@
-"""What a job may declare of a rule, and which numbers may travel with a push."""
+"""Declarations of rules: what a job may declare, and which numbers may travel with a push."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MUCH = 40 * STEP_BYTES
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of a server called `shard`, and of a client that trusts it."""
+    """Contexts of a server called `shard`, and of a client that trusts it."""
     directory = tmp_path_factory.mktemp("tls")
     authority = Authority("ours")
     pair = authority.issue("shard").write(directory, "shard")
@@ -94,7 +94,7 @@ def test_an_end_is_half_closed_as_a_socket_is(ends: tuple[TlsSocket, TlsSocket])
 
 
 def test_waits_have_the_limit_that_was_set(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """For receiving, and for sending to a side that does not read."""
+    """It holds for receiving, and for sending to a side that does not read."""
     ends[0].set_timeout(0.05)
 
     with pytest.raises(TimeoutError):
@@ -127,7 +127,7 @@ def test_waits_that_have_a_listener_ask_it_and_go_on(ends: tuple[TlsSocket, TlsS
 
 
 def test_a_send_that_is_blocked_ends_when_the_socket_is_shut_down(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """By another thread, as a shard does with the connection of a worker that reads no more."""
+    """Another thread shuts it down, as a shard does with the connection of a worker that reads no more."""
     here, _ = ends
     errors: list[OSError] = []
     blocked = threading.Event()
@@ -208,7 +208,7 @@ def test_a_file_is_read_again_however_it_is_replaced(tmp_path: Path, caplog: pyt
 def test_a_secret_that_everybody_can_read_is_pointed_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
 ) -> None:
-    """By the file's name, and what to do."""
+    """The warning has the file's name, and what to do."""
     path = tmp_path / "secret"
     path.write_text("x")
     path.chmod(mode)
@@ -226,7 +226,7 @@ def test_tokens_have_the_roles_of_their_lines() -> None:
         assert tokens.role_of(digest_of(token * 16)) is role
     assert presented(metadata_of("a" * 16)) == digest_of("a" * 16)
     for text, words in (
-        ("worker aaaaaaaaaaaaaaaa\nreader aaaaaaaaaaaaaaaa", "f, line 2: this token stands there twice"),
+        ("worker aaaaaaaaaaaaaaaa\nreader aaaaaaaaaaaaaaaa", "f, line 2: this token is given twice"),
         ("boss aaaaaaaaaaaaaaaa", "f, line 1: expected ROLE TOKEN"),
         ("worker a b", "f, line 1: expected ROLE TOKEN"),
         ("\n".join(f"worker {i:016}" for i in range(101)), "f: has more than 100 tokens"),
@@ -246,7 +246,7 @@ def test_only_this_machines_own_addresses_are_loopback(address: str, is_ours_alo
 
 
 def test_credentials_without_files_show_nothing() -> None:
-    """As for a shard on this machine."""
+    """They suit a shard on this machine."""
     none = Credentials()
 
     assert (none.metadata(), none.pem(), none.context(), none.has_tls, none.has_token) == (None, None, None, False, False)

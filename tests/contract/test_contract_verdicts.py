@@ -48,7 +48,7 @@ def measure(*arrays: Any) -> job_pb2.Measure:
     ],
 )
 def test_what_makes_no_sense_together_is_refused(fields: dict[str, Any], words: str) -> None:
-    """By name, with what would go together."""
+    """The message names what would go together."""
     with pytest.raises(InvalidRequest, match=words):
         job(**fields)
 
@@ -69,7 +69,7 @@ def test_specs_come_back_from_their_message_and_name_what_differs() -> None:
 
 
 def test_the_scale_is_that_of_torch() -> None:
-    """For norms above the largest, at it, below it, and of zero."""
+    """It holds for norms above the largest, at it, below it, and of zero."""
     torch = pytest.importorskip("torch")
     for norm_max, values in ((1.0, [3.0, 4.0]), (7.0, [3.0, 4.0]), (5.0, [3.0, 4.0]), (1.0, [0.0])):
         parameter = torch.nn.Parameter(torch.zeros(len(values), dtype=torch.float64))

@@ -35,7 +35,7 @@ class GivenUp(Exception):
 
 
 def after(count: int, action: Callable[[], None]) -> Callable[[], None]:
-    """For set_patience: waits so many pauses, then acts."""
+    """A function for set_patience: waits so many pauses, then acts."""
     left = [count]
 
     def on_pause() -> None:
@@ -64,7 +64,7 @@ def test_whoever_waits_is_asked_after_each_pause(streams: tuple[Stream, Stream],
 
 
 def test_a_message_that_was_interrupted_by_pauses_arrives_whole(streams: tuple[Stream, Stream]) -> None:
-    """The peer begins to read late, and the sender goes on where it was."""
+    """The peer begins to read late, and the sender continues where it was."""
     here, there = streams
     payload = memoryview(bytes(range(256)) * (MUCH // 256))
     may_read = threading.Event()
@@ -110,7 +110,7 @@ def test_a_peer_that_tcp_has_found_to_be_gone_is_disconnected() -> None:
 
 
 def test_progress_is_what_has_come_and_what_has_arrived(streams: tuple[Stream, Stream]) -> None:
-    """Whether the peer's program reads or not; nothing moves while nothing is said."""
+    """It counts whether the peer's program reads or not; nothing moves while nothing is said."""
     here, there = streams
     before, again = here.progress(), here.progress()
     assert before is not None

@@ -37,7 +37,7 @@ def fill(page: Page, version: int) -> None:
 
 
 def is_whole(page: Page, block: int, version: int) -> bool:
-    """Whether a page is that version of that block, all of it."""
+    """True if a page is that version of that block, all of it."""
     seed = 1000 * block + version
     arrays = (page.parameter, *page.slots, page.steps, page.sessions, page.clocks)
     contents = all(np.array_equal(array, np.arange(array.size) % 7 + seed + i) for i, array in enumerate(arrays))
@@ -66,7 +66,7 @@ def snapshot_bytes(page: Page) -> tuple[int, bytes]:
 
 
 def member(rank: int, round_: int) -> tuple[int, int, int]:
-    """What a member is after a round; the session changes now and then, and the clock with it."""
+    """A member after a round; the session changes now and then, and the clock with it."""
     return (0, 0, 0) if round_ == 0 else (1000 * rank + round_ // 3, round_ % 3 * 10 + rank, round_ % 5)
 
 
@@ -148,7 +148,7 @@ class CrashAt:
 
 
 def open_or_create(directory: Path, crash_point) -> Arena:
-    """What a shard does when it starts."""
+    """Open the arena, or create it, as a shard does when it starts."""
     arena = Arena.open(directory, crash_point=crash_point)
     return arena or Arena.create(directory, meta=b"workload", shapes=SHAPES, workers=WORKERS, crash_point=crash_point)
 

@@ -1,4 +1,4 @@
-"""What the kernel tests share."""
+"""Helpers of the kernel tests."""
 
 import os
 import shutil

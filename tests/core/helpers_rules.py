@@ -23,7 +23,7 @@ SCALARS = {
     "rmsprop": {"lr": 0.01, "alpha": 0.99, "eps": 1e-8},
     "sgd": {"lr": 0.05},
 }
-"""What is not 0 in every case; of other rules everything is 0.1."""
+"""Numbers that are not 0 in every case; of other rules everything is 0.1."""
 
 OPTIONAL = {
     "adagrad": {"weight_decay": 0.01},
@@ -31,7 +31,7 @@ OPTIONAL = {
     "rmsprop": {"weight_decay": 0.01, "momentum": 0.9},
     "sgd": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
 }
-"""What is 0 in some cases; of other rules the weight decay."""
+"""Numbers that are 0 in some cases; of other rules the weight decay."""
 
 
 def optional_of(rule: str) -> dict[str, float]:
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As torch.optim takes them: numbers, and flags but for momentum, which its number implies."""
+        """Options in torch.optim's form: numbers, and flags but for momentum, which its number implies."""
         return {**self.named, **{flag: flag in self.flags for flag in psd_core.RULES[self.rule].flags if flag != "momentum"}}
 
     def apply(self, param: Any, out: Any, grad: Any, slots: Sequence[Any], step: int) -> None:
@@ -124,7 +124,7 @@ def cases(*rules: str) -> list[Case]:
 
 
 def keras_cases() -> list[Case]:
-    """As `cases`, in Keras's form, of the rules for which it is another."""
+    """The same as `cases`, in Keras's form, of the rules for which it is another."""
     rules = [name for name, rule in psd_core.RULES.items() if "keras" in rule.flags]
     return [Case(case.rule, case.scalars, tuple(sorted({*case.flags, "keras"}))) for case in cases(*rules)]
 

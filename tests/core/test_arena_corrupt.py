@@ -1,4 +1,4 @@
-"""What opening an arena refuses, and how little it reads."""
+"""Damage that opening an arena refuses, and how little it reads."""
 
 import re
 import struct

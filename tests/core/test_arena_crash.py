@@ -31,7 +31,7 @@ def processes():
 
 @pytest.fixture(scope="module")
 def occurrences(tmp_path_factory):
-    """How often the undisturbed sequence comes by each point."""
+    """Numbers of times that the undisturbed sequence comes by each point."""
     path = tmp_path_factory.mktemp("count")
     counter = CrashAt()
     arena = open_or_create(path / "state", counter)

@@ -1,4 +1,4 @@
-"""What is refused of half precision: beside float64, as anything but a gradient, in the memory of an output, and misshapen."""
+"""Refusals of half precision: beside float64, as anything but a gradient, in the memory of an output, and misshapen."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_block_of_float64_refuses_a_half_gradient(kind):
 @pytest.mark.parametrize("start", [0, 1, 3])
 @pytest.mark.parametrize(("kernel", "name"), SUMS)
 def test_a_half_gradient_in_the_memory_of_its_sum_is_refused(kernel, name, start, kind):
-    """From the same start, too, where a float32 gradient would be the sum itself."""
+    """It may begin at the same start, too, where a float32 gradient would be the sum itself."""
     memory = np.ones(8, F32)
     half = memory.view(typed(kind, []).dtype)[start : start + 8]
 

@@ -1,4 +1,4 @@
-"""What the kernels promise beyond numbers: no GIL, the same bits on every instruction set, an honest build."""
+"""Promises of the kernels beyond numbers: no GIL, the same bits on every instruction set, an honest build."""
 
 import ctypes
 import doctest

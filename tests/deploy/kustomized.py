@@ -1,4 +1,4 @@
-"""What Kustomize makes of a folder of deploy/, as far as those folders go: resources, and components with JSON patches."""
+"""Kustomize's output for a folder of deploy/, as far as those folders go: resources, and components with JSON patches."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Cluster:
     # -- controllers ---------------------------------------------------------------------------------------------------
 
     def apply(self, text: str) -> list[str]:
-        """As kubectl apply; what there was is only replaced. Returns the names."""
+        """Apply manifests like kubectl apply; existing objects are only replaced. Returns the names."""
         found = [item for document in yaml.safe_load_all(text) for item in document.get("items", [document])]
         for item in found:
             self.objects[item["kind"], item["metadata"]["name"]] = item
@@ -166,7 +166,8 @@ class Cluster:
     # -- what happens to pods ------------------------------------------------------------------------------------------
 
     def delete_shard(self, name: str) -> float:
-        """As kubectl delete pod: it ends, and comes back. Returns the seconds from the deletion until it is ready again."""
+        """Delete a pod like kubectl delete pod: it ends, and comes back. Returns the seconds from the deletion until it is
+        ready again."""
         set_name, _, index = name.rpartition("-")
         took_s = self.pods[name].delete()
         stateful_set = self.objects["StatefulSet", set_name]
@@ -177,7 +178,7 @@ class Cluster:
         return took_s
 
     def has_ended(self, name: str) -> bool:
-        """Whether a Job has, in either way."""
+        """True if a Job has ended, in either way."""
         return not self._jobs[name].is_alive()
 
     def wait_job(self, name: str, timeout_s: float = 60) -> str:

@@ -127,11 +127,12 @@ class Pod:
     # -- what others do to it ------------------------------------------------------------------------------------------
 
     def signal(self, number: int) -> None:
-        """To the container's first process, as `kill` in the pod or the kernel's lack of memory."""
+        """Signal the container's first process, as `kill` in the pod does, or the kernel's lack of memory."""
         self._process.send_signal(number)
 
     def delete(self, grace_s: float | None = None) -> float:
-        """As the kubelet: SIGTERM, and after the grace period SIGKILL. Returns when it has ended; the seconds that took."""
+        """End it as the kubelet does: SIGTERM, and after the grace period SIGKILL. Returns when it has ended; the seconds that
+        took."""
         began = time.monotonic()
         with self._lock:
             self._is_deleted = True
@@ -149,7 +150,7 @@ class Pod:
         assert self.ended.wait(30)
 
     def execute(self, words: list[str]) -> subprocess.CompletedProcess[str]:
-        """As kubectl exec."""
+        """Run a command like kubectl exec."""
         return subprocess.run(self.command(words), env=self._environ, capture_output=True, text=True, check=False, timeout=60)
 
     def probe(self, kind: str) -> bool:

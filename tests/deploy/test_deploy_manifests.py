@@ -19,7 +19,7 @@ from psd.contract.environment import VARIABLES
 from psd.rim.server import READY
 
 OLDEST = "1.29"
-"""Of Kubernetes, that has all that the manifests use switched on; deploy/README.md says so."""
+"""The oldest Kubernetes that has all that the manifests use switched on; deploy/README.md says so."""
 
 FOLDERS = ["base", "overlays/mnist", "overlays/mnist-insecure"]
 SHARED_PORTS = {"grpc": 7000, "bulk": 7001, "metrics": 7002}
@@ -52,7 +52,7 @@ def shards(rendered: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def config_of(rendered: list[dict[str, Any]]) -> ServerConfig:
-    """What psd-server makes of the arguments of the last shard."""
+    """The configuration that psd-server makes of the arguments of the last shard."""
     stateful_set, config = shards(rendered), manifests.the("ConfigMap", rendered)["data"]
     name, last = stateful_set["metadata"]["name"], stateful_set["spec"]["replicas"] - 1
     values = {**config, "POD_INDEX": str(last), "POD_NAME": f"{name}-{last}"}
@@ -63,7 +63,7 @@ def config_of(rendered: list[dict[str, Any]]) -> ServerConfig:
 @every_rendering
 @pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
 def test_kubernetes_takes_every_field(rendered, version):
-    """By the OpenAPI schemas of the oldest version that is supported and of the newest; unknown fields are refused."""
+    """The OpenAPI schemas of the oldest supported version and of the newest accept each; unknown fields are refused."""
     for manifest in rendered:
         kubernetes_validate.validate(manifest, version, strict=True)
 

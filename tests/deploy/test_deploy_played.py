@@ -45,14 +45,14 @@ def deploy(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 
 class Job:
-    """What the played workers have written."""
+    """A played job, with its workers' output."""
 
     def __init__(self, cluster: Cluster, workers: int) -> None:
         self._cluster = cluster
         self._workers = workers
 
     def log(self, rank: int) -> str:
-        """Of all that have had this name."""
+        """Logs of all pods that have had this name."""
         return self._cluster.pods[f"psd-worker-{rank}"].log.read_text()
 
     def times(self, rank: int = 0) -> list[float]:

@@ -33,7 +33,7 @@ def site(tmp_path_factory):
 
 
 def text(page: Path) -> str:
-    """What a page says, without its tags."""
+    """The text of a page, without its tags."""
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 

@@ -16,11 +16,11 @@ from malformed_target import ME, SPEC, Target
 from psd.state.membership import WorkerState
 
 USES = 50
-"""Of one shard at most; worker ME must not have left it."""
+"""Requests in use, at most of one shard; worker ME must not have left it."""
 
 
 EXACT = replace(SPEC, aggregation="exact", clip_norm=1.0)
-"""Whose rounds close by decisions and verdicts; the first one is open, with two gradients of three."""
+"""A job whose rounds close by decisions and verdicts; the first one is open, with two gradients of three."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the fuzz targets share: how many examples, and protobuf messages of any kind made from their descriptors.
+"""Helpers of the fuzz targets: how many examples, and protobuf messages of any kind made from their descriptors.
 
 In the suite each target runs a few fixed examples; `make fuzz` runs many random ones, and prints how to repeat one that fails.
 """
@@ -26,7 +26,7 @@ fuzzed = settings(
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
-"""For each target."""
+"""Examples for each target."""
 
 SLACK_BYTES = 256 << 10
 """Beside a target's bound: Python's own, such as an error with its traceback."""

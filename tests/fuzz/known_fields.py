@@ -1,4 +1,4 @@
-"""What a worker in mid-training says in its messages, by field, so that random ones get past the first checks."""
+"""Values of a worker in mid-training in its messages, by field, so that random ones get past the first checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psd.v1 import data_pb2
 
 
 def known_fields(target: Target) -> dict[str, Any]:
-    """Of worker ME, now; see `messages`."""
+    """Fields of worker ME, now; see `messages`."""
     core = target.shard._core
     is_exact = core.declared().spec.aggregation == "exact"
     session = core.members.worker(ME).session

@@ -200,7 +200,7 @@ def test_token_files(text: str) -> None:
 
 
 def said_by(call: Callable[[], Any]) -> str:
-    """What a ConfigError said, behind the name of the file."""
+    """The words of a ConfigError, behind the name of the file."""
     try:
         call()
     except ConfigError as error:

@@ -30,7 +30,7 @@ def gradient(parameter: torch.Tensor, rank: int, step: int) -> torch.Tensor:
 
 
 def trained_alone(world_size: int) -> list[torch.Tensor]:
-    """By torch, in float32, on the mean of the workers' gradients."""
+    """Train with torch, in float32, on the mean of the workers' gradients."""
     model = mixed()
     masters = [nn.Parameter(parameter.detach().float()) for parameter in model.values()]
     optimizer = torch.optim.SGD(masters, lr=0.25, momentum=0.5)

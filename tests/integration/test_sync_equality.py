@@ -39,7 +39,7 @@ def noise(rank: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def gradients(step: int, rank: int) -> dict[str, np.ndarray[Any, Any]]:
-    """What one worker computes at one step: its own noise, moved on and scaled anew at each step."""
+    """Gradients of one worker at one step: its own noise, moved on and scaled anew at each step."""
     return {name: (np.roll(value, 31 * step) * np.cos(step)).astype(value.dtype) for name, value in noise(rank).items()}
 
 

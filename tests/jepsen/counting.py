@@ -18,9 +18,8 @@ import numpy as np
 from cells import TENSORS, Counts
 from history import CONFIRMING, PULLING, Call, Gradient, Histories, Life
 
-UNSAFE_END = "ends without knowing that its last push has been applied"
+UNSAFE_END = "ends without knowing whether its last push was applied"
 _GOES_BACK = re.compile(r"the shards go back to checkpoint \S+-step-(\d+)-\S+, timeline (\d+)")
-KILLS = ("shard-kill", "shard-lose", "shard-terminate")
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def claim(histories: Histories, gradient: Gradient) -> str | int:
         return "at most"
     window = _until_confirmed(gradient, gradient.finished, has_rounds=histories.plan.has_rounds)
     if window is None:
-        if any(record["t"] >= gradient.begun for record in histories.faults(*KILLS)):
+        if any(restarted >= gradient.begun for restarted in histories.restarts):
             return "at most"
         window = gradient.until(gradient.life.calls[-1])
     if any(call.change.get("blocks_late") for call in window):

@@ -90,7 +90,7 @@ class Gradient:
     Attributes:
         finished: the call over which the program has learnt that all shards have it: by its success, or from stats(), if the
             call has failed later on, or was the next one, which completes what the one before has left behind.
-        is_dropped: stats() has said so.
+        is_dropped: stats() has said so, or may have.
     """
 
     number: int
@@ -134,24 +134,24 @@ class Histories:
 
         A call sends nothing of its own before what a failed one has left behind is completed or dropped.
         """
-        failed: Gradient | None = None
+        failed: list[Gradient] = []
         for call in life.calls:
             own = self.gradients[call.number] if call.pushes else None
-            before = failed if failed is not own else None
+            others = [each for each in failed if each is not own]
             dropped, finished = call.change.get("pushes_dropped", 0), call.change.get("pushes", 0)
-            if dropped:
-                (before or own or self._latest(life, call)).is_dropped = True
             if own is not None and call.is_ok:
                 own.finished = own.finished or call
                 finished -= 1
-            subject = before or own
-            if finished > 0 and subject is not None:
-                subject.finished = subject.finished or call
-            is_settled = before is None or before.finished is not None or before.is_dropped
-            if own is not None and (call.is_ok or is_settled):
-                failed = None if call.is_ok else own
-            elif call.result == "RolledBack" or (call.op == "pull" and call.is_ok):
-                failed = None
+            subjects = others or [own or self._latest(life, call)] if dropped or finished > 0 else []
+            for subject in subjects:
+                # Of several failed pushes one had begun, and which one cannot be known.
+                subject.is_dropped |= dropped > 0 or len(subjects) > 1
+                if finished > 0 and len(subjects) == 1:
+                    subject.finished = subject.finished or call
+            if (own is not None and call.is_ok) or call.result == "RolledBack" or (call.op == "pull" and call.is_ok):
+                failed = []
+            elif own is not None:
+                failed = [own] if subjects else [*others, own]
 
     def _latest(self, life: Life, call: Call) -> Gradient:
         """The last gradient that was pushed before a call."""
@@ -171,6 +171,12 @@ class Histories:
     def faults(self, *kinds: str) -> list[dict[str, Any]]:
         """Records of faults that have begun, of these kinds."""
         return [record for record in self.of("begin") if record["fault"]["kind"] in kinds]
+
+    @cached_property
+    def restarts(self) -> list[float]:
+        """When shards have started again. One that is told to end does so some seconds after its fault has begun."""
+        starts = [record for record in self.of("start") if record["name"].startswith("shard")]
+        return [again["t"] for i, again in enumerate(starts) if again["name"] in {first["name"] for first in starts[:i]}]
 
     @cached_property
     def now(self) -> float:

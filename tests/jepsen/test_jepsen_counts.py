@@ -26,7 +26,8 @@ class Story:
         self._lines: list[dict[str, Any]] = []
         self._stats = dict.fromkeys(("pushes", "blocks_counted", "blocks_duplicate", "blocks_late", "pushes_dropped"), 0)
         self.t = 10.0
-        self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": "worker 0 life 0"}]
+        names = (*(f"shard {index}" for index in range(SHARDS)), "worker 0 life 0")
+        self.timeline: list[dict[str, Any]] = [{"t": self.t, "what": "start", "name": name} for name in names]
         self.parameters = initial("small", SHARDS)
 
     def call(self, op: str, result: str = "ok", *, took: float = 0.1, clock: int = 0, **change: Any) -> None:
@@ -64,6 +65,8 @@ class Story:
         fault = vars(Fault(kind, 0, seconds, 0, 0))
         self.note("begin", fault=fault)
         self.timeline.append({"t": self.t + seconds, "what": "end", "fault": fault})
+        if kind in ("shard-kill", "shard-lose", "shard-terminate"):
+            self.timeline.append({"t": self.t + seconds, "what": "start", "name": "shard 0"})
 
     def end(self, how: str = "with", status: int = 0) -> None:
         if how:
@@ -177,7 +180,7 @@ def test_checks_when_a_program_was_told_or_could_not_be_then_a_lost_gradient_is_
     if excuse in ("killed", "unsafe end"):
         story.fault("shard-kill")
     if excuse == "unsafe end":
-        story.say("psd: worker 0: ends without knowing that its last push has been applied; ...")
+        story.say("psd: worker 0: ends without knowing whether its last push was applied; ...")
     if excuse == "rolled back":
         story.fault("shard-lose")
         story.call("pull", "RolledBack", detail={"timeline": 1, "step": 0})
@@ -251,7 +254,7 @@ def test_checks_when_a_call_takes_long_without_a_reason_then_they_find_that_and_
 def test_checks_when_a_program_says_whom_it_waits_for_then_it_is_not_silent(story: Story) -> None:
     story.fault("shard-stop", 30)
     story.call("barrier", "killed", took=5)
-    story.say("psd: worker 0: shard 1 at 127.0.0.1:1 does not answer since 5 s")
+    story.say("psd: worker 0: shard 1 at 127.0.0.1:1 has not answered for 5 s")
     story.t += 20
     story.end("restart", 1)
 

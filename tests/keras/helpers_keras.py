@@ -1,4 +1,4 @@
-"""What the Keras tests share: a small model, its data, and ordinary training in one process to compare with."""
+"""Helpers of the Keras tests: a small model, its data, and ordinary training in one process to compare with."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_alone(make: Make, model: Callable[[], keras.Model] = small_model, **op
 
 
 def distribute_in_order(ps: ParameterServer, model: keras.Model, optimizer: Any, **options: Any) -> Any:
-    """As psd.distribute, rank 0 first, whose values so are everybody's."""
+    """Call psd.distribute, rank 0 first, whose values so are everybody's."""
     if ps.rank != 0:
         ps.barrier("declared")
     distributed = psd.distribute(model, optimizer, ps=ps, **options)

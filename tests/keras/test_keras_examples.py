@@ -38,7 +38,7 @@ def test_linear_regression_goes_on_where_its_checkpoint_is(tmp_path):
 
     line = r"step +(\d+)  weight +(\S+)  bias +(\S+)  loss +(\S+)"
     assert [int(step) for step, *_ in re.findall(line, first)] == [20, 40, 60, 80, 90]
-    begun = [int(step) for step in re.findall(r"goes on at step (\d+)", second)]
+    begun = [int(step) for step in re.findall(r"continues at step (\d+)", second)]
     assert (len(begun), min(begun)) == (2, 90)  # whoever joins later begins where the other one is
     assert int(re.findall(line, second)[-1][0]) == 130
     for output in (first, second):
@@ -88,7 +88,7 @@ def test_the_page_names_what_there_is():
 
 
 def test_the_benchmark_verifies_what_it_measures(tmp_path):
-    """To the bit, with gradients of several blocks; its figures mean nothing here."""
+    """It holds to the bit, with gradients of several blocks; its figures mean nothing here."""
     figures = tmp_path / "figures"
 
     done = run(str(ROOT / "benchmarks/keras_step.py"), "--model", "mlp", "--steps", "3", "--json", str(figures))

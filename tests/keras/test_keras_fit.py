@@ -1,4 +1,4 @@
-"""What programs do with model.fit: callbacks, frozen layers, statistics, mixed precision, saving; on either backend."""
+"""Uses of model.fit: callbacks, frozen layers, statistics, mixed precision, saving; on either backend."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_loss_scale_optimizer_around_the_result_is_refused(run_workers):
 
     def worker(ps):
         optimizer = psd.distribute(small_model(), keras.optimizers.SGD(0.1, loss_scale_factor=8.0), ps=ps)
-        with pytest.raises(psd_client.InvalidRequest, match="LossScaleOptimizer: it would leave out steps"):
+        with pytest.raises(psd_client.InvalidRequest, match="LossScaleOptimizer: it would skip steps"):
             keras.optimizers.LossScaleOptimizer(optimizer)
         return optimizer.loss_scale_factor
 

@@ -52,4 +52,4 @@ def test_another_backend_is_refused(backend):
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
 
-    assert "InvalidRequest: keras: psd has no face for the backend 'jax'; use tensorflow or torch" in done.stderr
+    assert "InvalidRequest: keras: psd does not support the backend 'jax'; use tensorflow or torch" in done.stderr

@@ -1,4 +1,4 @@
-"""What only TensorFlow has: graphs, XLA, tapes, IndexedSlices, and errors that come out of graphs."""
+"""Features of TensorFlow alone: graphs, XLA, tapes, IndexedSlices, and errors that come out of graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only torch has: gradients that lie in the buffers from which they are sent."""
+"""Features of torch alone: gradients that lie in the buffers from which they are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shards would not do as Keras does is refused by name, before anything is declared."""
+"""Refusals: whatever the shards would not do as Keras does is refused by name, before anything is declared."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_variables_of_one_path_get_names_of_their_own():
 
 
 def test_a_learning_rate_out_of_range_is_refused(run_workers):
-    """By the group, before anything is sent."""
+    """The message names the group, before anything is sent."""
 
     def worker(ps):
         model = small_model()

@@ -114,7 +114,8 @@ def run_disturbed(
     faults: int,
     **disturbances: Any,
 ) -> list[Any]:
-    """What work(servers, rank, on_step, transport=transport) returned for each rank, in threads; every disturbance has struck.
+    """Run work(servers, rank, on_step, transport=transport) for each rank, in threads; return its results after every
+    disturbance has struck.
 
     The workers call on_step() after each step; it returns True when everything has struck. No proxy can come between a worker
     and a shard that share memory, so there are no faults then.

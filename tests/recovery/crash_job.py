@@ -56,7 +56,7 @@ class Stop:
                 self._step = self.clock + STEPS_AFTER
 
     def wait_steps(self, count: int, timeout_s: float) -> None:
-        """For some more steps, or until they no longer come."""
+        """Wait for some more steps, or until they no longer come."""
         with self._changed:
             until = self.clock + count
             self._changed.wait_for(lambda: self.clock >= until, timeout_s)

@@ -40,7 +40,7 @@ DIRECTIONS = ("up", "down")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to go wrong once. direction: "up" to the shard, "down" to the worker. part: of the piece that still passes."""
+    """A fault that strikes once. direction: "up" to the shard, "down" to the worker. part: of the piece that still passes."""
 
     kind: str
     direction: str

@@ -69,7 +69,7 @@ class ShardProcess:
 
     @property
     def has_ended(self) -> bool:
-        """By itself, or by its crash point."""
+        """True if it has ended by itself, or by its crash point."""
         assert self._process is not None
         return self._process.poll() is not None
 
@@ -91,7 +91,7 @@ class ShardProcess:
         return status
 
     def lose_state(self) -> None:
-        """As if its machine had died, too."""
+        """Lose the shard's state, as if its machine had died, too."""
         shutil.rmtree(self.directory)
 
     def status(self) -> control_pb2.StatusReply:
@@ -114,11 +114,11 @@ def _free_port() -> int:
 
 
 def servers_of(shards: Sequence[ShardProcess]) -> str:
-    """As clients take them."""
+    """Addresses of shards in the form that clients take."""
     return ",".join(shard.address for shard in shards)
 
 
 def status_at(address: str) -> control_pb2.StatusReply:
-    """What a shard says of itself."""
+    """Status of a shard."""
     with grpc.insecure_channel(address) as channel:
         return control_pb2_grpc.ControlServiceStub(channel).Status(control_pb2.StatusRequest(), timeout=30)

@@ -36,7 +36,7 @@ def gradient(rank: int, step: int) -> NDArray[np.float32]:
 
 
 def total(counts: Sequence[int]) -> NDArray[np.float32]:
-    """What the parameters are after so many steps of each worker."""
+    """The parameters after so many steps of each worker."""
     steps = [gradient(rank, step) for rank, count in enumerate(counts) for step in range(count)]
     return -np.sum(steps, axis=0, dtype=np.float32)
 

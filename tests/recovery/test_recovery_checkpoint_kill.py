@@ -23,11 +23,11 @@ OPERATIONS = {
     "manifest": ["create manifest.json:1", "write manifest.json:1", "rename manifest.json:1"],
     "removal": ["remove manifest.json:1", "remove *.json:3", "remove directory *:1"],
 }
-"""Of shard 0, which announces the cuts; in lives one after the other."""
+"""Crash points of shard 0, which announces the cuts; in lives one after the other."""
 
 
 def newest_step(url: str) -> int:
-    """Of the newest checkpoint that can be relied on: every byte of it is read. 0 if there is none."""
+    """Step of the newest checkpoint that can be relied on: every byte of it is read. 0 if there is none."""
     directory = CheckpointDirectory(url)
     while (manifest := directory.newest()) is not None:
         problems = directory.verify(manifest.name)

@@ -18,7 +18,7 @@ from psd.contract.errors import StateLost
 pytestmark = pytest.mark.process
 
 PYTHON = os.environ.get("PSD_TEST_PYTHON", sys.executable)
-"""Of the program: another one than this process's has its packages, and its build of the kernels in this tree."""
+"""Interpreter of the program: another one than this process's has its packages, and its build of the kernels in this tree."""
 
 SIZE = 600_000
 """Three blocks on each of two shards, too large for the buffers of a socket."""

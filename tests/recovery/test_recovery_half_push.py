@@ -24,7 +24,7 @@ STEPS_TOGETHER = 3
 STEPS = 6
 LEASE_S = 2
 SLACK_S = 4
-"""For shards to look at leases, and for a busy machine."""
+"""Seconds for shards to look at leases, and for a busy machine."""
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def test_a_worker_that_comes_back_while_a_shard_is_away_for_longer_than_its_leas
             worker.kill()
 
     assert (rejoins, worker.returncode) == (["1"], 0), said
-    assert "ran out; it has joined again and goes on" in said
+    assert "ran out; it has joined again and continues" in said
     assert "same rank" not in said
 
 

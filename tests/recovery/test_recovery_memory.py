@@ -1,4 +1,4 @@
-"""How much memory a shard takes, its arena and its process, with eight workers; what a snapshot adds is given back."""
+"""Memory of a shard, its arena and its process, with eight workers; what a snapshot adds is given back."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ pytestmark = pytest.mark.process
 WORLD_SIZE = 8
 STEPS = 5
 BASE_BYTES = 200 * 10**6
-"""For Python, gRPC and what is on its way."""
+"""Bytes for Python, gRPC and what is on its way."""
 
 
 def resident_bytes(pid: int, arena_bytes: int) -> int:
-    """Of the process and its arena, most of which counts as the process's already; not what workers share with it."""
+    """Resident memory of the process and its arena, most of which counts as the process's already; not what workers share with
+    it."""
     text = Path(f"/proc/{pid}/status").read_text()
     found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     mappings = re.split(r"^[0-9a-f]+-[0-9a-f]+ ", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)

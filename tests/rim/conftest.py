@@ -1,4 +1,4 @@
-"""What the tests of the rim share: channels that are closed when the test ends, and waiting for a condition."""
+"""Helpers of the rim's tests: channels that are closed when the test ends, and waiting for a condition."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ LIMITS = Limits(workers_max=8, tensors_max=50, elements_max=100_000)
 
 
 class Aborted(Exception):
-    """How a call ended: status, reason, message."""
+    """The end of a call: status, reason, message."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
         super().__init__(f"{code.name} {reason}: {message}")
@@ -83,7 +83,7 @@ class Context:
 
 @dataclass
 class Request:
-    """What to send, and, if it is wrong on purpose, the reasons one of which must come and the word that must be in it."""
+    """A request to send, and, if it is wrong on purpose, the reasons one of which must come and the word that must be in it."""
 
     method: str
     messages: list[bytes]

@@ -20,6 +20,18 @@ STARTS = {"gradient_starts": (64, 128), "parameter_starts": (192, 256)}
 BLOCKS = 2
 
 
+def open_stream(reply: control_pb2.OpenBulkReply, *, local: bool) -> Stream:
+    """A connection to the bulk lane, without its ticket yet."""
+    if local:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(f"\0{reply.local_name}")
+    else:
+        sock = socket.create_connection(("127.0.0.1", reply.tcp_port))
+    stream = Stream(sock, 1 << 20)
+    stream.set_timeout(30)
+    return stream
+
+
 class BulkWorker(RawWorker):
     """A worker of a declared job of two blocks, with a bulk connection."""
 
@@ -30,14 +42,8 @@ class BulkWorker(RawWorker):
 
     def connect(self, *, local: bool = False, ticket: bytes | None = None, greet: bool = True) -> Stream:
         reply = self.control.OpenBulk(control_pb2.OpenBulkRequest(caller=self.caller), timeout=30)
-        if local:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.connect(f"\0{reply.local_name}")
-        else:
-            sock = socket.create_connection(("127.0.0.1", reply.tcp_port))
-        stream = Stream(sock, 1 << 20)
+        stream = open_stream(reply, local=local)
         self.streams.append(stream)
-        stream.set_timeout(30)
         if greet:
             hello = bulk_pb2.BulkHello(ticket=reply.ticket if ticket is None else ticket)
             stream.send(Kind.HELLO, hello.SerializeToString())

@@ -1,4 +1,4 @@
-"""What the tests of the rim share: stock generated stubs, and a worker of a few lines on top of them. No psd_client."""
+"""Helpers of the rim's tests: stock generated stubs, and a worker of a few lines on top of them. No psd_client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call what: every method that a shard serves, with every role and with none; and the bulk lane's ports."""
+"""Access control: every method that a shard serves, with every role and with none; and the bulk lane's ports."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from raw_bulk import open_stream
 from raw_client import failure, reason, spec
 
 from psd.contract.errors import PsdError, error_from
@@ -199,7 +200,7 @@ def test_calls_without_a_token_are_few_at_a_time(token_file: Path) -> None:
 
 
 class Context:
-    """Of a call, as far as an open one needs it."""
+    """The context of a call, as far as an open one needs it."""
 
     def cancel(self) -> None:
         raise AssertionError
@@ -216,17 +217,6 @@ def join(channel: grpc.Channel, token: str) -> control_pb2.OpenBulkReply:
     caller = job_pb2.Caller(run_id=joined.run_id, incarnation=joined.incarnation, session=joined.session)
     stub.Declare(control_pb2.DeclareRequest(caller=caller, spec=spec(1)), **given)
     return stub.OpenBulk(control_pb2.OpenBulkRequest(caller=caller), **given)
-
-
-def open_stream(reply: control_pb2.OpenBulkReply, *, local: bool) -> Stream:
-    if local:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(f"\0{reply.local_name}")
-    else:
-        sock = socket.create_connection(("127.0.0.1", reply.tcp_port))
-    stream = Stream(sock, 1 << 20)
-    stream.set_timeout(20)
-    return stream
 
 
 def outcome(stream: Stream) -> PsdError | None:
@@ -332,6 +322,6 @@ def test_a_token_file_that_is_wrong_leaves_what_was_there_before(
     late = failure(stub.Status, control_pb2.StatusRequest(), timeout=20, metadata=bearer(TOKENS["reader"]))
 
     assert refused.code() is late.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert [str(token_file) in r.getMessage() and fresh not in r.getMessage() for r in caplog.records if "before" in r.msg] == [
-        True
-    ]
+    assert [
+        str(token_file) in r.getMessage() and fresh not in r.getMessage() for r in caplog.records if "earlier contents" in r.msg
+    ] == [True]

@@ -1,4 +1,4 @@
-"""How deep the calls are from a shard's socket to its kernels: each frame is something that a reader must keep in mind."""
+"""The depth of calls from a shard's socket to its kernels: each frame is something that a reader must keep in mind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Why some parts of the rim are our own: what the libraries for them do. When one of these fails, look again whether its
-library serves now."""
+"""Libraries that some parts of the rim could use instead, and where they fail.
+
+When one of these tests fails, look again whether its library serves now.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard accepts from its peers, and not more: each limit that no other test meets."""
+"""Limits of a shard on what peers send: each that no other test meets."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def send(channel, request):
 
 
 def finish(target):
-    """What the job comes to when the open round is completed by the workers that it lacks."""
+    """Complete the open round by the workers that it lacks; return the values that the job comes to."""
     for rank in range(1, WORLD):
         target.push(rank, 2)
     state = target.shard._core.job.blocks[0]

@@ -44,7 +44,7 @@ def wires() -> Iterator[Any]:
 
 
 def test_items_leave_in_order_and_flush_waits_for_the_last(wires: Any) -> None:
-    """Whether they waited or found the wire open."""
+    """Nothing overtakes, and whoever flushes waits until all has left."""
     wire = wires()
     for item in range(QUEUED_MAX - 1):
         wire.outbox.put(item)

@@ -48,7 +48,7 @@ def paced(clock: list[float]) -> Pace:
 
 
 def turn(paced: Pace) -> float:
-    """How long one more would have to wait, who then does not."""
+    """Seconds that one more would have to wait, who then does not."""
     wait_s = paced._take_turn()
     paced._waiting = 0
     return wait_s

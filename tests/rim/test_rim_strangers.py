@@ -1,4 +1,4 @@
-"""What somebody can hold of a shard who has not shown what for: bounded numbers of connections, calls and bytes."""
+"""Limits on what somebody can hold of a shard without having sent anything: connections, calls and bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def silent() -> Iterator[Callable[[], Iterator[bytes]]]:
 
 
 def ends(calls: list[Any], count: int) -> set[Any]:
-    """How the first so many of these calls end, whichever they are."""
+    """The ends of the first so many of these calls, whichever they are."""
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for call in calls:
         threading.Thread(target=lambda call=call: ended.put(failure(list, call).code()), daemon=True).start()

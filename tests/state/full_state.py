@@ -22,7 +22,7 @@ def durable(driver):
     return (
         [(p.version, p.parameter.tobytes(), p.steps.tobytes(), p.sessions.tobytes(), p.clocks.tobytes()) for p in pages if p],
         [(w.state, w.session, w.clock) for w in core.members.workers],
-        (core.run_id, core.timeline, core.restored_from, core.initial.is_set),
+        (core.run_id, core.timeline, core.restored_from, core.life.has_values),
         core.barriers._opened,
         None if coordinator is None else (coordinator._verdict, coordinator.latest()),
     )

@@ -235,7 +235,8 @@ class Backups(Holder):
 
     def give_back(self) -> None:
         for rank in range(WORKERS):
-            self.job.on_gone(rank)
+            with self.driver.core.lock:
+                self.job.on_gone(rank)
         self.job.arena.trim()
 
 

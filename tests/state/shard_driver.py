@@ -353,4 +353,4 @@ class Driver:
             if w.rank != but
         ]
         scalars = None if job is None else job.agreement.known()
-        return blocks, workers, scalars, self.core.initial.is_set, self.core.run_id
+        return blocks, workers, scalars, self.core.life.has_values, self.core.run_id

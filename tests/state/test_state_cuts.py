@@ -1,4 +1,4 @@
-"""Cuts: each block's page at exactly the version that was announced, pinned while training goes on, and given back."""
+"""Cuts: each block's page at exactly the version that was announced, pinned while training continues, and given back."""
 
 from __future__ import annotations
 
@@ -209,6 +209,27 @@ def test_going_back_gives_up_open_cuts():
 
     assert (taker.ready, driver.shard.cuts.open, driver.shard.cuts.latest()) == ([], [], [])
     assert pins(driver) == [1, 1]
+
+
+def test_a_cut_that_completes_while_the_job_goes_back_is_handed_over_once():
+    """With all its pages: whoever writes it holds them, and gives them back to the arena that they are from."""
+    driver = Driver(job_spec(1, blocks=2))
+    done = driver.shard.cuts.take_part()
+    (a,) = driver.start()
+    job, describe = driver.core.job, driver.shard.cuts._surroundings
+
+    def go_back_meanwhile(snapshot):
+        driver.shard.cuts.forget(job)
+        describe(snapshot)
+
+    driver.shard.cuts._surroundings = go_back_meanwhile
+    driver.learn_cuts([cut(step=1)])
+    driver.push(a, 0, 1.0)
+
+    snapshot = done.get_nowait()
+    assert (done.qsize(), snapshot.why_missed, sorted(snapshot.pages)) == (0, "", [0, 1])
+    driver.shard.cuts.release(snapshot)
+    assert (pins(driver), driver.shard.cuts.unwritten) == ([1, 1], 0)
 
 
 def test_a_cut_that_was_given_up_and_is_abandoned_by_its_reader_gives_its_pages_back_once():

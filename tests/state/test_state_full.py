@@ -19,6 +19,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
 from psd.contract.errors import InternalError, OutOfSpace, RolledBack, StateLost
 from psd.state import storage
+from psd.state.life import Life
 
 LOCK_BYTES = 24
 """Enough for the line in the lock file, which is there and is only written over."""
@@ -257,11 +258,12 @@ def test_a_shard_that_has_no_room_to_go_back_holds_nothing_and_goes_back_when_th
     name = store(trained("sync", 2, 1), directory)
     (driver,) = begun(directory, name, "sync", 2, 1, state_dir=str(tmp_path / "state"))
     seat = driver.join(0)
-    driver.core.initial.is_read = how != "redeclare"
+    if how != "redeclare":
+        driver.core.become(Life.SERVING)
 
     with full_disk():
         if how == "lost round":
-            driver.core.lost_round = StateLost("worker 0's")
+            driver.core._on_lost(StateLost("worker 0's"))
             driver.advance(1)
         else:
             with pytest.raises(OutOfSpace, match=f"{tmp_path / 'state'} has no room for this job's parameters"):
@@ -322,7 +324,7 @@ def test_a_shard_ends_in_order_though_the_disk_is_full(driver_of, tmp_path, capl
     with full_disk():
         driver.shard.close(keep=True)
 
-    assert "will not be believed if the machine goes down" in caplog.text
+    assert "will not be used if the machine goes down" in caplog.text
     assert not list((tmp_path / "state").glob("*.new"))
     driver.restart(a, b)
     assert (driver.shard.is_recovered, driver.version()) == (True, 1)

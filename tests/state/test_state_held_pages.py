@@ -59,7 +59,7 @@ def roll_back(driver, name, _seats):
 
 
 def lose_a_round(driver, name, _seats):
-    driver.core.lost_round = StateLost("worker 0's gradient is gone")
+    driver.core._on_lost(StateLost("worker 0's gradient is gone"))
     driver.advance(1)
     assert driver.core.is_tentative
     driver.rollback(name, 1)

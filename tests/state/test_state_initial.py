@@ -115,7 +115,7 @@ def test_a_zombie_initializer_changes_nothing():
 
     with pytest.raises(SessionFenced):
         driver.shard.admission.end_initialize(zombie)
-    assert not driver.core.initial.is_set
+    assert not driver.core.life.has_values
     assert driver.initialize(b, 2.0)
 
     assert driver.values() == [2.0] * 3
@@ -268,7 +268,7 @@ def test_initial_values_come_whole_or_not_at_all():
         desk.initialize_block(init, 2, good)
     with pytest.raises(LayoutMismatch, match="layout_digest"):
         desk.begin_initialize(seat.caller, b"x" * 16, init.choice)
-    assert not driver.core.initial.is_set
+    assert not driver.core.life.has_values
 
     assert driver.initialize(seat)
 

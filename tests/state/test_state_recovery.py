@@ -9,6 +9,7 @@ from shard_driver import INCARNATION, Driver, Fuse, Killed, job_spec
 
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import NotDeclared, RolledBack, SessionFenced, ShardRestarted, StateLost
+from psd.state.life import Life
 from psd.state.membership import WorkerState
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -296,7 +297,7 @@ def test_a_tentative_shard_takes_nothing_and_nobody_resumes_there(driver_of):
     """It does not know yet whether its state is everybody's."""
     driver = driver_of()
     a, _b = driver.start()
-    driver.core.is_tentative = True
+    driver.core.life.now = Life.TENTATIVE
 
     with pytest.raises(RolledBack):
         driver.resume(a)

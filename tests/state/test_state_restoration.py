@@ -15,6 +15,7 @@ from psd.contract.errors import (
     ShardRestarted,
     StateLost,
 )
+from psd.state.life import Life
 from psd.state.tickets import Ticket
 from psd.v1 import control_pb2, data_pb2
 
@@ -328,7 +329,7 @@ def test_a_round_that_has_lost_a_gradient_for_good_takes_the_shard_back_to_the_l
         driver.expire(a, keep=[b])
 
     assert isinstance(ticket.future.exception(0), RolledBack)
-    assert (driver.core.is_tentative, driver.core.restored_from, driver.core.lost_round) == (True, name, None)
+    assert (driver.core.is_tentative, driver.core.restored_from, driver.core.life.now) == (True, name, Life.TENTATIVE)
     assert driver.core.incarnation != incarnation
     with pytest.raises(RolledBack):
         driver.resume(b)
@@ -340,7 +341,7 @@ def test_a_round_that_has_lost_a_gradient_for_good_takes_the_shard_back_to_the_l
 def test_a_lost_gradient_of_a_job_that_has_gone_back_meanwhile_takes_nobody_back_again(directory, tmp_path):
     """Another shard had lost something, too, and a worker was faster."""
     driver, _, _, name = with_a_lost_gradient(directory, tmp_path, is_stored=True)
-    driver.core.lost_round = StateLost("worker 0's")
+    driver.core._on_lost(StateLost("worker 0's"))
 
     rollback(driver, name, 1)
     driver.advance(1)

@@ -16,6 +16,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import NotDeclared, StateLost
 from psd.state.block import BlockState
 from psd.state.exact_rounds import ExactRound
+from psd.state.life import Life
 from psd.state.rounds import Contribution, FastRound
 
 
@@ -132,20 +133,20 @@ def test_a_lost_round_that_another_worker_has_seen_to_meanwhile_takes_nobody_bac
     name = store(trained("exact", 2, 1), directory)
     (driver,) = begun(directory, name, "exact", 2, 1)
     core, incarnation = driver.core, driver.core.incarnation
-    core.initial.is_read = True
-    core.lost_round = StateLost("worker 0's")
+    core.become(Life.SERVING)
+    core._on_lost(StateLost("worker 0's"))
 
     class Taken:
         """The lock, which another call has had until now."""
 
         def __enter__(self):
-            core.lost_round = None
+            core.life.now = Life.SERVING
 
         def __exit__(self, *_):
             pass
 
-    core.lock, lock = Taken(), core.lock
+    core.job_lock, lock = Taken(), core.job_lock
     driver.shard.restoration.give_up_lost_round()
-    core.lock = lock
+    core.job_lock = lock
 
     assert (core.is_tentative, core.timeline, core.incarnation) == (False, 1, incarnation)

@@ -9,6 +9,7 @@ from stored_job import STEP, begun, spec_of, store, trained
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, NotDeclared, RolledBack, ShardRestarted, StateLost
 from psd.state.block import BlockState
+from psd.state.life import Life
 
 
 @pytest.fixture
@@ -29,12 +30,13 @@ def test_a_shard_that_could_not_go_back_is_tentative(directory, monkeypatch, how
     name = store(trained("sync", 2, 1), directory)
     (driver,) = begun(directory, name, "sync", 2, 1)
     seat = driver.join(0)
-    driver.core.initial.is_read = how != "redeclare"
+    if how != "redeclare":
+        driver.core.become(Life.SERVING)
 
     with monkeypatch.context() as context:
         context.setattr(BlockState, "restore", raising(CheckpointFailed("the network is gone")))
         if "lost round" in how:
-            driver.core.lost_round = StateLost("worker 0's")
+            driver.core._on_lost(StateLost("worker 0's"))
         if how == "lost round":
             driver.advance(1)
         else:

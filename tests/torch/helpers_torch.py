@@ -1,4 +1,4 @@
-"""What the torch tests share: a small model, its data, and ordinary training in one process to compare with."""
+"""Helpers of the torch tests: a small model, its data, and ordinary training in one process to compare with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import psd_client.torch as psd
 from psd.contract.layout import BLOCK_BYTES_MAX
+from psd_client import ParameterServer
 
 STEPS = 20
 
@@ -54,7 +56,7 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 def scaled_backward(
     scaler: torch.amp.GradScaler, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, is_bad: bool = False
 ) -> None:
-    """As under automatic mixed precision; with `is_bad`, an element of a gradient is infinite."""
+    """Back-propagate as under automatic mixed precision; with `is_bad`, an element of a gradient is infinite."""
     model.zero_grad()
     scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
     if is_bad:
@@ -75,6 +77,19 @@ def train_alone(
         backward(model, *batch(step, dtype))
         optimizer.step()
         after_step()
+    return values(model)
+
+
+def train_part(
+    ps: ParameterServer, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], **options: Any
+) -> list[torch.Tensor]:
+    """Train the small model as one worker, on its share of each batch."""
+    model = small_model()
+    optimizer = psd.distribute(model, optimizer_of(model), ps=ps, **options)
+    for step in range(STEPS):
+        x, y = part(step, ps.rank, ps.world_size)
+        backward(model, x, y)
+        optimizer.step(batch_size=len(x))
     return values(model)
 
 

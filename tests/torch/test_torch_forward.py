@@ -134,7 +134,7 @@ def test_close_when_the_last_push_has_failed_then_says_so_and_has_not_finished(c
         with running.shards[0].shard._core.lock:  # nothing is looked at: the step does not hear of it itself
             step(model, optimizer, float("nan"))
 
-    assert "its last push has failed, which the program was not told" in caplog.text
+    assert "its last push failed, and the program has not been told" in caplog.text
     assert [worker.state.name for worker in running.shards[0].shard._core.members.workers] == ["EXPIRED"]
 
 
@@ -183,7 +183,7 @@ def test_backward_when_the_push_before_has_failed_then_says_so(run_workers: Any)
             for number in range(3):
                 optimizer.step()
                 model.loss(number).backward()
-        with pytest.raises(InvalidRequest, match="start this worker again"):
+        with pytest.raises(InvalidRequest, match="restart this worker"):
             step(model, optimizer, 1)
 
     run_workers(1, 1, body)

@@ -19,7 +19,7 @@ from psd.contract.errors import InvalidRequest, NonFiniteGradient  # noqa: E402
 
 
 def alone(run_workers: Any, body: Any) -> Any:
-    """What `body(ps)` returns on a single worker with one shard."""
+    """Run `body(ps)` on a single worker with one shard; return its result."""
     return run_workers(1, 1, body)[0]
 
 
@@ -29,7 +29,7 @@ def distributed(ps: Any, model: Any = None, **options: Any) -> tuple[Any, Any]:
 
 
 def are_views(ps: Any, model: Any) -> list[bool]:
-    """Of each parameter, whether its gradient is where pushes are sent from."""
+    """True for each parameter whose gradient is where pushes are sent from."""
     pairs = zip(model.parameters(), ps._worker.gradients.views, strict=True)
     return [parameter.grad.data_ptr() == view.__array_interface__["data"][0] for parameter, view in pairs]
 

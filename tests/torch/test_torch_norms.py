@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers_torch import assert_close, backward, batch, part, scaled_backward, small_model, values  # noqa: E402
+from helpers_torch import assert_close, backward, batch, scaled_backward, small_model, train_part, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
 from torch.optim import SGD, Adam, AdamW  # noqa: E402
@@ -47,16 +47,9 @@ def test_clipping_equals_that_of_one_process(run_workers, world_size, shards, ma
     """PEERS: clipping per shard, or per worker, gives other numbers."""
     expected = alone(make)
 
-    def worker(ps):
-        model = small_model()
-        optimizer = psd.distribute(model, make(model.parameters()), ps=ps, clip_norm=CLIP_NORM)
-        for step in range(STEPS):
-            x, y = part(step, ps.rank, world_size)
-            backward(model, x, y)
-            optimizer.step(batch_size=len(x))
-        return values(model)
-
-    for actual in run_workers(world_size, shards, worker):
+    for actual in run_workers(
+        world_size, shards, lambda ps: train_part(ps, lambda model: make(model.parameters()), clip_norm=CLIP_NORM)
+    ):
         assert_close(actual, expected)
 
 

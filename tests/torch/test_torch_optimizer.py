@@ -17,7 +17,7 @@ from psd.contract.errors import InvalidRequest  # noqa: E402
 
 
 def alone(run_workers, body):
-    """What `body(ps)` returns on a single worker with one shard."""
+    """Run `body(ps)` on a single worker with one shard; return its result."""
     (result,) = run_workers(1, 1, body)
     return result
 

@@ -21,7 +21,8 @@ STEPS = 5
 
 
 class Mixed(nn.Module):
-    """What gradients come in: many blocks, channels_last, bfloat16, a scalar, a parameter of some steps only, a frozen one."""
+    """A model with all kinds of gradients: many blocks, channels_last, bfloat16, a scalar, a parameter of some steps only, a
+    frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def distributed(ps: Any, model: nn.Module | None = None, **options: Any) -> tupl
 
 
 def alone(run_workers: Any, body: Any) -> Any:
-    """What `body(ps)` returns on a single worker with two shards."""
+    """Run `body(ps)` on a single worker with two shards; return its result."""
     return run_workers(1, 2, body)[0]
 
 
@@ -232,7 +233,7 @@ def test_step_when_a_gradient_was_changed_after_it_was_sent_then_refuses(run_wor
         change(model, optimizer)
         with pytest.raises(InvalidRequest, match="was changed after it had been sent"):
             optimizer.step()
-        with pytest.raises(InvalidRequest, match="given up in its middle"):
+        with pytest.raises(InvalidRequest, match="given up halfway"):
             optimizer.step()
         return True
 
@@ -275,7 +276,7 @@ def test_step_when_a_gradient_is_not_finite_then_refuses_names_the_tensor_and_go
         backward(model, *batch(0, dtype))
         with pytest.raises(NonFiniteGradient, match=r"worker 0 at step 0 .*'0\.weight'.*cannot take part"):
             optimizer.step()
-        with pytest.raises(InvalidRequest, match="given up in its middle"):
+        with pytest.raises(InvalidRequest, match="given up halfway"):
             backward(model, *batch(0, dtype))
         return True
 

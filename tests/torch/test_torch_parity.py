@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers_torch import assert_close, backward, part, small_model, train_alone, values  # noqa: E402
+from helpers_torch import assert_close, backward, part, small_model, train_alone, train_part, values  # noqa: E402
 from torch.optim import SGD  # noqa: E402
 from torch.optim.lr_scheduler import OneCycleLR, StepLR  # noqa: E402
 
@@ -35,16 +35,7 @@ def test_steps_equal_one_process_on_the_joined_batch(run_workers, world_size, sh
     model = small_model()
     expected = train_alone(model, SGD(model.parameters(), **options))
 
-    def worker(ps):
-        model = small_model()
-        optimizer = psd.distribute(model, SGD(model.parameters(), **options), ps=ps)
-        for step in range(STEPS):
-            x, y = part(step, ps.rank, world_size)
-            backward(model, x, y)
-            optimizer.step(batch_size=len(x))
-        return values(model)
-
-    for actual in run_workers(world_size, shards, worker):
+    for actual in run_workers(world_size, shards, lambda ps: train_part(ps, lambda model: SGD(model.parameters(), **options))):
         assert_close(actual, expected)
 
 
@@ -62,16 +53,7 @@ def test_param_groups_keep_their_own_options(run_workers, world_size, shards):
     model = small_model()
     expected = train_alone(model, SGD(groups(model), lr=0.05))
 
-    def worker(ps):
-        model = small_model()
-        optimizer = psd.distribute(model, SGD(groups(model), lr=0.05), ps=ps)
-        for step in range(STEPS):
-            x, y = part(step, ps.rank, world_size)
-            backward(model, x, y)
-            optimizer.step(batch_size=len(x))
-        return values(model)
-
-    for actual in run_workers(world_size, shards, worker):
+    for actual in run_workers(world_size, shards, lambda ps: train_part(ps, lambda model: SGD(groups(model), lr=0.05))):
         assert_close(actual, expected)
 
 

@@ -1,4 +1,4 @@
-"""What psd would not do as torch does is refused, by name, before anything is sent."""
+"""Refusals: whatever psd would not do as torch does is refused, by name, before anything is sent."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from psd.contract.errors import InvalidRequest  # noqa: E402
 from psd_client.torch_scheduler import DistributedScheduler  # noqa: E402
 
 CLOCKS = [0, 1, 2, 9, 3, 3, 30, 0, 12, 13, 14, 41, 7]
-"""Where the job's clock is at each look: on, far on, and back."""
+"""The job's clock at each look: on, far on, and back."""
 
 
 class Decay(lr_scheduler.LRScheduler):

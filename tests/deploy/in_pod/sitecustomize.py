@@ -1,4 +1,4 @@
-"""What makes a process believe that it is in a pod: it asks the played cluster's name server, and not this machine's.
+"""A site customization for a played pod: it asks the played cluster's name server, and not this machine's.
 
 Python imports it at its start, by its name. CLUSTER_DNS: the name server's port. CLUSTER_NAMES: a JSON file of the same table.
 """

@@ -1,0 +1,107 @@
+"""The life cycle of what a shard holds: no values, values, values of a checkpoint. One table says what may follow what.
+
+Thread-safe. Must not know jobs, workers, or how a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from psd.contract.errors import InternalError
+from psd.state import locks
+
+
+class Life(enum.Enum):
+    """Values are those of psd.v1.LifeCycle, which says more of each."""
+
+    EMPTY = 1
+    UNREAD = 2
+    SERVING = 3
+    DAMAGED = 4
+    STRANDED = 5
+    LOADING = 6
+    LOST = 7
+    TENTATIVE = 8
+    RESTORED = 9
+
+
+_GOES_BACK = "Rollback names a checkpoint"
+_RECOVERED = "at the start: an earlier process has left it so"
+_LOSES = "a round cannot be completed any more (exact aggregation)"
+
+TRANSITIONS: dict[Life, dict[Life, str]] = {
+    Life.EMPTY: {
+        Life.UNREAD: "all initial values are there; or, at the start: an earlier process has left them",
+        Life.SERVING: _RECOVERED,
+        Life.TENTATIVE: _RECOVERED,
+        Life.RESTORED: _RECOVERED,
+        Life.LOADING: f"at the start: there is a checkpoint; or {_GOES_BACK}",
+    },
+    Life.UNREAD: {
+        Life.UNREAD: "the worker that was chosen later brings its values",
+        Life.SERVING: "a worker reads, or pushes",
+        Life.DAMAGED: _LOSES,
+        Life.LOADING: _GOES_BACK,
+    },
+    Life.SERVING: {
+        Life.DAMAGED: _LOSES,
+        Life.LOADING: _GOES_BACK,
+    },
+    Life.DAMAGED: {
+        Life.LOADING: f"the next tick finds a checkpoint; or {_GOES_BACK}",
+        Life.STRANDED: "the next tick finds none that can be read",
+    },
+    Life.STRANDED: {
+        Life.SERVING: "a worker joins: the next wait for the round has the shard look for a checkpoint again",
+        Life.LOADING: _GOES_BACK,
+    },
+    Life.LOADING: {
+        Life.TENTATIVE: "the newest checkpoint is loaded",
+        Life.RESTORED: "the checkpoint that Rollback names, or the job is declared for, is loaded",
+        Life.LOST: "the checkpoint cannot be read to its end, or there is no room for it",
+    },
+    Life.LOST: {
+        Life.EMPTY: "there is no older checkpoint",
+        Life.LOADING: f"there is an older checkpoint; or {_GOES_BACK}",
+    },
+    Life.TENTATIVE: {
+        Life.RESTORED: "Rollback names the checkpoint that is loaded",
+        Life.LOADING: "Rollback names another checkpoint",
+    },
+    Life.RESTORED: {
+        Life.SERVING: "a worker declares the job",
+        Life.DAMAGED: _LOSES,
+        Life.LOADING: f"the job is declared in another way than it was stored; or {_GOES_BACK}",
+    },
+}
+"""Transitions: from each state to each that may follow, and when."""
+
+
+class LifeCycle:
+    """The place of a shard in its life.
+
+    Attributes:
+        now: may be read without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.now = Life.EMPTY
+        self._lock = locks.new(locks.Level.LEAF)
+
+    def to(self, following: Life) -> None:
+        """Go on to another state; InternalError if the table does not have that."""
+        if not self.try_to(following):
+            raise InternalError(f"a shard that is {self.now.name} cannot become {following.name}")
+
+    def try_to(self, following: Life) -> bool:
+        """Go on to another state if the table has that; False if it does not."""
+        with self._lock:
+            is_known = following in TRANSITIONS[self.now]
+            if is_known:
+                self.now = following
+        return is_known
+
+    @property
+    def has_values(self) -> bool:
+        """True if the shard holds a whole set of parameters."""
+        return self.now not in (Life.EMPTY, Life.LOADING, Life.LOST)
