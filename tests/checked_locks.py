@@ -25,26 +25,26 @@ broken: list[str] = []
 
 
 class CheckedLock:
-    """A lock that may be taken only by a thread that holds none of its level or below."""
+    """A lock that may be taken only by a thread that holds none of its level or below. `unchecked`: the lock itself."""
 
     def __init__(self, level: Level, index: int = 0) -> None:
         self.level = level
         self.index = index
-        self._lock = _plain(level, index)
+        self.unchecked = _plain(level, index)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         mine = held()
         if self not in mine and any((lock.level, lock.index) >= (self.level, self.index) for lock in mine):
             names = ", ".join(f"{lock.level.name} {lock.index}" for lock in mine)
             _fail(f"{self.level.name} {self.index} is taken by a thread that holds {names}")
-        is_taken = self._lock.acquire(blocking, timeout)
+        is_taken = self.unchecked.acquire(blocking, timeout)
         if is_taken:
             mine.append(self)
         return is_taken
 
     def release(self) -> None:
         held().remove(self)
-        self._lock.release()
+        self.unchecked.release()
 
     __enter__ = acquire
 

@@ -81,7 +81,7 @@ def connect(
 ) -> ParameterServer | Reader:
     """Join a job as one of its workers, or read from it.
 
-    What is not given comes from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
+    Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
 
     Args:
         servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000".
@@ -95,14 +95,14 @@ def connect(
         report_after: seconds after which a wait is explained on the log (default 5).
         tls_ca: PEM file of the authorities that sign the shards' certificates; turns TLS on. The certificates must name the
             hosts as `servers` does.
-        tls_cert, tls_key: PEM files with this client's own certificate and its key, where the shards ask for one.
-        token_file: file that holds this client's token, where the shards ask for one. Files are read again when they change.
+        tls_cert, tls_key: PEM files with this client's own certificate and its key, if the shards require one.
+        token_file: file that holds this client's token, if the shards require one. Files are read again when they change.
 
     Raises:
         ConfigError: a value is wrong or missing, a file cannot be used, or the transport does not work here.
         TlsFailed: a certificate is not accepted, by this side or the other, or one side does without TLS; says which and why.
         Unauthenticated, PermissionDenied: the token is unknown, or its role may not take part so.
-        ShardUnavailable: a shard could not be reached until the retry timeout.
+        ShardUnavailable: a shard could not be reached within the retry timeout.
         WrongShard, ForeignRun, SpecMismatch: the shards belong to another job, or stand in another order.
     """
     if role not in ("worker", "reader"):
@@ -198,7 +198,7 @@ class ParameterServer:
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
 
-        The first worker's values hold; the others wait for them. A worker that joins later gets the current ones.
+        The first worker's values are used; the others wait for them. A worker that joins later gets the current ones.
 
         Args:
             params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name.
@@ -208,19 +208,19 @@ class ParameterServer:
             quorum: workers whose gradients close a synchronous round; all of them by default.
             aggregation: "fast", gradients are added as they arrive; or "exact", in the order of the ranks, those of a worker on
                 all shards or on none: the same bits whatever the timing and whatever dies. Synchronous only.
-            staleness: async and ssp: what is done about gradients whose parameters have been updated since their worker read
+            staleness: async and ssp: treatment of gradients whose parameters have been updated since their worker read
                 them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
                 (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
             clip_norm: the largest norm that a round's gradient may have, over all parameters and the workers' mean (or sum): a
                 longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's. Implies "exact".
-            nan_policy: what becomes of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
+            nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
                 "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
 
         Raises:
             SpecMismatch: another worker has declared something else; the message names the first difference.
             InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
-            WaitTimeout: no worker has provided initial values until the wait timeout.
+            WaitTimeout: no worker has provided initial values within the wait timeout.
         """
         param_groups = ParamGroups(list(params), optimizer, groups, staleness)
         specs = tensor_specs(params, param_groups.group_of)
@@ -248,7 +248,7 @@ class ParameterServer:
 
         Raises:
             InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
-            WaitTimeout: synchronous: the round before has not closed until the wait timeout.
+            WaitTimeout: synchronous: the previous round has not closed within the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have it.
         """
         with self._worker.operation("push"):
@@ -261,7 +261,7 @@ class ParameterServer:
         """Fetch the parameters as new arrays; in synchronous jobs after the round of this worker's last push.
 
         Raises:
-            WaitTimeout: the workers that it names have not pushed until the wait timeout.
+            WaitTimeout: the workers that it names have not pushed within the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have answered.
         """
         with self._worker.operation("pull"):
@@ -282,7 +282,7 @@ class ParameterServer:
         """Wait until all workers that are in the job have called barrier with this name.
 
         Raises:
-            BarrierTimeout: the workers that it names have not come until the wait timeout.
+            BarrierTimeout: the workers that it names have not arrived within the wait timeout.
         """
         self._worker.barrier(name)
 
@@ -306,7 +306,7 @@ class ParameterServer:
         return self._worker.stats()
 
     def save_client_state(self, state: bytes) -> None:
-        """Store in checkpoints what this worker needs to go on: its place in the data, the state of random numbers.
+        """Store in checkpoints what this worker needs to continue: its place in the data, the state of random numbers.
 
         Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
         restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
@@ -316,7 +316,7 @@ class ParameterServer:
 
     @property
     def client_state(self) -> bytes:
-        """The state saved by a worker of this rank, as of the step at which this one goes on; empty if none.
+        """The state saved by a worker of this rank, as of the step at which this one continues; empty if none.
 
         Set by `declare`, and anew when the job goes back to a checkpoint.
         """

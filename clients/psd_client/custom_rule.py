@@ -18,7 +18,7 @@ class CustomRule(Optimizer):
 
         psd_client.CustomRule("my_package.my_module:MyRule", lr=0.01)
 
-    The class must be importable here, too; psd/contract/custom_rules.py shows what it looks like.
+    The class must be importable here, too; psd/contract/custom_rules.py shows its form.
 
     Args:
         rule: the path, or the class itself if it is found under its module and name.

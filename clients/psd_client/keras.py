@@ -1,6 +1,6 @@
 """The Keras face: `distribute` places a Keras optimizer's variables and slots on the shards.
 
-    model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1)), loss=...)     # model.fit as ever
+    model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1)), loss=...)     # model.fit as usual
 
 The result is a keras.optimizers.Optimizer: Keras calls it as any other, and it does one push_pull in the place of the update.
 It keeps Keras's own two numbers: `learning_rate`, which travels with each push, and so may be a schedule or be changed by
@@ -61,7 +61,7 @@ def distribute(
         ps: a connection; None connects with `connect_args`, as psd_client.connect does.
         consistency, reduce, quorum, aggregation, staleness: see psd_client.torch.distribute.
         clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all variables.
-        nan_policy: what becomes of NaN and infinity: "refuse", "skip" or "allow". Loss scaling (the policy "mixed_float16")
+        nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow". Loss scaling (the policy "mixed_float16")
             needs "skip".
 
     Raises:

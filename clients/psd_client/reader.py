@@ -56,8 +56,8 @@ class Reader:
         In asynchronous jobs each shard's part is of one instant.
 
         Raises:
-            NotDeclared: no job, or no initial values, until the wait timeout.
-            WaitTimeout: the shards' blocks could not be had at one version until the wait timeout.
+            NotDeclared: no job, or no initial values, within the wait timeout.
+            WaitTimeout: the shards' blocks were not found at one version within the wait timeout.
             ShardUnavailable: a shard could not be reached.
         """
         clock = RetryPolicy(0).clock

@@ -66,10 +66,12 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) ->
         raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
     # A later one than any shard's: those that are on the latest already may have been trained since.
     timeline = latest + 1
+    known = [set(reply.gone) for reply in replies if not reply.is_tentative]
+    gone = sorted(set.intersection(*known)) if known else []
     logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
 
     def roll_back(lane: Lane, call: Call) -> control_pb2.RollbackReply:
-        request = control_pb2.RollbackRequest(run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline)
+        request = control_pb2.RollbackRequest(run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline, gone=gone)
         # A shard that is not as it was found has followed somebody else, or has been lost again: whoever joins anew will see.
         request.incarnation = replies[lane.shard].incarnation
         return lane.rollback(request, call)

@@ -74,11 +74,11 @@ def distribute(
         reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
         quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
         aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
-        staleness: async and ssp: what is done about gradients that come late, "lr", "dc" or "dc-adaptive", see
+        staleness: async and ssp: treatment of gradients that come late, "lr", "dc" or "dc-adaptive", see
             ParameterServer.declare. The strength of "dc" is in the param_groups, as "dc_lambda", and may change.
         clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all parameters: what
             torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
-        nan_policy: what becomes of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
+        nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
             needs "skip": `scaler.step(optimizer)` then skips rounds on all workers alike, and so their scales stay equal.
         overlap: send each block of gradients as soon as backward() has made it, while it makes the others; step() waits for the
             rest. What is sent cannot be changed any more: clipping or unscaling after backward(), and a second backward()

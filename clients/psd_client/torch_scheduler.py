@@ -41,9 +41,9 @@ def scheduler(given: LRScheduler, *, every: int = 1) -> DistributedScheduler:
 
         schedule = psd.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000))
 
-    A worker that is started again, that joins a running job, falls behind, or goes back to a checkpoint with its job then has
-    the learning rates of the step at which it goes on, to the bit. The program calls `step()` as ever, after optimizer.step();
-    what was not called is made up for by the next optimizer.step().
+    A worker that is restarted, that joins a running job, falls behind, or goes back to a checkpoint with its job then has
+    the learning rates of the step at which it continues, to the bit. The program calls `step()` as usual, after
+    optimizer.step(); missing calls are made up for by the next optimizer.step().
 
     Args:
         given: a scheduler of what `distribute` has returned, or of the optimizer given to it; as it is at the job's step 0. Of

@@ -59,13 +59,13 @@ class Cut:
         return f"timeline-{self.timeline:05}-step-{self.step:012}-{self.cut_id}"
 
 
-class Progress(tuple[int, int, str]):
+class CutName(tuple[int, int, str]):
     """The timeline, step and cut id in a checkpoint's name. Later ones compare as greater."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, name: str) -> Progress | None:
+    def of(cls, name: str) -> CutName | None:
         """Parse a name; None if it is not a checkpoint's."""
         match = _NAME.fullmatch(name)
         return cls((int(match[1]), int(match[2]), match[3])) if match else None

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from psd.checkpoint import writing
-from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, Progress
+from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, CutName
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
@@ -108,9 +108,9 @@ class CheckpointDirectory:
         Newer ones that are not valid are logged as errors, with the file and the reason. Reads documents and sizes; the numbers
         are checked when they are read: if that raises CheckpointCorrupt, go on with `before=` its name.
         """
-        limit = None if before is None else _progress(before)
+        limit = None if before is None else _cut_name(before)
         for name in self._names():
-            if limit is not None and _progress(name) >= limit:
+            if limit is not None and _cut_name(name) >= limit:
                 continue
             try:
                 return load(self._storage, name, self._storage.files(name))
@@ -122,7 +122,7 @@ class CheckpointDirectory:
 
     def load(self, name: str) -> Manifest:
         """One checkpoint by its name; CheckpointCorrupt if it is damaged, incomplete or not there."""
-        files = self._storage.files(name) if Progress.of(name) else {}
+        files = self._storage.files(name) if CutName.of(name) else {}
         if not files:
             raise CheckpointCorrupt(f"there is no checkpoint {name!r} in {self.location}")
         try:
@@ -132,10 +132,10 @@ class CheckpointDirectory:
 
     def _names(self) -> list[str]:
         """Names of the checkpoints, newest first; other entries of the directory are ignored."""
-        return sorted(filter(Progress.of, self._storage.directories()), key=_progress, reverse=True)
+        return sorted(filter(CutName.of, self._storage.directories()), key=_cut_name, reverse=True)
 
     def _inspect(self, name: str) -> CheckpointInfo:
-        timeline, step, _ = _progress(name)
+        timeline, step, _ = _cut_name(name)
         files = self._storage.files(name)
         nbytes = sum(files.values())
         try:
@@ -162,7 +162,7 @@ class CheckpointDirectory:
         for info in found:
             successor = kept[0] if info.state is CheckpointState.INCOMPLETE else kept[-1]
             has_successors = info.state is CheckpointState.INCOMPLETE or len(kept) == self._keep
-            if has_successors and _progress(info.name) < _progress(successor.name):
+            if has_successors and _cut_name(info.name) < _cut_name(successor.name):
                 doomed.append(info.name)
         if doomed:
             for info in kept:
@@ -231,8 +231,8 @@ class CheckpointDirectory:
         export_tensors(self._storage, manifest, path, progress)
 
 
-def _progress(name: str) -> Progress:
-    progress = Progress.of(name)
-    if progress is None:
+def _cut_name(name: str) -> CutName:
+    found = CutName.of(name)
+    if found is None:
         raise ValueError(f"{name!r} is not the name of a checkpoint")
-    return progress
+    return found

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from psd.checkpoint import safetensors
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.reading import Records, overlapping
-from psd.checkpoint.storage import Chunk, Storage, open_storage
+from psd.checkpoint.reading import RecordReader, overlapping
+from psd.checkpoint.storage import Chunk, FileStore, open_storage
 from psd.contract.jobspec import TensorSpec
 
 ExportProgress = Callable[[int, int], None]
@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     start: int
 
 
-def export_tensors(storage: Storage, manifest: Manifest, path: str, progress: ExportProgress) -> None:
+def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress) -> None:
     """See CheckpointDirectory.export."""
     places = _places(manifest)
     entries = safetensors.lay_out((p.tensor.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
@@ -54,11 +54,11 @@ def _places(manifest: Manifest) -> list[_Place]:
     return sorted(places, key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
 
 
-def _chunks(storage: Storage, manifest: Manifest, places: list[_Place], header: bytes) -> Iterator[Chunk]:
+def _chunks(storage: FileStore, manifest: Manifest, places: list[_Place], header: bytes) -> Iterator[Chunk]:
     yield header
     full = [place for place in places if place.tensor.size]
     sources = [overlapping(manifest, place.space, place.start, place.tensor.size) for place in full]
-    with closing(Records(storage, manifest, sources)) as records:
+    with closing(RecordReader(storage, manifest, sources)) as records:
         for place, source in zip(full, sources, strict=True):
             for record in source:
                 start = max(place.start, record.offset) - record.offset

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from psd.checkpoint.cut import MANIFEST
 from psd.checkpoint.manifest import Manifest, ManifestDocument, Part, parse_part
-from psd.checkpoint.storage import Storage
+from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt
 
 _PART = re.compile(r"shard-\d+-of-(\d+)\.json")
@@ -21,7 +21,7 @@ class Incomplete(Exception):
     """The checkpoint has no manifest; the message lists what there is."""
 
 
-def load(storage: Storage, name: str, files: Mapping[str, int]) -> Manifest:
+def load(storage: FileStore, name: str, files: Mapping[str, int]) -> Manifest:
     """A checkpoint with its parts.
 
     Args:
@@ -39,7 +39,7 @@ def load(storage: Storage, name: str, files: Mapping[str, int]) -> Manifest:
     return document.with_parts([_load_part(storage, name, files, document, index) for index in range(len(document.parts))])
 
 
-def _load_part(storage: Storage, name: str, files: Mapping[str, int], document: ManifestDocument, index: int) -> Part:
+def _load_part(storage: FileStore, name: str, files: Mapping[str, int], document: ManifestDocument, index: int) -> Part:
     entry = document.parts[index]
     file = entry.file
     check_size(name, files, file, entry.nbytes)
@@ -50,7 +50,7 @@ def _load_part(storage: Storage, name: str, files: Mapping[str, int], document: 
     return parse_part(text, f"{name}/{file}", document.identity, index)
 
 
-def read_document(storage: Storage, name: str, file: str) -> bytes:
+def read_document(storage: FileStore, name: str, file: str) -> bytes:
     """A whole small file; CheckpointCorrupt if it is not there."""
     try:
         return storage.read(name, file)

@@ -21,7 +21,7 @@ from psd.checkpoint import safetensors
 from psd.checkpoint.cut import data_file
 from psd.checkpoint.manifest import Manifest, Part
 from psd.checkpoint.records import BlockPart, Record, RestoredBlock, decode
-from psd.checkpoint.storage import Storage
+from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.layout import Block, Layout
 
@@ -45,10 +45,10 @@ def _offset(record: Record) -> int:
     return record.offset
 
 
-class Records:
+class RecordReader:
     """Reads records in a known order, ahead of their use. Close it."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, wanted: Iterable[Sequence[Record]]) -> None:
+    def __init__(self, storage: FileStore, manifest: Manifest, wanted: Iterable[Sequence[Record]]) -> None:
         """`wanted`: the records of each use; a record that stands twice in a row is read once."""
         self._storage = storage
         self._manifest = manifest
@@ -85,7 +85,7 @@ def _without_repeats(wanted: Iterable[Sequence[Record]]) -> Iterator[Record]:
             last = record
 
 
-def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
+def read_record(storage: FileStore, manifest: Manifest, record: Record) -> bytes:
     """The bytes of a record; CheckpointCorrupt if any has changed since it was written."""
     file = data_file(record.part, manifest.shard_count)
     try:
@@ -103,7 +103,7 @@ def read_record(storage: Storage, manifest: Manifest, record: Record) -> bytes:
 # -- restoring ---------------------------------------------------------------------------------------------------------
 
 
-def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
+def restored_blocks(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
     """See CheckpointDirectory.read_blocks."""
     theirs = layout.spec
     stored = theirs.groups if manifest.spec.stored_groups == theirs.stored_groups else manifest.spec.groups
@@ -112,7 +112,7 @@ def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_
         raise SpecMismatch(f"checkpoint {manifest.name}: {difference}")
     blocks = layout.blocks_of(shard_index)
     sources = [overlapping(manifest, block.space, block.offset, block.length) for block in blocks]
-    with closing(Records(storage, manifest, sources)) as records:
+    with closing(RecordReader(storage, manifest, sources)) as records:
         for block, source in zip(blocks, sources, strict=True):
             if len(source) == 1 and (source[0].offset, source[0].length) == (block.offset, block.length):
                 part = records.get(source[0])
@@ -130,7 +130,7 @@ def restored_blocks(storage: Storage, manifest: Manifest, layout: Layout, shard_
                 yield _assembled(manifest, block, source, records)
 
 
-def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], records: Records) -> RestoredBlock:
+def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], records: RecordReader) -> RestoredBlock:
     """A block that was cut differently, assembled from several records.
 
     A tensor's pieces may have seen different numbers of updates where gradients arrive one by one; the largest holds, because
@@ -161,7 +161,7 @@ def _assembled(manifest: Manifest, block: Block, source: Sequence[Record], recor
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def verify_part(storage: Storage, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
+def verify_part(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
     """Read every byte of a part's data file; return the problems in words."""
     file = data_file(part.shard_index, manifest.shard_count)
     try:

@@ -39,7 +39,7 @@ def no_crash(step: str) -> None:
     """The crash point outside of tests: does nothing."""
 
 
-class Storage(Protocol):
+class FileStore(Protocol):
     """Files in directories, one level deep. `directory` is a plain name, or "" for the top itself.
 
     Attributes:
@@ -77,7 +77,7 @@ class Storage(Protocol):
         ...
 
 
-def open_storage(url: str, crash_point: CrashPoint = no_crash) -> Storage:
+def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     """The storage at a URL or local path.
 
     Raises:
@@ -120,7 +120,7 @@ class LocalStorage:
         self._crash_point = crash_point
 
     def directories(self) -> list[str]:
-        """See Storage."""
+        """See FileStore."""
         with _surfacing(f"cannot list {self._root}"):
             try:
                 return sorted(entry.name for entry in self._root.iterdir() if entry.is_dir())
@@ -128,7 +128,7 @@ class LocalStorage:
                 return []
 
     def files(self, directory: str) -> dict[str, int]:
-        """See Storage."""
+        """See FileStore."""
         sizes = {}
         with _surfacing(f"cannot list {self._root / directory}"), contextlib.suppress(FileNotFoundError):
             for entry in (self._root / directory).iterdir():
@@ -138,14 +138,14 @@ class LocalStorage:
         return sizes
 
     def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See Storage."""
+        """See FileStore."""
         path = self._root / directory / file
         with _surfacing(f"cannot read {path}"), path.open("rb") as stream:
             stream.seek(start)
             return stream.read(-1 if stop is None else stop - start)
 
     def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
-        """See Storage."""
+        """See FileStore."""
         path = self._root / directory / file
         temporary = path.with_name(f".{file}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
         with _surfacing(f"cannot write {path}", missing_is_failure=True):
@@ -170,14 +170,14 @@ class LocalStorage:
             self._fsync(path.parent)
 
     def remove(self, directory: str, file: str) -> None:
-        """See Storage."""
+        """See FileStore."""
         path = self._root / directory / file
         with _surfacing(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove {file}")
             path.unlink()
 
     def remove_directory(self, directory: str) -> None:
-        """See Storage."""
+        """See FileStore."""
         with _surfacing(f"cannot remove {self._root / directory}"), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove directory {directory}")
             try:
@@ -187,7 +187,7 @@ class LocalStorage:
                     raise
 
     def sync(self, directory: str) -> None:
-        """See Storage."""
+        """See FileStore."""
         with _surfacing(f"cannot sync {self._root / directory}", missing_is_failure=True):
             self._fsync(self._root / directory)
             if directory:
@@ -241,21 +241,21 @@ class ObjectStorage:
                 return []
 
     def directories(self) -> list[str]:
-        """See Storage."""
+        """See FileStore."""
         return sorted(_name(entry) for entry in self._list("") if entry["type"] == "directory")
 
     def files(self, directory: str) -> dict[str, int]:
-        """See Storage."""
+        """See FileStore."""
         return {_name(entry): int(entry["size"]) for entry in self._list(directory) if entry["type"] == "file"}
 
     def read(self, directory: str, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See Storage."""
+        """See FileStore."""
         path = self._join(directory, file)
         with _surfacing(f"cannot read {path}", Exception):
             return bytes(self._file_system.cat_file(path, start=start, end=stop))
 
     def write(self, directory: str, file: str, chunks: Iterable[Chunk]) -> None:
-        """See Storage."""
+        """See FileStore."""
         path = self._join(directory, file)
         with _surfacing(f"cannot write {path}", Exception, missing_is_failure=True):
             self._crash_point(f"create {file}")
@@ -276,19 +276,19 @@ class ObjectStorage:
                 raise
 
     def remove(self, directory: str, file: str) -> None:
-        """See Storage."""
+        """See FileStore."""
         path = self._join(directory, file)
         with _surfacing(f"cannot remove {path}", Exception), contextlib.suppress(FileNotFoundError):
             self._crash_point(f"remove {file}")
             self._file_system.rm_file(path)
 
     def remove_directory(self, directory: str) -> None:
-        """See Storage. In most stores a directory is gone with its last file, and there is nothing to remove."""
+        """See FileStore. In most stores a directory is gone with its last file, and there is nothing to remove."""
         with contextlib.suppress(OSError, NotImplementedError):
             self._file_system.rmdir(self._join(directory))
 
     def sync(self, directory: str) -> None:
-        """See Storage. What such a store shows is durable."""
+        """See FileStore. What such a store shows is durable."""
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
 from psd.checkpoint.loading import check_size, load, read_document
 from psd.checkpoint.manifest import ManifestDocument, Part
 from psd.checkpoint.records import BlockPart, Field, Record, encode, stored_spaces
-from psd.checkpoint.storage import Chunk, Storage
+from psd.checkpoint.storage import Chunk, FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Block
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_part(
-    storage: Storage,
+    storage: FileStore,
     cut: Cut,
     shard_index: int,
     blocks: Iterable[BlockPart],
@@ -63,7 +63,7 @@ def write_part(
     return part.data_bytes + len(document)
 
 
-def _is_written(storage: Storage, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
+def _is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
     """True if the part is there and whole: some object stores show the remains of an interrupted put."""
     file = part_file(shard_index, cut.shard_count)
     if file not in files:
@@ -128,7 +128,7 @@ def _chunks(
         start += nbytes
 
 
-def complete(storage: Storage, cut: Cut) -> bool:
+def complete(storage: FileStore, cut: Cut) -> bool:
     """See CheckpointDirectory.complete."""
     files = storage.files(cut.name)
     if MANIFEST in files:

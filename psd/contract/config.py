@@ -245,7 +245,7 @@ class ClientConfig:
         retry_timeout_s: how long an unreachable shard is tried again.
         report_after_s: a wait longer than this is explained on the log, and again each time it has doubled.
         tls_ca: PEM file: TLS, with shards whose certificates one of these has signed; empty: no TLS.
-        tls_cert, tls_key: PEM files with this client's own certificate, where shards ask for one.
+        tls_cert, tls_key: PEM files with this client's own certificate, if shards require one.
         token_file: holds this client's token; empty: none.
     """
 

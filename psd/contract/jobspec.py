@@ -107,7 +107,7 @@ class JobSpec:
         reduction: "mean" (weighted by samples) or "sum".
         aggregation: "fast" (as gradients arrive) or "exact" (by rank, the same bits whatever the timing; sync only).
         clip_norm: the largest norm of a round's gradient, over all trained tensors; 0: any. Without rounds: of each push.
-        nan_policy: what becomes of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
+        nan_policy: treatment of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
     """
 
     world_size: int

@@ -23,7 +23,7 @@ from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import Guard, Waiter, forget_frames
-from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
@@ -32,7 +32,7 @@ BLOCKS_FOR_TWO_THREADS = 4
 """Blocks of the shard from which answers leave from a thread of their own; with fewer, handing them over costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
-Admit = Callable[["BulkConnection", bytes], int]
+Admit = Callable[["WorkerConnection", bytes], int]
 
 HELLO_BYTES_MAX = 1024
 """Longest head until the ticket has been shown."""
@@ -40,7 +40,7 @@ HELLO_BYTES_MAX = 1024
 _PUSHES = (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
 
 
-class BulkConnection:
+class WorkerConnection:
     """One worker's connection.
 
     Args:
@@ -205,7 +205,7 @@ class BulkConnection:
             self._is_in_call = True
             with self._way_out() as put, contextlib.closing(self._answers(call, pushed)) as answers:
                 for item in answers:
-                    if not isinstance(item, Answer):
+                    if not isinstance(item, PulledBlock):
                         reply.push.CopyFrom(item)
                     elif has_payload:
                         self._plane.counts.count_bytes(sent=item.nbytes)
@@ -231,7 +231,7 @@ class BulkConnection:
             with self._lock:
                 self._callbacks.clear()
 
-    def _answers(self, call: bulk_pb2.BulkCall, pushed: _Pushed | None) -> Generator[Answer | data_pb2.PushReply]:
+    def _answers(self, call: bulk_pb2.BulkCall, pushed: _Pushed | None) -> Generator[PulledBlock | data_pb2.PushReply]:
         """Begin the call on the data plane."""
         waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
         if pushed is None:
@@ -293,7 +293,7 @@ class BulkConnection:
 
 
 class _Outgoing(NamedTuple):
-    answer: Answer
+    answer: PulledBlock
     into_memory: bool
     is_announced: bool
 
@@ -371,7 +371,7 @@ class _Pushed:
 class _Deadline:
     """A call's deadline, with the interface that Waiter expects of a gRPC context."""
 
-    def __init__(self, connection: BulkConnection, timeout_s: float) -> None:
+    def __init__(self, connection: WorkerConnection, timeout_s: float) -> None:
         self.add_callback = connection.add_callback
         self._end = time.monotonic() + timeout_s
 

@@ -29,7 +29,7 @@ TAKE_S_MAX = 3600.0
 
 
 @dataclass
-class Progress:
+class CheckpointProgress:
     """Progress of checkpoints, for status and the metrics.
 
     Attributes:
@@ -64,7 +64,7 @@ class Checkpointer:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.progress = Progress(directory.location)
+        self.progress = CheckpointProgress(directory.location)
         self._shard = shard
         self._config = config
         self._directory = directory

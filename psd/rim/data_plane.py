@@ -1,8 +1,8 @@
 """The data plane apart from its transport: pushes, pulls and both at once, as steps over blocks.
 
-Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and a sequence of
-`PushedBlock`, and what comes out, `Answer`s, into whatever it sends. Waits happen here, through the carrier's Waiter. Must not
-know frames, messages on the wire, or sockets.
+Each carrier (gRPC in data_service.py, sockets in bulk_connection.py) turns what it receives into a header and `PushedBlock`s,
+and the `PulledBlock`s that come out into what it sends. Waits happen here, through the carrier's Waiter. Must not know frames,
+messages on the wire, or sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PushedBlock(NamedTuple):
     is_followed: bool = False
 
 
-class Answer:
+class PulledBlock:
     """One block for the caller. Its page is pinned until `release`, which whoever gets the answer calls.
 
     Attributes:
@@ -90,7 +90,7 @@ class DataPlane:
         self.counts.count_call("push", self._now() - began)
         yield reply
 
-    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[Answer]:
+    def pull(self, request: data_pb2.PullRequest, waiter: Waiter) -> Generator[PulledBlock]:
         """See DataService.Pull."""
         began = self._now()
         pull, blocks = self._exchange.begin_pull(request)
@@ -98,12 +98,12 @@ class DataPlane:
         for block in blocks:
             while not isinstance(found := self._exchange.read(block, pull), tuple):
                 waiter.wait(found)
-            yield Answer(block, found)
+            yield PulledBlock(block, found)
         self.counts.count_call("pull", self._now() - began)
 
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
-    ) -> Generator[Answer | data_pb2.PushReply]:
+    ) -> Generator[PulledBlock | data_pb2.PushReply]:
         """See DataService.PushPull: the blocks as they become ready, and last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
@@ -123,14 +123,14 @@ class DataPlane:
                 if is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
-                    yield Answer(pending.popleft(), found)
+                    yield PulledBlock(pending.popleft(), found)
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
             for block in pending:
                 while not isinstance(read := self._exchange.read(block, pull), tuple):
                     waiter.wait(read)
-                yield Answer(block, read)
+                yield PulledBlock(block, read)
         finally:
             push.loan.end()
         self.counts.count_call("push_pull", self._now() - began)

@@ -16,7 +16,7 @@ import grpc
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, wait_s
-from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts import Done
 from psd.state.shard import Shard
@@ -104,7 +104,7 @@ class DataService:
                 raise CutMissed(f"cut.step: {request.cut.step} is too early: {snapshot.why_missed}")
             for index in list(snapshot.pages):
                 page = snapshot.pages.pop(index)
-                yield self._frame(Answer(snapshot.job.blocks[index], (page.version, page)))
+                yield self._frame(PulledBlock(snapshot.job.blocks[index], (page.version, page)))
         finally:
             self._shard.cuts.abandon(snapshot)
 
@@ -115,7 +115,7 @@ class DataService:
             self._shard.check_draining()
             frame: Frame = checked(item)
             for answer in self._plane.push_pull(_header(frame), _blocks(frame, requests), waiter):
-                if isinstance(answer, Answer):
+                if isinstance(answer, PulledBlock):
                     yield self._frame(answer)
                 else:
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
@@ -133,7 +133,7 @@ class DataService:
         answer = data_pb2.SmallAnswer()
         sent = 0
         for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context)):
-            if isinstance(item, Answer):
+            if isinstance(item, PulledBlock):
                 try:
                     answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())
                 finally:
@@ -167,7 +167,7 @@ class DataService:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
         return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
 
-    def _frame(self, answer: Answer, *, with_payload: bool = True) -> bytes:
+    def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
         try:
             head = data_pb2.PullFrame(block=answer.block, version=answer.version)
             return frames.join(head.SerializeToString(), answer.values if with_payload else None)

@@ -20,7 +20,7 @@ from psd.rim.pace import Pace
 from psd.rim.strangers import CALLS_MAX, Strangers
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
     """Reports the latest status of each service. Thread-safe.
 
     Args:

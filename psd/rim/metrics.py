@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 import psd
 from psd.rim.bulk_server import LaneConnections
-from psd.rim.checkpointer import Progress
+from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import SECONDS, Histogram
 from psd.state.job import Job
 from psd.state.membership import Worker, WorkerState
@@ -47,7 +47,7 @@ class Metrics:
     def __init__(
         self,
         shard: Shard,
-        progress: Callable[[], Progress | None],
+        progress: Callable[[], CheckpointProgress | None],
         connections: Callable[[], Mapping[str, LaneConnections]],
     ) -> None:
         self._registry = CollectorRegistry()
@@ -63,7 +63,7 @@ class _ShardCollector(Collector):
     def __init__(
         self,
         shard: Shard,
-        progress: Callable[[], Progress | None],
+        progress: Callable[[], CheckpointProgress | None],
         connections: Callable[[], Mapping[str, LaneConnections]],
     ) -> None:
         self._shard = shard

@@ -61,7 +61,7 @@ class Pace:
                 self._waiting -= 1
 
     def _take_turn(self) -> float:
-        """Seconds until the caller's turn; if that is long, the caller is counted as waiting."""
+        """Seconds until the caller's turn; a caller that has to wait is counted, unless too many do."""
         with self._lock:
             now = self._clock()
             turn = max(self._last, now - BURST / PER_S) + 1 / PER_S

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME
 
 from psd.contract.config import ServerConfig, parse_address
-from psd.rim.health import Health
+from psd.rim.health import HealthService
 
 CALLS_MAX = 4
 """Calls at a time: a probe or two. More are refused, and cost nothing."""
@@ -32,7 +32,7 @@ class ProbeServer:
         port: once started.
     """
 
-    def __init__(self, servicer: Health, config: ServerConfig) -> None:
+    def __init__(self, servicer: HealthService, config: ServerConfig) -> None:
         self.port = 0
         self._pool = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="psd-probe")
         self._server = grpc.server(

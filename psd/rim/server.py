@@ -28,7 +28,7 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
-from psd.rim.health import Health, Reflection
+from psd.rim.health import HealthService, Reflection
 from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
@@ -106,7 +106,7 @@ class ShardServer:
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
             ],
         )
-        self._health = Health(pace)
+        self._health = HealthService(pace)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._probes = ProbeServer(self._health, config) if config.health_port is not None else None
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}

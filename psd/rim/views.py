@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import psd
-from psd.rim.checkpointer import Progress
+from psd.rim.checkpointer import CheckpointProgress
 from psd.state.membership import Worker
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -51,7 +51,7 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
     )
 
 
-def shard_status(shard: Shard, address: str, progress: Progress | None) -> control_pb2.StatusReply:
+def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None) -> control_pb2.StatusReply:
     """Status of this shard, as psdctl shows it. `progress`: of its checkpoints, if it takes any."""
     now = shard.status()
     job = now.job

@@ -124,6 +124,7 @@ class Admission:
                 timeline=self._core.timeline,
                 checkpoint=self._core.restored_from,
                 is_tentative=self._core.is_tentative,
+                gone=members.gone(),
             )
         self._core.settle()
         return reply

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 import psd_core
-from psd.checkpoint.cut import Progress
+from psd.checkpoint.cut import CutName
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.custom_rules import load_rules
 from psd.contract.errors import (
@@ -153,7 +153,7 @@ class ShardCore:
         members.keep(self._save_worker)
 
     def become(self, following: Life) -> None:
-        """Go on in the life cycle; the arena tells it to the next process."""
+        """Enter another state of the life cycle; the arena tells it to the next process."""
         self.life.to(following)
         if self.job is not None:
             self.job.arena.set_word("tentative", following is Life.TENTATIVE)
@@ -176,7 +176,7 @@ class ShardCore:
     @property
     def began_at(self) -> int:
         """The clock at which the job began here: the step of its checkpoint, or 0."""
-        checkpoint = Progress.of(self.restored_from)
+        checkpoint = CutName.of(self.restored_from)
         return 0 if checkpoint is None else checkpoint[1]
 
     def recover(self) -> bool:

@@ -1,4 +1,4 @@
-"""The life cycle of what a shard holds: no values, values, values of a checkpoint. One table says what may follow what.
+"""The life cycle of a shard's parameters: no values, values, values of a checkpoint. One table says what may follow what.
 
 Thread-safe. Must not know jobs, workers, or how a checkpoint is read.
 """
@@ -78,7 +78,7 @@ TRANSITIONS: dict[Life, dict[Life, str]] = {
 
 
 class LifeCycle:
-    """The place of a shard in its life.
+    """The present state of a shard in its life cycle.
 
     Attributes:
         now: may be read without a lock.
@@ -89,12 +89,12 @@ class LifeCycle:
         self._lock = locks.new(locks.Level.LEAF)
 
     def to(self, following: Life) -> None:
-        """Go on to another state; InternalError if the table does not have that."""
+        """Enter another state; InternalError if the table does not allow that."""
         if not self.try_to(following):
             raise InternalError(f"a shard that is {self.now.name} cannot become {following.name}")
 
     def try_to(self, following: Life) -> bool:
-        """Go on to another state if the table has that; False if it does not."""
+        """Enter another state if the table allows that; False if it does not."""
         with self._lock:
             is_known = following in TRANSITIONS[self.now]
             if is_known:

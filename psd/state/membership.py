@@ -14,7 +14,7 @@ Changed only under the shard's lock, but for a worker's `last_seen` and `awaited
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from psd.contract.errors import InvalidRequest, SessionFenced
@@ -161,6 +161,10 @@ class Membership:
         """The workers of a mask, by rank."""
         return [w for w in self.workers if mask >> w.rank & 1]
 
+    def gone(self) -> list[int]:
+        """The ranks whose workers have left, or expired."""
+        return [w.rank for w in self.workers if not w.is_waited_for]
+
     def worker(self, rank: int) -> Worker:
         """The worker of a rank; InvalidRequest if there is none."""
         if rank >= len(self.workers):
@@ -237,6 +241,15 @@ class Membership:
         """Let everybody take part from `clock` on, including those that have already joined."""
         for worker in self.workers:
             worker.clock = worker.floor = clock
+        self._refresh()
+
+    def on_gone(self, ranks: Sequence[int], now: float) -> None:
+        """Note workers that were gone before the job went back: nobody waits for them until they join again."""
+        for rank in ranks:
+            worker = self.worker(rank)
+            if worker.state is WorkerState.ABSENT:
+                worker.state, worker.last_seen = WorkerState.EXPIRED, now
+                self._changed(worker)
         self._refresh()
 
     def on_seen(self, worker: Worker, now: float) -> None:

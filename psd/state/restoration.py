@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from psd.checkpoint import CheckpointDirectory, Manifest, RestoredBlock
 from psd.contract.config import ConfigError
@@ -114,12 +114,14 @@ class Restoration:
                     return
                 is_there = core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint
                 if is_there:
+                    core.members.on_gone(request.gone, core.now())
                     core.timeline = request.timeline
                     core.declared().arena.set_word("timeline", request.timeline)
                     core.become(Life.RESTORED)
                     self._begin_incarnation()
             if not is_there:
-                self._load(self._readable().load(request.checkpoint), Life.RESTORED, timeline=request.timeline)
+                manifest = self._readable().load(request.checkpoint)
+                self._load(manifest, Life.RESTORED, timeline=request.timeline, gone=request.gone)
         logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
@@ -144,6 +146,7 @@ class Restoration:
         timeline: int,
         spec: JobSpec | None = None,
         members: Membership | None = None,
+        gone: Sequence[int] = (),
     ) -> None:
         """Take everything from a checkpoint, for the job as it was stored, or as these members now declare it.
 
@@ -156,7 +159,11 @@ class Restoration:
         if core.job is not None:
             for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
                 pass
-        members = self._give_up(manifest, timeline, members, spec.world_size)
+        if members is None:
+            members = Membership(spec.world_size, core.config.lease_s)
+            with core.lock:
+                members.on_gone(gone, core.now())
+        self._give_up(manifest, timeline, members)
         try:
             job = core.make_job(spec, members, manifest.name)
             for restored in self._blocks(manifest, job.layout):
@@ -179,8 +186,8 @@ class Restoration:
             core.become(following)
             job.arena.set_word("initialized", 1)
 
-    def _give_up(self, manifest: Manifest, timeline: int, members: Membership | None, world_size: int) -> Membership:
-        """Let go of what is here, if anything is; nobody's session goes on but that of `members`. The workers of what comes."""
+    def _give_up(self, manifest: Manifest, timeline: int, members: Membership) -> None:
+        """Let go of the present job, if there is one; nobody's session continues but that of `members`."""
         core = self._core
         with core.lock:
             if core.job is not None:
@@ -188,16 +195,14 @@ class Restoration:
             error = RolledBack(f"the job goes back to checkpoint {manifest.name}", timeline=timeline, checkpoint=manifest.name)
             for ticket in core.waiting.open():
                 ticket.fail(error)
-            if core.membership is not None and members is None:
+            if core.membership not in (None, members):
                 self._begin_incarnation()
-            members = members if members is not None else Membership(world_size, core.config.lease_s)
             members.on_restore(manifest.step)
             core.job, core.membership, core.gates = None, members, []
             core.become(Life.LOADING)
             core.initial = core.new_initial()
             core.run_id = core.run_id or manifest.run_id
             core.restored_from = manifest.name
-            return members
 
     def _begin_incarnation(self) -> None:
         self._core.incarnation = secrets.randbits(62) + 1

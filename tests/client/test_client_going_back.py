@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import connect_faulty, until
+from client_faults import connect_faulty, in_threads, until
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import InternalError, RolledBack
@@ -26,16 +26,16 @@ def declare(ps: ParameterServer) -> dict[str, Any]:
 
 
 @pytest.fixture
-def lost(cluster: Callable[..., Any], tmp_path: Path) -> Callable[[Callable[[], object]], Any]:
-    """lost(train) -> shards with a checkpoint; shard 1 has lost its memory after `train(servers)`."""
+def lost(cluster: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """lost(train, index=1) -> shards with a checkpoint; one of them has lost its memory after `train(servers)`."""
     settings = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_steps": 5, "lease_s": 60}
 
-    def make(train: Callable[[str], object]) -> Any:
+    def make(train: Callable[[str], object], index: int = 1) -> Any:
         job = cluster(2, **settings)
         train(job.servers)
         until(lambda: CheckpointDirectory(settings["checkpoint_dir"]).newest() is not None)
-        job.shards[1].stop()
-        cluster(2, only=1, listen=job.shards[1].address, **settings)
+        job.shards[index].stop()
+        job.shards[index] = cluster(2, only=index, listen=job.shards[index].address, **settings).shards[0]
         return job
 
     return make
@@ -90,3 +90,24 @@ def test_declare_when_the_job_goes_back_meanwhile_then_begins_there(lost: Callab
     with late[0] as ps:
         assert set(declare(ps)["w"].tolist()) == {-5.0}
         assert ps.clock == 5
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_push_pull_when_the_job_has_gone_back_then_nobody_waits_for_a_worker_that_had_ended(
+    lost: Callable[..., Any], index: int
+) -> None:
+    """The shard that lost its memory does not know; the others do."""
+    made: list[ParameterServer] = []
+
+    def train(servers: str) -> None:
+        made.extend(connect(servers, rank, 2, wait_timeout=20) for rank in range(2))
+        in_threads(*(lambda ps=ps: declare(ps) for ps in made))
+        for _ in range(8):
+            in_threads(*(lambda ps=ps: ps.push_pull(gradient(1.0)) for ps in made))
+        made[1].close()
+
+    lost(train, index)
+    with made[0] as ps:
+        with pytest.raises(RolledBack):
+            ps.push_pull(gradient(1.0))
+        assert set(ps.push_pull(gradient(1.0))["w"].tolist()) == {-6.0}

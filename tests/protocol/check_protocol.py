@@ -31,11 +31,13 @@ SETTINGS = (
     Setting("quorum", quorum=1),
     Setting("async", consistency="async"),
     Setting("ssp", consistency="ssp:1"),
-    Setting("push-then-pull", programs=("push", "push_pull")),
-    Setting("push-then-pull-exact", aggregation="exact", programs=("push", "push_pull")),
+    Setting("push-then-pull", programs=("push_then_pull", "push_pull")),
+    Setting("push-then-pull-exact", aggregation="exact", programs=("push_then_pull", "push_pull")),
     Setting("schedule", has_schedule=True),
+    Setting("slow-heartbeats", has_slow_beats=True, faults=frozenset({"kill", "stall", "twice", "timeout"})),
+    Setting("lost-disks", faults=frozenset({"blank", "die", "lose"})),
 )
-"""Each with two steps of each worker."""
+"""Each with two steps of each worker. Slow heartbeats and lost disks are much to see, and have few other faults beside them."""
 
 SETUP_ACTIONS = 13
 """At the beginning of each story: both workers join and declare."""
@@ -56,10 +58,17 @@ def exploring(setting: Setting) -> Iterator[World]:
         logging.disable(logging.NOTSET)
 
 
-def explore(setting: Setting, seconds: float, *, report: Callable[[str], None] = lambda _: None) -> tuple[Explorer, list[str]]:
-    """Search for so many seconds of CPU, or until all is seen; what was found, as stories."""
+def explore(
+    setting: Setting,
+    seconds: float = 0.0,
+    *,
+    states_max: int = 0,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda _: None,
+) -> tuple[Explorer, list[str]]:
+    """Search for so many seconds of CPU or states, or until all is seen; what was found, as stories."""
     with exploring(setting) as world:
-        explorer = Explorer(world, report=report, seconds=seconds)
+        explorer = Explorer(world, report=report, seconds=seconds, states_max=states_max, seed=seed)
         explorer.run()
         told = [
             "\n".join((*finding.wrong, *story(world, finding.actions, from_step=SETUP_ACTIONS)))
@@ -75,6 +84,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=120.0, help="of CPU for each setting; 0: until all is seen (default: 120)"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which faults are tried (default: 0)")
     args = parser.parse_args()
     settings = [setting for setting in SETTINGS if args.only in (None, setting.name)]
     if not settings:
@@ -82,11 +92,9 @@ def main() -> int:
     is_sound = True
     for setting in settings:
         say(f"== {setting.name}, {args.faults} faults")
-        explorer, told = explore(setting.but(budget=args.faults), args.seconds, report=say)
-        extent = "everything" if explorer.is_complete and not told else "not everything"
-        say(
-            f"{explorer.states} states, {explorer.steps} steps, depth {explorer.depth}: {extent} was seen, {len(told)} findings"
-        )
+        explorer, told = explore(setting.but(budget=args.faults), args.seconds, seed=args.seed, report=say)
+        say(f"{explorer.states} states, {explorer.steps} steps, depth {explorer.depth}, {len(told)} findings; seen with")
+        say(f"{explorer.extent()}")
         for text in told:
             say(text)
             is_sound = False

@@ -1,15 +1,15 @@
 """The search: every state that can be reached with so many faults, each once.
 
 In layers: first what happens without a fault, then with one, and so on; within a layer depth first. A state that was reached
-with
-fewer faults has seen everything that can follow. So what is found first is found with as few faults as it takes.
+with fewer faults has seen everything that can follow. So what is found first is found with as few faults as it takes.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +19,11 @@ from world import ON, Action, State, World
 
 DEPTH_MAX = 300
 """Actions, of which no run has so many unless a worker goes in circles."""
+
+LOOKS_AT_CLOCK = 64
+"""States after which the search looks at the clock."""
+
+REPORT_S = 30.0
 
 Chain = tuple[Any, Action] | None
 """The actions that lead to a state, the last one first."""
@@ -32,13 +37,16 @@ class Finding(NamedTuple):
 
 
 class Explorer:
-    """One search.
+    """One search. The same arguments lead to the same states in the same order, but for `seconds`.
 
     Args:
-        report: is told from time to time how far it is. findings_max: ends when it has so many.
+        report: is told from time to time how far it is. findings_max: ends when it has so many. seconds: of CPU at most;
+            states_max: to look at at most; 0: until all is seen. seed: of the order in which faults are tried, so that a search
+            that is cut short has seen some of everything.
 
     Attributes:
-        states, steps: that were found; taken. depth: of the longest path. findings.
+        states, steps: that were found; taken. depth: of the longest path. findings. strikes: by number of faults, the states in
+            which the last of them has just struck: how many there are, and how many have been followed to all their ends.
     """
 
     def __init__(
@@ -48,44 +56,60 @@ class Explorer:
         report: Callable[[str], None] = lambda _: None,
         findings_max: int = 1,
         seconds: float = 0.0,
-        is_shortest: bool = False,
+        states_max: int = 0,
+        seed: int = 0,
     ) -> None:
         self._world = world
         self._invariants = Invariants(world)
         self._report = report
         self._findings_max = findings_max
-        self._is_shortest = is_shortest
-        self._began = time.process_time()
-        self._reported = self._began
-        self._until = self._began + seconds if seconds else None
+        self._random = random.Random(seed)
+        self._began = self._reported = self._now = time.process_time()
+        self._until = self._began + seconds if seconds else math.inf
+        self._states_max = states_max or math.inf
+        self._budget = world.setting.budget
         self._seen: dict[int, int] = {}
+        self._stacks: list[list[tuple[State, Chain, int]]] = [[] for _ in range(self._budget + 1)]
         self.states = self.steps = self.depth = 0
-        self.is_complete = True
+        self.strikes: list[tuple[int, int]] = []
         self.findings: list[Finding] = []
         self._kinds: set[str] = set()  # of findings, whatever the numbers in them
 
+    @property
+    def is_complete(self) -> bool:
+        """True if there is nothing else to see."""
+        return not any(self._stacks) and not self.findings
+
     def run(self) -> None:
-        """Until everything is seen, or the findings are enough."""
+        """Until everything is seen, or the findings are enough, or the time is over."""
         state, chain = self.set_up()
-        budget = self._world.setting.budget
-        layers: list[deque[tuple[State, Chain, int]]] = [deque() for _ in range(budget + 1)]
-        layers[0].append((state, chain, 0))
         self._seen[hash(state)] = 0
-        for layer, stack in enumerate(layers):
+        self._stacks[0].append((state, chain, 0))
+        for layer, stack in enumerate(self._stacks):
+            self._random.shuffle(stack)
+            self.strikes.append((len(stack), 0))
             while stack:
-                state, chain, depth = stack.popleft() if self._is_shortest else stack.pop()
-                if depth > DEPTH_MAX:
-                    self._find(chain, ["the world does not come to an end"])
-                    continue
+                self.strikes[-1] = (self.strikes[-1][0], max(self.strikes[-1][1], self.strikes[-1][0] - len(stack)))
+                state, chain, depth = stack.pop()
                 if self._seen[hash(state)] < layer:
                     continue  # reached since with fewer faults
-                self._expand(state, chain, depth, layer, layers)
-                if len(self.findings) >= self._findings_max:
+                if depth > DEPTH_MAX:
+                    self._find(chain, ["the world does not come to an end"])
+                else:
+                    self._expand(state, chain, depth, layer)
+                if len(self.findings) >= self._findings_max or self.states >= self._states_max or self._is_late():
                     return
-                if self._until is not None and time.process_time() > self._until:
-                    self.is_complete = False
-                    return
-            self._report(self.summary(layer, layers))
+            self.strikes[-1] = (self.strikes[-1][0],) * 2
+            self._report(self.summary())
+
+    def _is_late(self) -> bool:
+        """True if the time is over; to look at the clock is not cheap."""
+        if self.states % LOOKS_AT_CLOCK == 0:
+            self._now = time.process_time()
+            if self._now - self._reported > REPORT_S:
+                self._reported = self._now
+                self._report(self.summary())
+        return self._now > self._until
 
     def set_up(self) -> tuple[State, Chain]:
         """All workers have joined, declared and pulled; one after the other."""
@@ -104,59 +128,33 @@ class Explorer:
         assert all(state.modes[p] == ON and state.workers[p].view.is_begun for p in range(len(world.setting.programs)))
         return state, chain
 
-    def _expand(self, state: State, chain: Chain, depth: int, layer: int, layers: list[list[Any]]) -> None:
+    def _expand(self, state: State, chain: Chain, depth: int, layer: int) -> None:
         self.states += 1
         self.depth = max(self.depth, depth)
-        budget = self._world.setting.budget
-        options = [(action, cost) for action, cost in self._world.options(state) if layer + cost <= budget]
+        is_last = layer == self._budget
+        options = self._world.options(state, with_faults=not is_last)
         free = [action for action, cost in options if not cost]
         wrong = self._invariants.check(state, free)
         if wrong:
             self._find(chain, wrong)
             return
-        if layer == budget:
-            free = persistent(self._world, state, free)
-            options = [(action, 0) for action in free]
+        if is_last:
+            options = [(action, 0) for action in persistent(self._world, state, free)]
         while options:
             action, cost = options.pop()
-            if action[0] == "deliver" and len(action) > 3:
-                options += self._detailed(state, action, cost)
-                if action[3] == "crash" and len(action) == 4:
-                    continue
-                if action[3] == "timeout" and not self._waits(state, action):
-                    continue
             result = self._world.take(state, action)
             self.steps += 1
             if result.wrong:
                 self._find((chain, action), result.wrong)
                 continue
-            if result.lost and "late" in self._world.setting.faults and layer + cost < budget:
-                options.append((("+late", action), cost + 1))
-            known = self._seen.get(hash(result.state))
             after = layer + cost
+            if result.lost and after < self._budget and "late" in self._world.setting.faults:
+                options.append((("+late", action), cost + 1))
+            key = hash(result.state)
+            known = self._seen.get(key)
             if known is None or known > after:
-                self._seen[hash(result.state)] = after
-                layers[after].append((result.state, (chain, action), depth + 1))
-        now = time.process_time()
-        if now - self._reported > 10:
-            self._reported = now
-            self._report(self.summary(layer, layers))
-
-    def _detailed(self, state: State, action: Action, cost: int) -> list[tuple[Action, int]]:
-        """A crash in the middle of a call, at each point that makes a difference."""
-        if action[3] != "crash" or len(action) != 4:
-            return []
-        told = self._told(state, action)
-        return [((*action, point), cost) for point in told.crash_points]
-
-    def _waits(self, state: State, action: Action) -> bool:
-        return not self._told(state, action).replies
-
-    def _told(self, state: State, action: Action) -> Any:
-        _, process, slot, *_ = action
-        number = dict(state.workers[process].view.calls)[slot]
-        shard = slot[0]
-        return self._world.shards[shard].step(state.shards[shard], ("call", (process, slot[1]), number, None))[1]
+                self._seen[key] = after
+                self._stacks[after].append((result.state, (chain, action), depth + 1))
 
     def _find(self, chain: Chain, wrong: Any) -> None:
         kind = re.sub(r"[0-9]+(, [0-9]+)*,?", "N", str(sorted(wrong)))
@@ -164,15 +162,25 @@ class Explorer:
             self._kinds.add(kind)
             self.findings.append(Finding(actions_of(chain), tuple(wrong)))
 
-    def summary(self, layer: int, layers: list[list[Any]]) -> str:
+    def summary(self) -> str:
         """How far the search is."""
-        nodes = [len(a.nodes) for a in (*self._world.workers, *self._world.shards)]
-        runs = sum(a.runs for a in (*self._world.workers, *self._world.shards))
+        automata = (*self._world.workers, *self._world.shards)
         return (
-            f"{time.process_time() - self._began:6.0f} s: {layer} faults: {self.states} states, {self.steps} steps, "
-            f"depth {self.depth}, {[len(stack) for stack in layers]} to see; the processes have {nodes} states, "
-            f"after {runs} events of real code"
+            f"{self._now - self._began:6.0f} s: {self.states} states, {self.steps} steps, depth {self.depth}; {self.extent()}; "
+            f"the processes have {[len(automaton.nodes) for automaton in automata]} states, after "
+            f"{sum(automaton.runs for automaton in automata)} events of real code"
         )
+
+    def extent(self) -> str:
+        """What of the whole has been seen."""
+        parts = []
+        for faults, (count, followed) in enumerate(self.strikes):
+            if followed == count:
+                parts.append(f"{faults} faults: everything")
+            else:
+                parts.append(f"{faults} faults: {followed} of the {count} states in which the last one has struck")
+        parts += [f"{faults} faults: nothing" for faults in range(len(self.strikes), self._budget + 1)]
+        return ", ".join(parts)
 
 
 def actions_of(chain: Chain) -> tuple[Action, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from setting import Setting, gradient_of, value_of
+from setting import GRADIENTS_MAX, Setting, gradient_of, value_of
 
 from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTimeout
 from psd_client.flat_calls import FlatCalls
@@ -25,6 +25,7 @@ class Program:
     Attributes:
         books: by gradient, what the program knows: "open": begun, no answer. "held": a push has returned. "kept": a pull after
             it, too. "dropped": it was told that the gradient may not count.
+            "void": the job has gone back.
         late: blocks of gradients of which it was told that they came too late. told: what it says for the trace.
         ended: how it has ended; "" before. wrong: what must not have happened.
     """
@@ -83,6 +84,7 @@ class Program:
             reduce=spec.reduction,
             quorum=self.setting.quorum or None,
             aggregation=self.setting.aggregation,
+            **self.setting.job,
         )
         self.clock = self.ps.clock
 
@@ -126,6 +128,9 @@ class Program:
         self._call("pull", None, lambda ps, scalars: ps.pull_flat())
         self.confirmed()
 
+    def barrier(self) -> None:
+        self._call("barrier", None, lambda ps, scalars: ps.barrier("end"))
+
     def confirmed(self) -> None:
         self.books = {g: "kept" if state == "held" else state for g, state in self.books.items()}
 
@@ -141,6 +146,9 @@ class Program:
             call(self.ps, self.setting.scalars(self.steps_made))
         except PsdError as error:
             self.say(f"{what} raises {error.reason}{self.detail(error)}")
+            if isinstance(error, RolledBack):
+                self.books = dict.fromkeys(self.books, "void")
+                self.late, self.clock = 0, self.ps.clock
             raise
         finally:
             self._note_stats(stats_before, gradient)
@@ -168,6 +176,8 @@ class Program:
 
     def after(self, error: PsdError, options: tuple[str, ...]) -> str:
         """What the program does about an error; raises it if that is its end."""
+        if isinstance(error, RolledBack):
+            return "other"
         self.errors += 1
         what = "end" if self.errors >= ERRORS_MAX else self.choose(error.reason, options)
         if what == "end":
@@ -177,57 +187,52 @@ class Program:
     @property
     def goes_on(self) -> bool:
         assert self.ps is not None
-        return self.ps.clock < self.setting.steps
+        return self.ps.clock < self.setting.steps and len(self.books) < GRADIENTS_MAX
 
 
 def push_pull(program: Program) -> None:
     """One call per step."""
     while program.goes_on:
         gradient = program.new_gradient()
-        while True:
-            try:
-                program.push_pull(gradient)
-                break
-            except MAY_GO_ON as error:
-                if program.after(error, ("again", "other", "end")) == "other":
-                    gradient = program.new_gradient()
-            except RolledBack:
-                break
+        _until_it_is_done(program, lambda: program.push_pull(gradient))  # noqa: B023 - called at once
 
 
 def push_then_pull(program: Program) -> None:
     """Two calls per step."""
     while program.goes_on:
         gradient = program.new_gradient()
-        calls = [lambda: program.push(gradient), program.pull]  # noqa: B023 - used before the next one
-        while calls:
-            try:
-                calls[0]()
-                calls.pop(0)
-            except MAY_GO_ON as error:
-                if program.after(error, ("again", "other", "end")) == "other":
-                    break
-            except RolledBack:
-                break
+        if _until_it_is_done(program, lambda: program.push(gradient)):  # noqa: B023 - called at once
+            _until_it_is_done(program, program.pull)
 
 
 def push_only(program: Program) -> None:
     """No pull at all."""
     while program.goes_on:
         gradient = program.new_gradient()
-        while True:
-            try:
-                program.push(gradient)
-                break
-            except MAY_GO_ON as error:
-                if program.after(error, ("again", "other", "end")) == "other":
-                    gradient = program.new_gradient()
-            except RolledBack:
-                break
+        _until_it_is_done(program, lambda: program.push(gradient))  # noqa: B023 - called at once
+
+
+def push_pull_barrier(program: Program) -> None:
+    """One call per step, and a barrier in the end."""
+    push_pull(program)
+    _until_it_is_done(program, program.barrier)
+
+
+def _until_it_is_done(program: Program, call: Callable[[], None]) -> bool:
+    """Make a call, again after an error if the program decides so; False if it goes on with something else."""
+    while True:
+        try:
+            call()
+        except (*MAY_GO_ON, RolledBack) as error:
+            if program.after(error, ("again", "other", "end")) == "other":
+                return False
+        else:
+            return True
 
 
 SCRIPTS: dict[str, Callable[[Program], None]] = {
     "push_pull": push_pull,
     "push_then_pull": push_then_pull,
     "push_only": push_only,
+    "push_pull_barrier": push_pull_barrier,
 }

@@ -9,14 +9,13 @@ from typing import Any
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 
-FAULTS = ("lose", "late", "cut", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
+FAULTS = ("lose", "late", "cut", "pause", "timeout", "kill", "crash", "outage", "blank", "die", "stall", "twice", "suspend")
 """lose: a reply is lost, or the connection breaks while the call waits. late: the connection breaks while the request is still
-on its way, which comes later, or never. cut: it breaks in the middle of the request. timeout: a wait for others ends by its
-deadline. kill: a shard dies between two requests, and is soon back. crash: in the middle of one. outage: it stays away for
-longer
-than leases, and perhaps than workers try again. blank: it has lost its arena, too. die: a worker dies, and has a successor.
-stall: a worker does nothing for longer than its lease. twice: its successor is started meanwhile. suspend: a shard does nothing
-for longer than leases."""
+on its way, which comes later, or never. cut: it breaks in the middle of the request. pause: the shard's thread that serves a
+request has to wait before it takes a lock. timeout: a wait for others ends by its deadline. kill: a shard dies between two
+requests, and is soon back. crash: in the middle of one. outage: it stays away for longer than leases, and perhaps than workers
+try again. blank: it has lost its arena, too. die: a worker dies, and has a successor. stall: a worker does nothing for longer
+than its lease. twice: its successor is started meanwhile. suspend: a shard does nothing for longer than leases."""
 
 GRADIENTS_MAX = 6
 """Of one process."""
@@ -30,7 +29,9 @@ class Setting:
         programs: of the workers, by rank; see programs.py. successor: what is started when the worker `mortal` is gone.
         mortal: the rank that may die or stall. faults: kinds, see FAULTS. budget: how many of them at most.
         has_schedule: scalars depend on how many steps the process has made. leaves: how a worker leaves is interleaved with the
-            rest; else it does so at once.
+            rest; else it does so at once. has_slow_beats: so are heartbeats that find a shard
+            restarted, and what they lead to; else they are soon done, and no faster than a call that is on its way there.
+            has_checkpoint: the job goes on from one, and may go back to it.
     """
 
     name: str
@@ -43,10 +44,12 @@ class Setting:
     programs: tuple[str, ...] = ("push_pull", "push_pull")
     successor: str = "push_pull"
     mortal: int = 0
-    faults: frozenset[str] = frozenset(FAULTS) - {"blank", "suspend", "twice"}
+    faults: frozenset[str] = frozenset(FAULTS) - {"blank", "twice"}
     budget: int = 1
     has_schedule: bool = False
     leaves: bool = False
+    has_slow_beats: bool = False
+    has_checkpoint: bool = False
     lease_s: float = 10.0
     job: dict[str, Any] = field(default_factory=dict)
 

@@ -1,97 +1,104 @@
-"""One shard's process, and the disk that it leaves behind: the real psd.state, behind the rim's own desks, event by event.
+"""One shard's process, and the disk that it leaves behind: the real psd.state, event by event.
 
-Events: ("call", key, request, how), ("go", key, how), ("time out", key), ("hang up", key), ("expire", rank), ("suspend",),
-("kill",), ("restart",), ("blank",). A key names a call: the process and thread that made it, or a late one's number. `how`:
-None; ("crash", n): the
-process dies at its nth crash point; ("cut", n): the connection breaks after n blocks. Must not know workers beyond their calls.
+Events: ("call", key, request, how), ("go", key), ("time out", key), ("hang up", key), ("expire", rank), ("tick",),
+("suspend",), ("kill",), ("restart",), ("blank",). A key names a call: the process and thread that made it. `how`: None;
+("crash", n): the process dies at its nth crash point; ("cut", n): the connection breaks after n blocks; ("pause", n): before
+the call takes its nth lock, others have their turn. Must not know workers beyond their calls.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import green
 from canonical import Walker
 from green import Fiber, Fibers
 from published import History
+from serving import Broken, Context, Desks, GreenTicket, Handler, Paused
 from setting import Setting
-from wire import Numbers, Outcome, Request
+from wire import UNREACHED, Numbers, Outcome
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
-from psd.rim.calls import Waiter
-from psd.rim.control_service import ControlService
-from psd.rim.data_plane import Answer, DataPlane, PushedBlock
+from psd.state import block as state_block
 from psd.state import core as state_core
+from psd.state import restoration as state_restoration
+from psd.state import shard as state_shard
 from psd.state.membership import WorkerState
 from psd.state.settlement import KEPT
 from psd.state.shard import Shard
-from psd.state.tickets import Ticket
-from psd.v1 import control_pb2, data_pb2
+from psd.state.storage import Storage
+from psd_core.arena import WORDS
 
-DEADLINE_S = 600.0
 Key = tuple[Any, ...]
+NO_STATE = ("restarts",)
+"""Words that only count."""
 
 
 class Killed(BaseException):
     """The process dies here."""
 
 
-class _Broken(PsdError):
-    """The connection of the call that runs."""
+class PausingLock:
+    """A lock of the shard. Nobody waits for it here: a call that is to pause does so before it takes its first one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def acquire(self) -> bool:
+        process = ShardProcess.active
+        assert process is not None
+        process.on_lock()
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        process = ShardProcess.active
+        assert process is not None
+        process.locks_held -= 1
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
-class TicketFuture(green.Future):
-    """What a call waits for. That it may go on is an event of its own, which the checker chooses the moment of."""
+class WatchedStorage(Storage):
+    """Storage whose arenas tell the history what is published."""
 
-    def await_done(self, timeout: float | None) -> None:
-        if not self.is_done and timeout != 0 and green.park(self) == "time out":
-            raise FutureTimeoutError
+    def create(self, *arguments: Any, **options: Any) -> Any:
+        return self._watched(super().create(*arguments, **options))
 
+    def recover(self) -> Any:
+        found = super().recover()
+        return None if found is None else (found[0], self._watched(found[1]))
 
-@dataclass(eq=False)
-class GreenTicket(Ticket):
-    """A ticket whose future does not block."""
-
-    future: Any = field(default_factory=TicketFuture)
+    @staticmethod
+    def _watched(arena: Any) -> Any:
+        process = ShardProcess.active
+        assert process is not None
+        process.watch(arena)
+        return arena
 
 
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green.green` is to put into psd.state."""
-    return [(state_core, "Ticket", GreenTicket)]
-
-
-class Context:
-    """What gRPC tells of a call."""
-
-    def __init__(self) -> None:
-        self.callbacks: list[Any] = []
-
-    def time_remaining(self) -> float:
-        return DEADLINE_S
-
-    def add_callback(self, callback: Any) -> bool:
-        self.callbacks.append(callback)
-        return True
-
-
-@dataclass
-class Handler:
-    """A call that runs here."""
-
-    request: int
-    context: Context
-    fiber: Fiber | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        awaits = None if self.fiber is None else self.fiber.awaits
-        return isinstance(awaits, TicketFuture) and awaits.is_done
+    locks = SimpleNamespace(Lock=PausingLock, RLock=PausingLock)
+    secrets = SimpleNamespace(randbits=lambda _: ShardProcess.active.next_incarnation() - 1)  # type: ignore[union-attr]
+    return [
+        (state_core, "Ticket", GreenTicket),
+        (state_core, "threading", locks),
+        (state_block, "threading", locks),
+        (state_core, "secrets", secrets),
+        (state_restoration, "secrets", secrets),
+        (state_shard, "Storage", WatchedStorage),
+    ]
 
 
 class ShardTold(NamedTuple):
@@ -99,11 +106,12 @@ class ShardTold(NamedTuple):
 
     Attributes:
         replies: keys of calls that have ended, with their outcomes. crash_points: those at which there is something else on the
-            disk than before. wrong: broken invariants.
+            disk than before. locks: that the call has taken. wrong: broken invariants.
     """
 
     replies: tuple[tuple[Key, int], ...]
     crash_points: tuple[int, ...]
+    locks: int
     wrong: tuple[str, ...]
 
 
@@ -111,13 +119,15 @@ class ShardView(NamedTuple):
     """What the rest of the world needs to know of a shard.
 
     Attributes:
-        is_up: its process runs. lives: how often it has been started. handlers: keys of waiting calls; True: it may go on.
-        live: by rank, the live session, else 0. history: see History.
+        is_up: its process runs. lives: how often it has been started. is_blank: it has once been without what it held.
+        has_lost_round: the next tick will see to that.
+        handlers: keys of waiting calls; True: it may go on. live: by rank, the live session, else 0. history: see History.
     """
 
     is_up: bool
     lives: int
     is_blank: bool
+    has_lost_round: bool
     handlers: tuple[tuple[Key, bool], ...]
     live: tuple[int, ...]
     history: tuple[Any, ...]
@@ -126,25 +136,30 @@ class ShardView(NamedTuple):
 class ShardProcess:
     """A live shard."""
 
-    def __init__(self, setting: Setting, index: int, requests: Numbers, outcomes: Numbers, directory: Path) -> None:
+    active: ClassVar[ShardProcess | None] = None
+
+    def __init__(
+        self, setting: Setting, index: int, requests: Numbers, outcomes: Numbers, directory: Path, checkpoints: str = ""
+    ) -> None:
         self._setting = setting
         self._index = index
         self._requests = requests
         self._outcomes = outcomes
         self._directory = directory
+        self._checkpoints = checkpoints
         self._fibers = Fibers()
         self._abandoned: list[Fibers] = []
         self._handlers: dict[Key, Handler] = {}
         self._replies: list[tuple[Key, int]] = []
         self._now = 1000.0
-        self._lives = 0
-        self._is_blank = False
-        self._fuse = 0
-        self._burnt = 0
+        self._lives = self._incarnations = 0
+        self._is_blank = self._has_died = self._is_watched = False
+        self._fuse = self._burnt = self.locks_held = self._locks = 0
         self._crash_points: dict[bytes, int] = {}
-        self._is_watched = False
         self.history = History(setting)
         self._shard: Shard | None = None
+        self._desks: Desks | None = None
+        ShardProcess.active = self
         self._start()
 
     def _start(self) -> None:
@@ -156,36 +171,33 @@ class ShardProcess:
             config,
             now=lambda: self._now,
             wall=lambda: 0.0,
-            incarnation=100 * (self._index + 1) + self._lives,
+            incarnation=self.next_incarnation(),
             crash_point=self._crash_point,
+            directory=CheckpointDirectory(self._checkpoints) if self._checkpoints else None,
         )
-        self._plane = DataPlane(self._shard, "grpc")
-        self._control = ControlService(
-            self._shard,
-            None,  # type: ignore[arg-type]  # errors are not made statuses here
-            address=lambda: "",
-            on_leave=lambda: None,
-            open_bulk=lambda *_: control_pb2.OpenBulkReply(),
-        )
-        self._watch()
+        self._desks = Desks(self._shard, self.history)
 
-    def _watch(self) -> None:
-        """Have the arena tell the history what is published."""
-        assert self._shard is not None
-        arena = self._shard._core.storage.arena
-        if arena is not None and "publish" not in vars(arena):
-            publish = arena.publish
-            blocks = list(range(self._index, self._setting.blocks, self._setting.shards))
+    def next_incarnation(self) -> int:
+        """As large as no other one is."""
+        self._incarnations += 1
+        return 100 * (self._index + 1) + self._incarnations
 
-            def watched(slot: int, page: Any, version: int) -> None:
-                before, entry = arena.current(slot), arena._blocks.table.load(slot)
-                try:
-                    publish(slot, page, version)
-                finally:
-                    if arena._blocks.table.load(slot) != entry:  # also if the process dies at once
-                        self.history.on_publish(blocks[slot], before, page, version)
+    def watch(self, arena: Any) -> None:
+        """Have an arena tell the history what is published."""
+        publish, load = arena.publish, arena._blocks.table.load
+        blocks = range(self._index, self._setting.blocks, self._setting.shards)
 
-            arena.publish = watched  # type: ignore[method-assign]
+        def watched(slot: int, page: Any, version: int) -> None:
+            before, entry = arena.current(slot), load(slot)
+            try:
+                publish(slot, page, version)
+            finally:
+                if load(slot) != entry:  # also if the process dies at once
+                    self.history.on_publish(blocks[slot], before, page, version)
+
+        arena.publish = watched
+
+    # -- what the code that runs comes by ------------------------------------------------------------------------------
 
     def _crash_point(self, _: str) -> None:
         self._burnt += 1
@@ -200,10 +212,24 @@ class ShardProcess:
         arena = self._shard._core.storage.arena if self._shard is not None else None
         return b"" if arena is None else arena._file.read(arena._front.size, 0)
 
+    def on_lock(self) -> None:
+        """A lock is about to be taken."""
+        fiber = green.getcurrent()
+        if self.locks_held == 0 and isinstance(fiber, Fiber):
+            handler = next((each for each in self._handlers.values() if each.fiber is fiber), None)
+            if handler is not None:
+                handler.locks_taken += 1
+                self._locks = handler.locks_taken
+                if handler.locks_left and handler.locks_taken == handler.locks_left:
+                    handler.locks_left = 0
+                    green.park(Paused())
+        self.locks_held += 1
+
     # -- events --------------------------------------------------------------------------------------------------------
 
     def apply(self, event: tuple[Any, ...], *, is_known: bool = False) -> ShardTold:
-        self._burnt = self._fuse = 0
+        ShardProcess.active = self
+        self._burnt = self._fuse = self._locks = 0
         self._is_watched = "crash" in self._setting.faults and not is_known and event[0] == "call"
         self._crash_points = {self._front(): 0} if self._is_watched else {}
         try:
@@ -214,7 +240,7 @@ class ShardProcess:
             self._crash_points.setdefault(self._front(), self._burnt + 1)
         replies, self._replies = tuple(self._replies), []
         points = tuple(sorted(point for point in self._crash_points.values() if point))
-        return ShardTold(replies, points, self.history.take_wrong())
+        return ShardTold(replies, points, self._locks, self.history.take_wrong())
 
     def _apply(self, event: tuple[Any, ...]) -> None:
         shard = self._shard
@@ -234,23 +260,18 @@ class ShardProcess:
         match event:
             case ("call", key, request, how):
                 self._begin(key, request, how)
-            case ("go", key, how):
-                self._set_fuse(how)
-                handler = self._handlers[key]
-                assert handler.fiber is not None
-                self._fibers.wake(handler.fiber)
+            case ("go", key):
+                self._fibers.wake(self._fiber(key))
             case ("time out", key):
-                handler = self._handlers[key]
-                assert handler.fiber is not None
-                self._fibers.wake(handler.fiber, "time out")
+                self._fibers.wake(self._fiber(key), "time out")
             case ("hang up", key):
-                handler = self._handlers[key]
-                for callback in handler.context.callbacks:
+                for callback in self._handlers[key].context.callbacks:
                     callback()
-                assert handler.fiber is not None
-                self._fibers.wake(handler.fiber)
+                self._fibers.wake(self._fiber(key))
             case ("expire", rank):
                 self._expire(rank)
+            case ("tick",):
+                shard.tick()
             case ("suspend",):
                 self._now += 2 * self._setting.lease_s
                 shard.tick()
@@ -259,17 +280,16 @@ class ShardProcess:
             case _:
                 raise AssertionError(event)
         self._fibers.run()
-        if self._died or self._fuse:  # if it has come through: just before it answers
+        if self._has_died or self._fuse:  # if it has come through: just before it answers
             raise Killed
 
-    _died = False
-
-    def _set_fuse(self, how: Any) -> None:
-        if how is not None and how[0] == "crash":
-            self._fuse = how[1]
+    def _fiber(self, key: Key) -> Fiber:
+        fiber = self._handlers[key].fiber
+        assert fiber is not None
+        return fiber
 
     def _expire(self, rank: int) -> None:
-        """Everybody else has been heard of just now."""
+        """A lease runs out. Everybody else has been heard of just now."""
         assert self._shard is not None
         members = self._shard._core.members
         for worker in members.workers:
@@ -285,24 +305,28 @@ class ShardProcess:
         if arena is not None:
             arena._directory.close()
         self._abandoned.append(self._fibers)  # nothing of it runs any more, not even to clear up
-        self._fibers, self._handlers, self._shard, self._died = Fibers(), {}, None, False
+        self._fibers, self._handlers, self._replies = Fibers(), {}, []
+        self._shard, self._desks, self._has_died, self.locks_held = None, None, False, 0
 
     def _begin(self, key: Key, number: int, how: Any) -> None:
         assert key not in self._handlers, f"two calls at once from {key}"
-        self._set_fuse(how)
         handler = self._handlers[key] = Handler(number, Context())
-        request: Request = self._requests[number]
-        blocks_max = how[1] if how is not None and how[0] == "cut" else None
+        kind, count = how if how is not None else ("", 0)
+        self._fuse = count if kind == "crash" else 0
+        handler.locks_left = count if kind == "pause" else 0
+        blocks_max = count if kind == "cut" else None
+        desks, request = self._desks, self._requests[number]
+        assert desks is not None
 
         def serve() -> None:
             try:
-                outcome = self._serve(request, handler.context, blocks_max)
-            except _Broken:
-                outcome = Outcome(reason="ShardUnavailable")
+                outcome = desks.serve(request, handler.context, blocks_max)
+            except Broken:
+                outcome = UNREACHED
             except PsdError as error:
                 outcome = Outcome.of_error(error)
             except Killed:
-                self._died = True
+                self._has_died = True
                 return
             except green.GreenletExit:
                 raise
@@ -315,76 +339,16 @@ class ShardProcess:
 
         handler.fiber = self._fibers.spawn(serve, "call")
 
-    def _serve(self, request: Request, context: Any, blocks_max: int | None) -> Outcome:
-        shard, control = self._shard, self._control
-        assert shard is not None
-        match request.kind:
-            case "join":
-                return Outcome(_bytes(control.join(control_pb2.JoinRequest.FromString(request.body), context)))
-            case "declare":
-                reply = control.declare(control_pb2.DeclareRequest.FromString(request.body), context)
-                self._watch()
-                return Outcome(_bytes(reply))
-            case "heartbeat":
-                shard.admission.heartbeat(control_pb2.HeartbeatRequest.FromString(request.body))
-                return Outcome()
-            case "leave":
-                return Outcome(_bytes(control.leave(control_pb2.LeaveRequest.FromString(request.body), context)))
-            case "commit":
-                return Outcome(_bytes(control.commit(control_pb2.CommitRequest.FromString(request.body), context)))
-            case "measure":
-                return Outcome(_bytes(control.measure(control_pb2.MeasureRequest.FromString(request.body), context)))
-            case "barrier":
-                return Outcome(_bytes(control.barrier(control_pb2.BarrierRequest.FromString(request.body), context)))
-            case "rollback":
-                return Outcome(_bytes(control.rollback(control_pb2.RollbackRequest.FromString(request.body), context)))
-            case "initialize":
-                return self._initialize(request, blocks_max)
-            case "push":
-                header = data_pb2.PushHeader.FromString(request.body)
-                (pushed,) = self._plane.push(header, _pushed(request, blocks_max), Waiter(shard, context))
-                return Outcome(_bytes(pushed))
-            case "push_pull":
-                header = data_pb2.PushHeader.FromString(request.body)
-                answers = self._plane.push_pull(header, _pushed(request, blocks_max), Waiter(shard, context))
-                return self._answer(answers, header.clock + 1)
-            case "pull":
-                pull = data_pb2.PullRequest.FromString(request.body)
-                return self._answer(self._plane.pull(pull, Waiter(shard, context)), pull.clock)
-            case kind:
-                raise AssertionError(kind)
-
-    def _answer(self, answers: Iterator[Answer | data_pb2.PushReply], clock: int) -> Outcome:
-        body, versions = b"", []
-        for answer in answers:
-            if isinstance(answer, Answer):
-                self.history.on_read(answer.block, answer.version, answer.values, clock)
-                versions.append((answer.block, answer.version))
-                answer.release()
-            else:
-                body = _bytes(answer)
-        return Outcome(body, tuple(sorted(versions)))
-
-    def _initialize(self, request: Request, blocks_max: int | None) -> Outcome:
-        assert self._shard is not None
-        first = data_pb2.InitializeFrame.FromString(request.body)
-        admission = self._shard.admission
-        init = admission.begin_initialize(first.caller, first.layout_digest, first.choice)
-        for index, _, payload in request.blocks[:blocks_max]:
-            admission.initialize_block(init, index, memoryview(payload))
-        if blocks_max is not None:
-            raise _Broken("the connection broke")
-        return Outcome(_bytes(data_pb2.InitializeReply(accepted=admission.end_initialize(init))))
-
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def view(self) -> ShardView:
-        members = self._shard._core.membership if self._shard is not None else None
-        workers = members.workers if members is not None else []
+        core = self._shard._core if self._shard is not None else None
+        workers = core.membership.workers if core is not None and core.membership is not None else []
         return ShardView(
-            is_up=self._shard is not None,
+            is_up=core is not None,
             lives=self._lives,
             is_blank=self._is_blank,
+            has_lost_round=core is not None and core.lost_round is not None,
             handlers=tuple(sorted((key, handler.is_ready) for key, handler in self._handlers.items())),
             live=tuple(w.session if w.state is WorkerState.LIVE else 0 for w in workers) or (0,) * len(self._setting.programs),
             history=self.history.summary(),
@@ -394,22 +358,25 @@ class ShardProcess:
         return repr(view).encode() + self.walked().key()
 
     def walked(self) -> Walker:
+        """The state, written down."""
+        ShardProcess.active = self
         walker = Walker(lambda file: "/psd/" in file)
+        walker.walk(self._incarnations)
         if self._shard is None:
             self._walk_disk(walker)
             return walker
         core = self._shard._core
         if core.storage.arena is not None:
             self._walk_arena(walker, core.storage.arena)
-        walker.walk([core, self._shard.admission._last_session])
+        members = core.membership
+        walker.walk([core, self._shard.admission._last_session, members is None or members._last_tick is None])
         for key, handler in sorted(self._handlers.items()):
             walker.walk((key, handler.request))
-            assert handler.fiber is not None
-            walker.fiber(handler.fiber)
+            walker.fiber(self._fiber(key))
         return walker
 
     def _walk_arena(self, walker: Walker, arena: Any) -> None:
-        walker.walk([arena.word(name) for name in ("initialized", "timeline", "decided", "tentative")])
+        walker.walk([arena.word(name) for name in WORDS if name not in NO_STATE])
         walker.walk([arena.member(rank) for rank in range(len(self._setting.programs))])
         decided = arena.word("decided")
         walker.walk([arena.decision(round_) for round_ in range(max(0, decided - KEPT), decided + 1)])
@@ -418,30 +385,20 @@ class ShardProcess:
 
     def _walk_disk(self, walker: Walker) -> None:
         """By opening it as the next process will."""
-        storage = state_core.Storage(
+        storage = Storage(
             ServerConfig(self._index, self._setting.shards, run_id="run", state_dir=str(self._directory)), lambda _: None
         )
         found = storage.recover()
         if found is not None:
             self._walk_arena(walker, found[1])
             walker.walk([storage.load_barriers(), storage.load_verdict()])
-            found[1].close(remove=False)
+            found[1]._directory.close()
 
     def end(self) -> None:
         """Let go of everything."""
+        ShardProcess.active = self
         for fibers in (self._fibers, *self._abandoned):
             fibers.end()
         if self._shard is not None:
             self._shard.close(keep=False)
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _bytes(message: Any) -> bytes:
-    return message.SerializeToString(deterministic=True)
-
-
-def _pushed(request: Request, blocks_max: int | None) -> Iterator[PushedBlock]:
-    for index, present, payload in request.blocks[:blocks_max]:
-        yield PushedBlock(index, present, memoryview(payload))
-    if blocks_max is not None:
-        raise _Broken("the connection broke")

@@ -31,6 +31,7 @@ _HOW = {
     "lose": "; the connection breaks before the answer",
     "late": "; the connection breaks, and the request is still under way",
     "cut": "; the connection breaks in the middle, after {} block(s)",
+    "pause": "; its thread has to wait before its lock {}",
     "timeout": "; its deadline passes",
     "crash": "; the shard is killed at its crash point {}, and restarted",
 }
@@ -98,7 +99,9 @@ def tell(world: World, state: State, action: Action, result: Any) -> str:
         case ("restart", shard):
             return f"shard {shard} is restarted"
         case ("blank", shard):
-            return f"shard {shard} is restarted without what it held"
+            return f"shard {shard} is killed, and restarted without what it held"
+        case ("tick", shard):
+            return f"shard {shard} looks after what it has lost"
         case ("suspend", shard):
             return f"shard {shard} is suspended for two leases"
         case ("start", process):
@@ -131,7 +134,7 @@ def _answer(world: World, state: State, action: Action) -> str:
         _, told = world.shards[shard].step(state.shards[shard], ("call", (process, thread), number, None))
     elif action[0] == "go" and len(action) == 3:
         _, shard, key = action
-        _, told = world.shards[shard].step(state.shards[shard], ("go", key, None))
+        _, told = world.shards[shard].step(state.shards[shard], ("go", key))
     else:
         return ""
     if not told.replies:

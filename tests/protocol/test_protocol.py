@@ -2,47 +2,118 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import planted
 import pytest
 from check_protocol import SETTINGS, explore
 from setting import Setting
 
-from psd.state.job import Job
-from psd.state.rounds import FastRound, Outcome
-from psd_client.exchange import Exchange
+STATES = 200
+"""To look at in each setting."""
 
-SECONDS = 2.0
-"""Of CPU for each setting."""
+COUNT = """
+from check_protocol import explore
+from setting import Setting
+faults = frozenset({"lose", "late", "kill", "die", "stall", "timeout"})
+explorer, told = explore(Setting("counted", faults=faults), states_max=200)
+print(explorer.states, explorer.steps, explorer.depth, explorer.strikes, told)
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_with_one_fault_nothing_is_found(setting: Setting) -> None:
-    explorer, told = explore(setting, SECONDS)
+    explorer, told = explore(setting, states_max=STATES)
 
     assert told == []
-    assert explorer.states > 100
+    assert explorer.states == STATES
+
+
+@pytest.mark.slow
+def test_every_process_counts_the_same_states() -> None:
+    found = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)}
+        found.add(
+            subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=True).stdout
+        )
+
+    assert len(found) == 1
+    assert found.pop().startswith("200 ")
+
+
+def count_with_hash_seed(seed: str) -> str:
+    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+# -- defects that psd once had ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_clock_that_moves_on_before_the_commit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.clock_before_commit(monkeypatch)
+
+    story = find(Setting("planted", aggregation="exact", faults=frozenset({"outage", "timeout"})))
+
+    assert "counts twice" in story[0]
+    assert told_in_order(story, "raises ShardUnavailable", "decides: again", "at clock 1", "push gradient", "commit clock 1")
 
 
 @pytest.mark.slow
 def test_a_successor_that_pushes_into_its_predecessors_round_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: its gradient was taken for a duplicate of the one that the dead worker had pushed."""
-    monkeypatch.setattr(Job, "entry_round", lambda job, rank: job.version_max)
-    monkeypatch.setattr(FastRound, "standing", lambda round_, part: Outcome.DUPLICATE if part.rank in round_.sessions else None)
+    planted.successor_in_the_open_round(monkeypatch)
 
-    _, told = explore(Setting("planted", faults=frozenset({"die"})), 30)
+    story = find(Setting("planted", faults=frozenset({"die"})))
 
-    assert len(told) == 1
+    assert "lack acknowledged gradients" in story[0]
+    assert told_in_order(
+        story, "worker 0 -> shard", "worker 0 dies", "worker 0': push_pull", "worker 0': push_pull(12) returns"
+    )
+
+
+@pytest.mark.slow
+def test_a_returning_worker_that_speaks_for_the_round_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.all_voices_alike(monkeypatch)
+
+    story = find(Setting("planted", has_schedule=True, faults=frozenset({"die"})))
+
+    assert "was ended by ScalarsDisagree" in story[0]
+    assert told_in_order(story, "worker 0 dies", "worker 0': push_pull(12) at clock", "= ScalarsDisagree")
+
+
+@pytest.mark.slow
+def test_a_session_that_ends_on_its_way_into_the_job_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.unguarded_rejoin(monkeypatch)
+
+    story = find(Setting("planted", steps=1, faults=frozenset({"outage", "stall"}), budget=2))
+
+    assert "was ended by SessionFenced (expired)" in story[0]
+    assert told_in_order(story, "stays away", "shard 0: join (session 0)", "runs out", "= SessionFenced")
 
 
 @pytest.mark.slow
 def test_a_failed_push_that_another_one_follows_unfenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: the shards took another gradient for the same push."""
+    planted.unfenced_push(monkeypatch)
 
-    def forget(exchange: Exchange, failed: object) -> None:
-        exchange._unconfirmed = exchange._failed = exchange._session.pushing = None
+    story = find(Setting("planted", faults=frozenset({"timeout"})))
 
-    monkeypatch.setattr(Exchange, "_give_up", forget)
+    assert "lack acknowledged gradients" in story[0]
+    assert told_in_order(story, "raises WaitTimeout", "decides: other", "gradient 1 clock 0")
 
-    _, told = explore(Setting("planted", faults=frozenset({"outage", "timeout"})), 60)
 
-    assert len(told) == 1
+def find(setting: Setting) -> list[str]:
+    """The lines of what the checker finds: what is wrong, and the events that lead there."""
+    _, told = explore(setting, states_max=20_000)
+    (text,) = told
+    return text.splitlines()
+
+
+def told_in_order(story: list[str], *events: str) -> bool:
+    """True if these words occur in lines of the story, one after the other."""
+    lines = iter(story[1:])
+    return all(any(event in line for line in lines) for event in events)

@@ -2,8 +2,7 @@
 
 A state is a tuple of the processes' nodes and of what is under way. Whatever the real system leaves open is an option: which
 message arrives first, which waiting call goes on, when a lease runs out. Options that are faults cost; the others are free.
-Must
-not know how processes work: automaton.py has them, by their views.
+Must not know how processes work: automaton.py has them, by their views.
 """
 
 from __future__ import annotations
@@ -16,11 +15,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from automaton import Automaton, Node
 from setting import Setting
 from shard_process import ShardProcess, ShardTold
 from wire import UNREACHED, Numbers, Request
 from worker_process import Slot, Told, WorkerProcess, WorkerView
+
+from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
+from psd.contract.layout import Layout
 
 Action = tuple[Any, ...]
 
@@ -65,6 +68,7 @@ class World:
         self.outcomes = Numbers()
         self.unreached = self.outcomes.of(UNREACHED)
         self._directory = Path(tempfile.mkdtemp(prefix="psd-protocol-", dir=_memory()))
+        self._checkpoints = write_checkpoint(setting, self._directory / "checkpoints") if setting.has_checkpoint else ""
         self._lives = count()
         self.ranks = [rank for rank, _ in setting.processes]
         self.workers = [
@@ -74,7 +78,8 @@ class World:
         self.shards = [Automaton(partial(self._make_shard, index)) for index in range(setting.shards)]
 
     def _make_shard(self, index: int) -> ShardProcess:
-        return ShardProcess(self.setting, index, self.requests, self.outcomes, self._directory / f"{index}-{next(self._lives)}")
+        directory = self._directory / f"{index}-{next(self._lives)}"
+        return ShardProcess(self.setting, index, self.requests, self.outcomes, directory, self._checkpoints)
 
     def close(self) -> None:
         """End everything."""
@@ -101,26 +106,28 @@ class World:
             if not is_there and not is_answered:
                 yield slot, number
 
-    def options(self, state: State) -> Iterator[tuple[Action, int]]:
+    def options(self, state: State, *, with_faults: bool = True) -> list[tuple[Action, int]]:
         """The actions that are possible, each with its cost in faults."""
-        faults = self.setting.faults
+        faults = self.setting.faults if with_faults else frozenset()
+        options: list[tuple[Action, int]] = []
         for process, mode in enumerate(state.modes):
-            yield from self._options_of_worker(state, process, mode)
+            options += self._options_of_worker(state, process, mode, faults)
             if mode in (ON, STALLED):
                 for slot, number in self.undelivered(state, process):
                     if state.shards[slot[0]].view.is_up:
-                        yield ("deliver", process, slot), 0
+                        options.append((("deliver", process, slot), 0))
                         # What heartbeats ask for they ask again.
-                        for variant in self._variants(number) if slot[1] == "op" else ():
+                        for variant in self._variants(state, process, slot, number) if faults and slot[1] == "op" else ():
                             if variant[0] in faults:
-                                yield ("deliver", process, slot, *variant), 1
+                                options.append((("deliver", process, slot, *variant), 1))
         for shard, node in enumerate(state.shards):
-            yield from self._options_of_shard(state, shard, node)
-        for shard, number in set(state.late):
+            options += self._options_of_shard(state, shard, node, faults)
+        for shard, number in dict.fromkeys(state.late):
             if state.shards[shard].view.is_up:
-                yield ("late", shard, number), 0
+                options.append((("late", shard, number), 0))
+        return options
 
-    def _variants(self, number: int) -> Iterator[tuple[Any, ...]]:
+    def _variants(self, state: State, process: int, slot: Slot, number: int) -> Iterator[tuple[Any, ...]]:
         """How a delivery may go wrong."""
         yield ("lose",)
         yield ("late",)
@@ -128,16 +135,21 @@ class World:
         if request.kind in ("push", "push_pull", "initialize"):
             for blocks in range(len(request.blocks)):
                 yield ("cut", blocks)
-        if request.kind not in ("join", "leave", "initialize"):
+        event = ("call", (process, slot[1]), number, None)
+        _, told = self.shards[slot[0]].step(state.shards[slot[0]], event)
+        if not told.replies and request.kind not in ("join", "leave"):
             yield ("timeout",)
-        yield ("crash",)
+        for point in told.crash_points:
+            yield "crash", point
+        for lock in range(2, told.locks + 1):
+            yield "pause", lock
 
-    def _options_of_worker(self, state: State, process: int, mode: int) -> Iterator[tuple[Action, int]]:
+    def _options_of_worker(self, state: State, process: int, mode: int, faults: frozenset[str]) -> Iterator[tuple[Action, int]]:
         view: WorkerView = state.workers[process].view
         setting = self.setting
         if mode == OFF:
             is_first = process < len(setting.programs)
-            if is_first or ("twice" in setting.faults and state.modes[setting.mortal] == STALLED):
+            if is_first or ("twice" in faults and state.modes[setting.mortal] == STALLED):
                 yield ("start", process), 0 if is_first else 1
             return
         if mode == STALLED:
@@ -156,9 +168,9 @@ class World:
                 if number >= 0 and state.shards[shard].view.is_up and self._matters(state, process, shard, number):
                     yield ("beat", process, shard), 0
         if self.ranks[process] == setting.mortal and process < len(setting.programs) and not view.ended:
-            if "die" in setting.faults:
+            if "die" in faults:
                 yield ("die", process), 1
-            if "stall" in setting.faults:
+            if "stall" in faults:
                 yield ("stall", process), 1
 
     def has_gone(self, state: State, process: int) -> bool:
@@ -167,19 +179,20 @@ class World:
         return state.modes[process] == DEAD or (state.modes[process] == ON and ended not in ("", "finished"))
 
     def _matters(self, state: State, process: int, shard: int, number: int) -> bool:
-        """True if a heartbeat would change anything beyond the lease."""
+        """True if a heartbeat would change anything beyond the lease, that no call on its way there is about to change."""
         before = state.shards[shard]
         after, told = self.shards[shard].step(before, ("call", (process, "beat"), number, None))
-        outcome = self.outcomes[told.replies[0][1]]
-        return after is not before or outcome.reason == "ShardRestarted"
+        if self.outcomes[told.replies[0][1]].reason != "ShardRestarted":
+            return after is not before
+        return self.setting.has_slow_beats or all(slot != (shard, "op") for slot, _ in self.undelivered(state, process))
 
-    def _options_of_shard(self, state: State, shard: int, node: Node) -> Iterator[tuple[Action, int]]:
-        faults, view = self.setting.faults, node.view
+    def _options_of_shard(self, state: State, shard: int, node: Node, faults: frozenset[str]) -> Iterator[tuple[Action, int]]:
+        view = node.view
         if not view.is_up:
             yield ("restart", shard), 0
-            if "blank" in faults:
-                yield ("blank", shard), 1
             return
+        if view.has_lost_round:
+            yield ("tick", shard), 0
         for key, is_ready in view.handlers:
             if is_ready:
                 yield ("go", shard, key), 0
@@ -188,11 +201,9 @@ class World:
         for rank, session in enumerate(view.live):
             if session and self._may_expire(state, shard, rank, session):
                 yield ("expire", shard, rank), 0
-        for fault in ("kill", "outage"):
+        for fault in ("kill", "outage", "blank", "suspend"):
             if fault in faults:
                 yield (fault, shard), 1
-        if "suspend" in faults:
-            yield ("suspend", shard), 1
 
     def _may_expire(self, state: State, shard: int, rank: int, session: int) -> bool:
         """True if nobody renews the lease for as long as it takes."""
@@ -284,15 +295,13 @@ class _Step:
                 self.go(shard, key, is_lost=bool(variant))
             case ("expire", shard, rank):
                 self.shard_event(shard, ("expire", rank))
-            case ("suspend", shard):
-                self.shard_event(shard, ("suspend",))
-            case ("kill" | "outage", shard):
+            case ("suspend" | "tick" | "restart", shard):
+                self.shard_event(shard, (action[0],))
+            case ("kill" | "outage" | "blank", shard):
                 self.shard_event(shard, ("kill",))
                 self.break_connections(shard)
-                if action[0] == "kill":
-                    self.shard_event(shard, ("restart",))
-            case ("restart" | "blank", shard):
-                self.shard_event(shard, (action[0],))
+                if action[0] != "outage":
+                    self.shard_event(shard, ("restart" if action[0] == "kill" else "blank",))
             case ("beat", process, shard):
                 number = self.workers[process].view.beats[shard]
                 told = self.shard_event(shard, ("call", (process, "beat"), number, None))
@@ -326,7 +335,7 @@ class _Step:
             self.late.append((shard, number))
             self.reply(process, slot, self.world.unreached)
             return
-        how = ("cut", variant[1]) if kind == "cut" else ("crash", variant[1]) if kind == "crash" else None
+        how = tuple(variant) if kind in ("cut", "crash", "pause") else None
         told = self.shard_event(shard, ("call", key, number, how))
         if kind == "crash":
             assert not self.shards[shard].view.is_up
@@ -352,7 +361,7 @@ class _Step:
             self.shard_event(shard, ("hang up", key))
 
     def go(self, shard: int, key: Any, *, is_lost: bool) -> None:
-        told = self.shard_event(shard, ("go", key, None))
+        told = self.shard_event(shard, ("go", key))
         process, thread = key
         if told.replies:
             self.reply(process, (shard, thread), self.world.unreached if is_lost else told.replies[0][1])
@@ -401,7 +410,9 @@ class _Step:
             if not self.shards[shard].view.is_up:  # who calls a shard that is down is refused
                 self.worker_event(process, ("reply", slot, self.world.unreached))
                 return True
-            if not setting.leaves and self.world.requests[number].kind == "leave":
+            is_leaving = self.world.requests[number].kind == "leave"
+            is_prompt = not setting.leaves if is_leaving else slot[1] == "beat" and not setting.has_slow_beats
+            if is_prompt and not any(key == (process, slot[1]) for key, _ in self.shards[shard].view.handlers):
                 self.deliver(process, slot, [])
                 return True
         for slot in view.sleeps:
@@ -414,6 +425,31 @@ class _Step:
         """True if a first process has joined, or is gone."""
         view = self.workers[process].view
         return self.modes[process] != OFF and (view.options == ("go",) or view.is_begun)
+
+
+def write_checkpoint(setting: Setting, directory: Path) -> str:
+    """Store a job in which nothing has happened yet; where."""
+    checkpoints, layout = CheckpointDirectory(str(directory)), Layout(setting.spec, setting.shards)
+    cut = Cut("a1", 0, 0, "run", 5.0, layout)
+    nothing = np.zeros(len(setting.programs), np.uint64)
+    for shard in range(setting.shards):
+        parts = [
+            BlockPart(
+                space=block.space,
+                offset=block.offset,
+                length=block.length,
+                version=0,
+                parameter=np.zeros(block.length, block.dtype),
+                slots={},
+                steps=np.zeros(len(block.segment_ends), np.uint64),
+                sessions=nothing,
+                clocks=nothing,
+            )
+            for block in layout.blocks_of(shard)
+        ]
+        checkpoints.write_part(cut, shard, parts, worker_clocks={}, client_states={})
+    assert checkpoints.complete(cut)
+    return str(directory)
 
 
 def _memory() -> str | None:

@@ -25,7 +25,7 @@ from psd.contract.wire import PREFIX, Kind, Stream
 from psd.rim import bulk_server
 from psd.rim.bulk_connection import HELLO_BYTES_MAX
 from psd.rim.bulk_server import STRANGERS_MAX
-from psd.rim.health import Health
+from psd.rim.health import HealthService
 from psd.rim.pace import Pace
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.v1 import bulk_pb2, control_pb2, data_pb2
@@ -154,7 +154,7 @@ def test_a_status_that_changes_while_watchers_hang_up_stops_nobody(
 
 def test_a_watcher_is_told_what_changes_and_a_service_that_is_none_is_unknown() -> None:
     """As gRPC's health protocol has it; names that somebody made up are not kept."""
-    found, context = Health(Pace()), Context()
+    found, context = HealthService(Pace()), Context()
     found.set("a", health_pb2.HealthCheckResponse.SERVING)
     watch, unknown = (found.Watch(health_pb2.HealthCheckRequest(service=name), context) for name in ("a", "b"))
 

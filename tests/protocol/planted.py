@@ -1,0 +1,80 @@
+"""Defects that psd once had, planted again: the checker has to find each of them.
+
+Each is a function that takes pytest's monkeypatch and undoes the mending as locally as it can. Must not know the checker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from psd.state.agreement import Agreement, Voice
+from psd.state.job import Job
+from psd.state.rounds import FastRound, Outcome
+from psd_client.exchange import Exchange
+from psd_client.membership import Memberships
+from psd_client.sent_push import SentPush
+from psd_client.session import Session
+
+
+def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves on before shard 0 knows of the push, and a call that has failed then leaves nothing behind."""
+
+    @contextmanager
+    def forgetful(exchange: Exchange, sent: SentPush) -> Iterator[SentPush]:
+        yield sent
+
+    def commit(exchange: Exchange, sent: SentPush, *, without_waiting: bool) -> None:
+        if not sent.is_finished:
+            exchange._finish(sent)
+        real(exchange, sent, without_waiting=without_waiting)
+
+    real = Exchange._commit
+    monkeypatch.setattr(Exchange, "_call", forgetful)
+    monkeypatch.setattr(Exchange, "_commit", commit)
+
+
+def successor_in_the_open_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor's gradient is taken for a duplicate of the one that the dead worker has pushed."""
+    monkeypatch.setattr(Job, "entry_round", lambda job, rank: job.version_max)
+    monkeypatch.setattr(FastRound, "standing", lambda round_, part: Outcome.DUPLICATE if part.rank in round_.sessions else None)
+
+
+def all_voices_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever pushes first says what the round's scalars are, also a worker that has just come back."""
+    hear, check = Agreement.hear, Agreement.check
+
+    def alike(method: Any) -> Any:
+        return lambda agreement, round_, voice: method(agreement, round_, _from_the_start(voice))
+
+    monkeypatch.setattr(Agreement, "hear", alike(hear))
+    monkeypatch.setattr(Agreement, "check", alike(check))
+
+
+def _from_the_start(voice: Voice) -> Voice:
+    return voice._replace(since=0)
+
+
+def unguarded_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session has heartbeats only once all shards know it, and one that ends on its way into the job ends the worker."""
+
+    def enter(session: Session) -> None:
+        session.join_anew()
+        if session._declaration is not None:
+            session._declare(session._declaration, is_first=False)
+        session._is_entered = True
+
+    monkeypatch.setattr(Session, "_enter", enter)
+    monkeypatch.setattr(Memberships, "latest", property(lambda memberships: memberships._held))
+
+
+def unfenced_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a push that has failed another gradient leaves under the same name."""
+
+    def forget(exchange: Exchange, failed: object) -> None:
+        exchange._unconfirmed = exchange._failed = exchange._session.pushing = None
+
+    monkeypatch.setattr(Exchange, "_give_up", forget)
