@@ -30,10 +30,15 @@ class Invariants:
         if not moves:
             waiting = [p for p, mode in enumerate(state.modes) if mode == ON and self._takes_part(state, p)]
             if waiting:
-                wrong.append(f"processes {waiting} wait for what cannot come: {self._waits(state)}")
+                if not self._is_to_begin_anew(state):
+                    wrong.append(f"processes {waiting} wait for what cannot come: {self._waits(state)}")
             elif all(mode != STALLED for mode in state.modes):
                 wrong += self._books(state)
         return wrong
+
+    def _is_to_begin_anew(self, state: State) -> bool:
+        """True if somebody has ended who has no successor here, because the job is lost: all are to be started again."""
+        return any(node.view.ended == StateLost.__name__ for node in state.workers)
 
     def _must_happen(self, state: State, action: Action) -> bool:
         """False for what nobody may rely on: a late message, the end of a worker's stall, a successor."""

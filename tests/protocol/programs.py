@@ -114,15 +114,27 @@ class Program:
         return gradient
 
     def push(self, gradient: int) -> None:
-        self._call(f"push({gradient})", gradient, lambda ps, scalars: ps.push_flat(scalars))
+        def call(ps: FlatCalls, scalars: Any) -> None:
+            with ps.operation("push"):
+                ps.declared.confirm()  # until then the push before may need its gradient
+                self._write(gradient)
+                ps.declared.push(scalars, 1, None)
+
+        self._call(f"push({gradient})", gradient, call)
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
         self.steps_made += 1
 
     def push_pull(self, gradient: int) -> None:
+        self._write(gradient)
         self._call(f"push_pull({gradient})", gradient, lambda ps, scalars: ps.push_pull_flat(scalars))
         self.books[gradient] = "held" if self.books[gradient] == "open" else self.books[gradient]
         self.confirmed()
         self.steps_made += 1
+
+    def _write(self, gradient: int) -> None:
+        assert self.ps is not None
+        for space in self.ps.gradients.spaces:
+            space[...] = value_of(gradient)
 
     def pull(self) -> None:
         self._call("pull", None, lambda ps, scalars: ps.pull_flat())
@@ -137,9 +149,6 @@ class Program:
     def _call(self, what: str, gradient: int | None, call: Callable[[FlatCalls, Any], None]) -> None:
         """One call; its word on what became of the gradients goes into the books."""
         assert self.ps is not None
-        if gradient is not None:
-            for space in self.ps.gradients.spaces:
-                space[...] = value_of(gradient)
         stats_before = self.ps.stats()
         self.say(f"{what} at clock {self.ps.clock}")
         try:

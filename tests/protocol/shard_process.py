@@ -9,6 +9,7 @@ the call takes its nth lock, others have their turn. Must not know workers beyon
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,8 @@ from wire import UNREACHED, Numbers, Outcome
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
-from psd.state import block as state_block
 from psd.state import core as state_core
+from psd.state import locks
 from psd.state import restoration as state_restoration
 from psd.state import shard as state_shard
 from psd.state.membership import WorkerState
@@ -87,14 +88,22 @@ class WatchedStorage(Storage):
         return arena
 
 
+_ALL_LEVELS = [SimpleNamespace(level=level) for level in locks.Level]
+"""Locks that are held, to the checks of the suite, which knows threads and no fibers."""
+
+
+def _new_lock(level: locks.Level, index: int = 0) -> Any:
+    del index
+    return PausingLock() if level in (locks.Level.JOB, locks.Level.SHARD, locks.Level.BLOCK) else threading.Lock()
+
+
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green.green` is to put into psd.state."""
-    locks = SimpleNamespace(Lock=PausingLock, RLock=PausingLock)
     secrets = SimpleNamespace(randbits=lambda _: ShardProcess.active.next_incarnation() - 1)  # type: ignore[union-attr]
     return [
         (state_core, "Ticket", GreenTicket),
-        (state_core, "threading", locks),
-        (state_block, "threading", locks),
+        (locks, "new", _new_lock),
+        *((checks, "held", lambda: _ALL_LEVELS) for name, checks in sys.modules.items() if name == "checked_locks"),
         (state_core, "secrets", secrets),
         (state_restoration, "secrets", secrets),
         (state_shard, "Storage", WatchedStorage),

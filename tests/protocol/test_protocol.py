@@ -12,7 +12,7 @@ import pytest
 from check_protocol import SETTINGS, explore
 from setting import Setting
 
-STATES = 200
+STATES = 150
 """To look at in each setting."""
 
 COUNT = """
