@@ -34,6 +34,7 @@ LEFT_OUT_TYPES = frozenset(
         "Admission",
         "Block",
         "Call",
+        "CheckedLock",
         "Checkpointer",
         "ClientConfig",
         "Context",

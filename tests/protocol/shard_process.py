@@ -9,7 +9,6 @@ the call takes its nth lock, others have their turn. Must not know workers beyon
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -25,8 +24,8 @@ from wire import UNREACHED, Numbers, Outcome
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
-from psd.state import block as state_block
 from psd.state import core as state_core
+from psd.state import locks
 from psd.state import restoration as state_restoration
 from psd.state import shard as state_shard
 from psd.state.decisions import KEPT
@@ -45,16 +44,17 @@ class Killed(BaseException):
 
 
 class PausingLock:
-    """A lock of the shard. Nobody waits for it here: a call that is to pause does so before it takes its first one."""
+    """A lock of the shard. Nobody waits for it here: a call that is to pause does so while it holds none."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
 
     def acquire(self) -> bool:
         process = ShardProcess.active
         assert process is not None
         process.on_lock()
-        return self._lock.acquire()
+        is_taken: bool = self._lock.acquire()
+        return is_taken
 
     def release(self) -> None:
         process = ShardProcess.active
@@ -89,12 +89,16 @@ class WatchedStorage(Storage):
 
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green.green` is to put into psd.state."""
-    locks = SimpleNamespace(Lock=PausingLock, RLock=PausingLock)
+    plain = locks.new
+
+    def new_lock(level: locks.Level, index: int = 0) -> Any:
+        lock = plain(level, index)
+        return PausingLock(lock) if level in (locks.Level.SHARD, locks.Level.BLOCK) else lock
+
     secrets = SimpleNamespace(randbits=lambda _: ShardProcess.active.next_incarnation() - 1)  # type: ignore[union-attr]
     return [
         (state_core, "Ticket", GreenTicket),
-        (state_core, "threading", locks),
-        (state_block, "threading", locks),
+        (locks, "new", new_lock),
         (state_core, "secrets", secrets),
         (state_restoration, "secrets", secrets),
         (state_shard, "Storage", WatchedStorage),
