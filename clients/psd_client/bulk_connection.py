@@ -41,7 +41,7 @@ class NotGreeted(Exception):
     """The connection was accepted, but nobody answers."""
 
 
-class BulkConnection:
+class BulkClient:
     """One open connection to one shard. One call at a time; `close` may come from another thread.
 
     Args:

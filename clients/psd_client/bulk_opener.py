@@ -19,7 +19,7 @@ from psd.contract.tls import what_is_wrong
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.v1 import control_pb2, job_pb2
-from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkConnection, NotGreeted
+from psd_client.bulk_connection import HEAD_BYTES_MAX, BulkClient, NotGreeted
 from psd_client.transport import Call, Traffic
 
 CONNECT_S = 3.0
@@ -37,7 +37,7 @@ class BulkOpener:
 
     Args:
         wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
-        ask: OpenBulk, over gRPC: for a ticket, and where the shard listens. traffic: see BulkConnection.
+        ask: OpenBulk, over gRPC: for a ticket, and where the shard listens. traffic: see BulkClient.
 
     Attributes:
         transport: how bulk data travels, and why not better; empty before the first connection.
@@ -59,7 +59,7 @@ class BulkOpener:
         self._credentials = credentials
         self._ask = ask
         self._traffic = traffic
-        self._open: BulkConnection | None = None
+        self._open: BulkClient | None = None
         self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
         self._had_tcp = False
         self._missed_since: float | None = None  # since when TCP connections fail
@@ -70,7 +70,7 @@ class BulkOpener:
         """True if there is a connection."""
         return self._open is not None and self._open.is_open
 
-    def connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+    def connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection, opened if need be; None if only gRPC works."""
         if not self.is_open and self._grpc_at != caller.incarnation:
             self._open = self._choose(caller, call)
@@ -82,7 +82,7 @@ class BulkOpener:
         if self._open is not None:
             self._open.close()
 
-    def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+    def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         refusals: list[str] = []
         ways: tuple[tuple[str, Callable[[control_pb2.OpenBulkReply], socket.socket | TlsSocket]], ...]
         ways = ("shm", self._connect_local), ("tcp", self._connect_tcp)
@@ -92,7 +92,7 @@ class BulkOpener:
             reply = self._ask(control_pb2.OpenBulkRequest(caller=caller), call)
             try:
                 stream = Stream(connect(reply), HEAD_BYTES_MAX)
-                bulk = BulkConnection(stream, self._shard, self._address, reply.ticket, call, self._traffic)
+                bulk = BulkClient(stream, self._shard, self._address, reply.ticket, call, self._traffic)
             except _NotHere as error:
                 refusals.append(f"{name}: {error}")
                 continue

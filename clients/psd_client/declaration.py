@@ -32,7 +32,7 @@ class Declared:
     client_state: bytes
 
 
-class Declaration:
+class JobDeclaration:
     """One job, as one worker declares it.
 
     Args:

@@ -15,19 +15,19 @@ from multiprocessing import util as multiprocessing_util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from psd_client.worker import Worker
+    from psd_client.worker import WorkerConnection
 
-_open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+_open_workers: weakref.WeakSet[WorkerConnection] = weakref.WeakSet()
 
 
-def remember(worker: Worker) -> None:
+def remember(worker: WorkerConnection) -> None:
     """Close this worker at the end of the program."""
     _open_workers.add(worker)
     if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
         multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
 
 
-def close_in_thread(worker: Worker) -> None:
+def close_in_thread(worker: WorkerConnection) -> None:
     """Close a worker that the program has forgotten, which may have pushed last.
 
     In a thread of its own: Python frees objects anywhere, also in a thread that holds one of gRPC's locks.

@@ -29,16 +29,16 @@ from psd_client.flat import FlatBuffers, share_memory
 from psd_client.push_counts import PushCounts
 from psd_client.sent_push import SentPush
 from psd_client.session import Session
-from psd_client.settlement import Settlement
 from psd_client.shards import Shards, transfer_s
 from psd_client.transport import Call, GradientPart, Lane, Share
+from psd_client.verdict_search import VerdictSearch
 
 logger = logging.getLogger("psd_client")
 
 CUTS_MAX = 8
 
 
-class Exchange:
+class ParameterExchange:
     """Moves gradients out and parameters in.
 
     Args:
@@ -50,7 +50,7 @@ class Exchange:
         client_state: goes to shard 0 with the next push.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
-        counts: see Worker.stats.
+        counts: see ParameterServer.stats.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Exchange:
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
         self._failed: SentPush | None = None  # the push of the last call, if that has failed
-        self._settlement: Settlement | None = None
+        self._verdicts: VerdictSearch | None = None
         if layout.spec.has_verdicts:
-            self._settlement = Settlement(session, shards, self._lanes, self._timeout_s, self._push_again)
+            self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
         self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
         self.client_state = b""
@@ -106,8 +106,8 @@ class Exchange:
 
     def _begin_again(self) -> None:
         self._unconfirmed = self._failed = self._session.pushing = None
-        if self._settlement is not None:
-            self._settlement.forget()
+        if self._verdicts is not None:
+            self._verdicts.forget()
         self.pull_all()
 
     def pull(self) -> None:
@@ -215,11 +215,13 @@ class Exchange:
                 failed.feed = feed
                 return failed
             self._give_up(failed)
-        for attempt in self._session.attempts():
-            with attempt:
-                self._session.await_decisions(self._timeout_s)
-        settlement = self._settlement
-        if settlement is not None and settlement.settled < settlement.latest < self._session.clock:
+        self._session.catch_up()
+        if self._is_exact:
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._session.await_decisions(self._timeout_s)
+        verdicts = self._verdicts
+        if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._await_closed()
         header = self._header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
@@ -361,8 +363,8 @@ class Exchange:
 
         (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
         self._session.decisions = list(reply.decisions)
-        if self._settlement is not None:
-            self._settlement.on_commit(sent.header.clock, reply)
+        if self._verdicts is not None:
+            self._verdicts.on_commit(sent.header.clock, reply)
         decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
         if decision is not None:
             members = members_mask(decision.members)
@@ -383,8 +385,8 @@ class Exchange:
         if self._is_exact and sent is not None and not sent.is_decided:
             self._commit(sent, without_waiting=False)
         self._session.await_decisions(self._timeout_s)
-        if self._settlement is not None:
-            self._settlement.settle()
+        if self._verdicts is not None:
+            self._verdicts.find()
 
     def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False) -> None:
         """Have the round of the last push closed, and fetch the trained blocks, or all."""
@@ -417,10 +419,10 @@ class Exchange:
         """Note that all shards have closed the round of the last push."""
         last, self._unconfirmed = self._unconfirmed, None
         self._session.pushing = None
-        if self._settlement is None:
+        if self._verdicts is None:
             return
-        self._settlement.on_told()
-        if last is not None and self._settlement.skips(last.header.clock):
+        self._verdicts.on_applied()
+        if last is not None and self._verdicts.skips(last.header.clock):
             self.is_skipped = True
             self.counts["rounds_skipped"] += 1
             what = "step %d was skipped: a norm over all workers is not finite"
@@ -475,5 +477,5 @@ class Exchange:
             layout_digest=self._layout.digest,
             blocks=[block.index for block in blocks],
             decisions=self._session.decisions,
-            verdict=self._settlement.verdict if self._settlement is not None else None,
+            verdict=self._verdicts.verdict if self._verdicts is not None else None,
         )

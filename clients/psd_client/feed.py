@@ -30,11 +30,11 @@ class Feed:
     Attributes:
         is_finished: nothing is computed any more. present: (tensors,) which have a gradient then; None: all.
         ended: set when its push has ended, well or not.
-        goes_on: when it is finished, the program does not wait for its push.
+        in_background: when it is finished, the program does not wait for its push.
     """
 
-    def __init__(self, layout: Layout, *, goes_on: bool = False) -> None:
-        self.goes_on = goes_on
+    def __init__(self, layout: Layout, *, in_background: bool = False) -> None:
+        self.in_background = in_background
         self.is_finished = False
         self.present: NDArray[np.bool_] | None = None
         self.ended = threading.Event()

@@ -15,13 +15,13 @@ from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
-from psd_client.exchange import Exchange
+from psd_client.exchange import ParameterExchange
 from psd_client.feed import Aborted, Feed
 from psd_client.flat import FlatBuffers
-from psd_client.worker import Worker
+from psd_client.worker import WorkerConnection
 
 
-class FlatCalls(Worker):
+class FlatCalls(WorkerConnection):
     """A worker that declares, pushes and pulls whole buffers."""
 
     def declare_tensors(
@@ -64,7 +64,7 @@ class FlatCalls(Worker):
             )
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
-            exchange = Exchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
+            exchange = ParameterExchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
@@ -161,6 +161,6 @@ class FlatCalls(Worker):
                 self._feed = None
             feed.ended.set()
 
-    def told(self) -> None:
+    def forget_failure(self) -> None:
         """Note that the program has heard of the last push's failure."""
         self._untold = None

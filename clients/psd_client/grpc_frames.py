@@ -47,7 +47,7 @@ def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], val
         yield frames.join(message.SerializeToString(), values.block(block.index))
 
 
-class Answer:
+class BlockAnswer:
     """The blocks of one answer, as they come.
 
     Args:

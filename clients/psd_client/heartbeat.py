@@ -21,7 +21,7 @@ from psd_client.membership import Membership
 from psd_client.session import Session
 from psd_client.shards import RETRIED
 from psd_client.transport import Call, Cancelled, Lane, Scope
-from psd_client.waiting import Health, WaitReporter
+from psd_client.waiting import ShardHealth, WaitReporter
 
 logger = logging.getLogger("psd_client")
 
@@ -44,7 +44,7 @@ class Heartbeats:
         rank: int,
         session: Session,
         lanes: Sequence[Lane],
-        health: Health,
+        health: ShardHealth,
         reporter: WaitReporter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -89,7 +89,7 @@ class Heartbeats:
         """Send heartbeats at once to all shards that know the session; return the waits that they report for this worker."""
         began = self._clock()
         # Where a session takes part is known only when all shards have let it in.
-        clock = 0 if membership.is_joining else self._session.told_clock
+        clock = 0 if membership.is_joining else self._session.reported_clock
         leaving = self._session.is_leaving
         pending = []
         try:

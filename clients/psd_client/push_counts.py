@@ -23,7 +23,7 @@ NAMES = (
 
 
 class PushCounts:
-    """Totals by name; see Worker.stats.
+    """Totals by name; see ParameterServer.stats.
 
     Attributes:
         totals: as they are now.

@@ -22,7 +22,7 @@ from psd.v1 import control_pb2, data_pb2
 from psd_client.flat import FlatBuffers
 from psd_client.shards import RetryPolicy, Shards, transfer_s
 from psd_client.transport import Call, Lane, Scope
-from psd_client.waiting import Health
+from psd_client.waiting import ShardHealth
 
 AHEAD = 2
 """Rounds ahead at which the first attempt aims; doubled after each attempt that came too late."""
@@ -46,7 +46,7 @@ class Reader:
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
         self._config = config
-        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), Health([lane.address for lane in lanes]))
+        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), ShardHealth([lane.address for lane in lanes]))
         self._layout: Layout | None = None
         self.version = 0
 

@@ -16,7 +16,7 @@ from psd.contract.config import ClientConfig
 from psd.contract.errors import BarrierTimeout, ForeignRun, PsdError, RolledBack, SessionFenced, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2, data_pb2, job_pb2
-from psd_client.declaration import Declaration
+from psd_client.declaration import JobDeclaration
 from psd_client.flat import FlatBuffers
 from psd_client.joining import JOIN_TIMEOUT_S, Entrance
 from psd_client.membership import Membership, Memberships
@@ -59,7 +59,7 @@ class Session:
         self.now = now
         self.memberships = Memberships()
         self._entrance = Entrance(config, shards, self.memberships)
-        self._declaration: Declaration | None = None
+        self._declaration: JobDeclaration | None = None
         self._is_entered = False  # joined and, if there is a declaration, declared at all shards
         self._followed: int | None = None  # the timeline whose parameters the program has, or is about to get
         self._barrier_seq = 0
@@ -78,7 +78,7 @@ class Session:
         return self.memberships.held.caller(shard)
 
     @property
-    def told_clock(self) -> int:
+    def reported_clock(self) -> int:
         """The clock that heartbeats report."""
         pushing = self.pushing
         return self.clock if pushing is None else min(self.clock, pushing)
@@ -209,7 +209,7 @@ class Session:
 
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
         """Agree on the job; provide `values` as its initial ones if it has none, else `fetch` its own."""
-        declaration = Declaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
+        declaration = JobDeclaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
         is_first, is_provided = self._declaration is None, False
         for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
             with attempt:
@@ -227,7 +227,7 @@ class Session:
             self._declaration = self._followed = None  # the program knows nothing of the job yet, and begins anew
             raise
 
-    def _declare(self, declaration: Declaration, *, is_first: bool) -> bool:
+    def _declare(self, declaration: JobDeclaration, *, is_first: bool) -> bool:
         declared = declaration.make(is_first=is_first)
         self.clock = max(self.clock, declared.clock)
         self.stored_state = declared.client_state
@@ -330,7 +330,7 @@ class Attempts:
         self._timeout_s = timeout_s
         self._is_beginning = is_beginning
         self._limit = Limit(session.now, timeout_s)
-        self._begin_limit = Limit(session.now, timeout_s)
+        self._begin_limit = Limit(session.now, timeout_s) if is_beginning else self._limit
         self._is_begun = False
         self._error: PsdError | None = None
         self._before: Membership | None = None

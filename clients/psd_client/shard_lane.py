@@ -14,13 +14,13 @@ from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
-from psd_client.bulk_connection import BulkConnection
+from psd_client.bulk_connection import BulkClient
 from psd_client.bulk_opener import BulkOpener
 from psd_client.crew import can_start_threads
 from psd_client.feed import Aborted
 from psd_client.flat import FlatBuffers
 from psd_client.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
-from psd_client.grpc_frames import Answer, initial_frames, push_messages
+from psd_client.grpc_frames import BlockAnswer, initial_frames, push_messages
 from psd_client.transport import Call, GradientPart, Lane, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
@@ -113,14 +113,14 @@ class ShardLane(Lane):
     def _share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
         self._shared = gradients, parameters
 
-    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         if self._bulk is None:
             return None
         connection = self._bulk.connection(caller, call)
         self.transport = self._bulk.transport
         return connection
 
-    def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkConnection | None:
+    def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection, ready for bulk calls; None to use gRPC."""
         connection = self._opened(caller, call)
         if connection is not None and connection.is_local and self._shared is not None:
@@ -209,8 +209,8 @@ class ShardLane(Lane):
             self.traffic.received_bytes += answer.received_bytes
         return answer.complete()
 
-    def _answer(self, blocks: Sequence[Block], parameters: FlatBuffers | None) -> Answer:
-        return Answer(f"shard {self.shard} at {self.address}", blocks, parameters)
+    def _answer(self, blocks: Sequence[Block], parameters: FlatBuffers | None) -> BlockAnswer:
+        return BlockAnswer(f"shard {self.shard} at {self.address}", blocks, parameters)
 
     def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
         if reply is None:

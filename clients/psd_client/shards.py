@@ -26,7 +26,7 @@ from psd.contract.errors import Draining, Overloaded, PsdError, ShardRestarted, 
 from psd.contract.layout import Layout
 from psd_client.crew import Crew, Task
 from psd_client.transport import CANCEL_S, Call, Cancelled, Lane, Scope
-from psd_client.waiting import Health
+from psd_client.waiting import ShardHealth
 
 RETRIED: tuple[type[PsdError], ...] = (ShardUnavailable, Overloaded, Draining)
 
@@ -65,6 +65,38 @@ class RetryPolicy:
     uniform: Callable[[], float] = random.random
 
 
+class Outage:
+    """The failures of one shard in a row, which an attempt ends that ran for longer than the retry timeout: it was served."""
+
+    def __init__(self, lane: Lane, policy: RetryPolicy) -> None:
+        self._lane = lane
+        self._policy = policy
+        self._attempt_began = 0.0
+        self._since: float | None = None
+        self._failures = 0
+
+    def on_attempt(self) -> None:
+        """An attempt begins."""
+        self._attempt_began = self._policy.clock()
+
+    def pause_after(self, error: PsdError) -> float:
+        """Seconds to wait after a failure. Raises ShardUnavailable if the outage would be longer than the retry timeout."""
+        policy, now = self._policy, self._policy.clock()
+        if self._since is None or now - self._attempt_began > policy.timeout_s:
+            self._since, self._failures = now, 0
+        pause: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10)) * policy.uniform()
+        self._failures += 1
+        if now - self._since + pause < policy.timeout_s:
+            return pause
+        shard, address = self._lane.shard, self._lane.address
+        raise ShardUnavailable(
+            f"shard {shard} at {address} could not be reached for {now - self._since:.0f} s, "
+            f"in {self._failures} attempts; the last one said: {error}",
+            shard=shard,
+            address=address,
+        ) from error
+
+
 class Operation(Generic[ResultT]):
     """One call to some shards.
 
@@ -78,7 +110,7 @@ class Operation(Generic[ResultT]):
         action: Callable[[Lane, Call], ResultT],
         timeout_s: float,
         policy: RetryPolicy,
-        health: Health,
+        health: ShardHealth,
         on_restart: OnRestart | None = None,
     ) -> None:
         self.scope = Scope()
@@ -103,12 +135,11 @@ class Operation(Generic[ResultT]):
         Raises:
             ShardUnavailable: every attempt failed, for the retry timeout. Errors that are not retried pass.
         """
-        clock, timeout_s = self._policy.clock, self._policy.timeout_s
-        failing_since: float | None = None
-        failures = 0
-        with self._health.asking(lane.shard):
+        outage, has_answered = Outage(lane, self._policy), False
+        self._health.begin_asking(lane.shard)
+        try:
             while True:
-                began = clock()
+                outage.on_attempt()
                 try:
                     while True:
                         try:
@@ -121,24 +152,15 @@ class Operation(Generic[ResultT]):
                                 raise
                             self._on_restart(lane, self.call(), error)
                         else:
-                            self._health.answered(lane.shard)
+                            has_answered = True
                             return result
                 except RETRIED as error:
-                    now, failed = clock(), None
-                    # An attempt that ran for longer than the timeout was being served, and is a new failure.
-                    if failing_since is None or now - began > timeout_s:
-                        failing_since, failures = now, 0
+                    failed = None
                     self._health.failed(lane.shard)
-                    pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures, 10)) * self._policy.uniform()
-                    if now - failing_since + pause >= timeout_s:
-                        raise ShardUnavailable(
-                            f"shard {lane.shard} at {lane.address} could not be reached for {now - failing_since:.0f} s, "
-                            f"in {failures + 1} attempts; the last one said: {error}",
-                            shard=lane.shard,
-                            address=lane.address,
-                        ) from error
-                    failures += 1
-                    self.scope.sleep(pause)
+                    pause = outage.pause_after(error)
+                self.scope.sleep(pause)
+        finally:
+            self._health.end_asking(lane.shard, has_answered=has_answered)
 
 
 class Shards:
@@ -148,7 +170,7 @@ class Shards:
         on_restart: called where a shard has come back as another incarnation. If it returns, the attempt is repeated.
     """
 
-    def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: Health) -> None:
+    def __init__(self, lanes: Sequence[Lane], policy: RetryPolicy, health: ShardHealth) -> None:
         self.lanes = lanes
         self.on_restart: OnRestart | None = None
         self._policy = policy
@@ -173,14 +195,17 @@ class Shards:
         if is_bulk and len(lanes) == 1 and lanes[0].is_interruptible:
             # Handing a small call to another thread and back costs as much as the call. So the first attempt is made here.
             (lane,) = lanes
+            has_answered = False
+            self._health.begin_asking(lane.shard)
             try:
-                with self._health.asking(lane.shard):
-                    result = action(lane, operation.call())
+                results = [action(lane, operation.call())]
+                has_answered = True
             except _REPEATED as error:
                 failed = error
             else:
-                self._health.answered(lane.shard)
-                return [result]
+                return results
+            finally:
+                self._health.end_asking(lane.shard, has_answered=has_answered)
         return self._in_parallel(partial(operation.at, failed=failed), lanes, operation.scope)
 
     def run_once(self, action: Callable[[Lane], None]) -> None:

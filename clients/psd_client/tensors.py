@@ -68,6 +68,7 @@ class NamedTensors:
     def __init__(self, specs: Sequence[TensorSpec], dtypes: Sequence[np.dtype[Any]]) -> None:
         self._specs = specs
         self._dtypes = dtypes
+        self._has_half = np.dtype(np.float16) in dtypes
         self._index = {spec.name: index for index, spec in enumerate(specs)}
 
     def write_gradients(self, grads: Mapping[str, Any], buffers: FlatBuffers) -> NDArray[np.bool_] | None:
@@ -79,11 +80,13 @@ class NamedTensors:
         arrays = {self._find(name): value for name, value in grads.items()}
         for index, value in arrays.items():
             arrays[index] = _checked(self._specs[index], self._dtypes[index], value)
-        present = np.zeros(len(self._specs), dtype=np.bool_)
         for index, array in arrays.items():
             write_gradient(buffers.views[index], array)
-            present[index] = True
-        return None if present.all() else present
+        if len(arrays) == len(self._specs):
+            return None
+        present = np.zeros(len(self._specs), dtype=np.bool_)
+        present[list(arrays)] = True
+        return present
 
     def _find(self, name: str) -> int:
         index = self._index.get(name)
@@ -94,11 +97,11 @@ class NamedTensors:
 
     def copies(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
         """New arrays with the buffers' contents, in the declared dtypes."""
+        named = zip(self._specs, self._dtypes, buffers.views, strict=True)
+        if not self._has_half:
+            return {spec.name: view.astype(dtype) for spec, dtype, view in named}
         with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
-            return {
-                spec.name: view.astype(dtype)
-                for spec, dtype, view in zip(self._specs, self._dtypes, buffers.views, strict=True)
-            }
+            return {spec.name: view.astype(dtype) for spec, dtype, view in named}
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:

@@ -180,7 +180,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
         self.batch_size = 1.0
-        leaving = Overlap(self._prepare_push, worker.begin_feed, worker.told, goes_on=overlap == "forward") if overlap else None
+        leaving = None
+        if overlap:
+            in_background = overlap == "forward"
+            leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
         self._gradients = Gradients(declaration, worker.gradients, leaving)
 
     @overload

@@ -40,13 +40,13 @@ class Overlap:
         prepare: called when the first gradient is there; what it returns pushes what a feed gives, and pulls, in a thread of
             its own, and tells which blocks of the parameters have been received.
         on_begin: told of each push's feed before that. on_told: called when the error of a push is raised.
-        goes_on: a push goes on during the next forward pass.
+        in_background: a push goes on during the next forward pass.
     """
 
     prepare: Callable[[], Callable[[Feed, Callable[[int], None]], None]]
     on_begin: Callable[[Feed], None]
     on_told: Callable[[], None]
-    goes_on: bool
+    in_background: bool
 
 
 class Gradients:
@@ -60,13 +60,13 @@ class Gradients:
         self._declaration = declaration
         self._buffers = buffers
         self._overlap = overlap
-        self._goes_on = overlap is not None and overlap.goes_on
+        self._in_background = overlap is not None and overlap.in_background
         self._is_broken = False
         self._parameters = [declaration.parameters[i] for i in declaration.trained]
         views = as_tensors(buffers)
         self._views = [views[i] for i in declaration.trained]
         self._may_view = [
-            is_alike(p, view) and not self._goes_on for p, view in zip(self._parameters, self._views, strict=True)
+            is_alike(p, view) and not self._in_background for p, view in zip(self._parameters, self._views, strict=True)
         ]
         self._places = Places(self._parameters, self._views, buffers.spaces)
         self._is_syncing = True
@@ -86,7 +86,7 @@ class Gradients:
         """Leave the parameters alone from now on. Raises what the last push has failed with, if nobody has been told."""
         self._remove_hooks()
         self.abandon()
-        if self._goes_on:
+        if self._in_background:
             self.settle()
 
     # -- at the step ---------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Gradients:
         push.sent.clear()  # not to keep the gradients' memory through the next forward pass
         with self._noted_failure(push):
             take(push.next_block)
-        if not self._goes_on:
+        if not self._in_background:
             self._going_on = None
 
     def settle(self) -> None:
@@ -177,7 +177,7 @@ class Gradients:
                 raise
             self._told()
             self._going_on = None
-            self._is_broken |= self._goes_on and not isinstance(error, RolledBack)
+            self._is_broken |= self._in_background and not isinstance(error, RolledBack)
             raise
 
     def _told(self) -> None:
@@ -244,7 +244,7 @@ class Gradients:
             raise InvalidRequest("overlap: an earlier push failed or was given up halfway; restart this worker")
         if self._push is None:
             self.settle()
-            feed, begin = Feed(self._buffers.layout, goes_on=self._goes_on), self._overlap.prepare()
+            feed, begin = Feed(self._buffers.layout, in_background=self._in_background), self._overlap.prepare()
             self._overlap.on_begin(feed)
             self._push = _Push(feed, begin)
         return self._push

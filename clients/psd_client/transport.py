@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,57 +42,79 @@ class Scope:
     """The calls to all shards that belong to one operation, to be cancelled together."""
 
     def __init__(self) -> None:
-        self._cancelled = threading.Event()
+        self.is_cancelled = False
+        self._sleeping: threading.Event | None = None
         self._lock = threading.Lock()
         self._cancels: set[Callable[[], object]] = set()
 
-    @property
-    def is_cancelled(self) -> bool:
-        """True after the first `cancel`."""
-        return self._cancelled.is_set()
-
     def cancel(self) -> None:
         """Cancel the scope's calls, present and later ones."""
-        self._cancelled.set()
         with self._lock:
+            self.is_cancelled = True
             cancels = list(self._cancels)
+            if self._sleeping is not None:
+                self._sleeping.set()
         for cancel in cancels:
             cancel()
 
-    @contextmanager
-    def entered(self, cancel: Callable[[], object]) -> Iterator[None]:
+    def entered(self, cancel: Callable[[], object]) -> Entered:
         """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
+        return Entered(self, cancel)
+
+    def enter(self, cancel: Callable[[], object]) -> None:
+        """Begin what `entered` ends. Raises Cancelled if it is too late."""
         with self._lock:
-            self._cancels.add(cancel)
-        try:
-            self._check()  # cancelled in between: cancel() may have missed this call
-            yield
-        except BaseException:
-            cancel()
-            raise
-        finally:
-            with self._lock:
-                self._cancels.discard(cancel)
+            if not self.is_cancelled:
+                self._cancels.add(cancel)
+                return
+        cancel()
+        raise Cancelled
+
+    def leave(self, cancel: Callable[[], object]) -> None:
+        """Note that the call has ended."""
+        with self._lock:
+            self._cancels.discard(cancel)
 
     def sleep(self, seconds: float) -> None:
         """Wait; raise Cancelled if the scope is or becomes cancelled."""
-        self._cancelled.wait(seconds)
-        self._check()
-
-    def _check(self) -> None:
-        if self._cancelled.is_set():
+        with self._lock:
+            if self._sleeping is None:
+                self._sleeping = threading.Event()
+            if self.is_cancelled:
+                raise Cancelled
+        self._sleeping.wait(seconds)
+        if self.is_cancelled:
             raise Cancelled
 
 
-@dataclass(frozen=True)
-class Call:
+class Entered:
+    """A call that runs in a scope."""
+
+    __slots__ = ("_cancel", "_scope")
+
+    def __init__(self, scope: Scope, cancel: Callable[[], object]) -> None:
+        self._scope = scope
+        self._cancel = cancel
+
+    def __enter__(self) -> None:
+        self._scope.enter(self._cancel)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if error is not None:
+                self._cancel()
+        finally:
+            self._scope.leave(self._cancel)
+
+
+class Call(NamedTuple):
     """The conditions of one call: its deadline, from now, and the scope that can end it."""
 
     timeout_s: float
     scope: Scope
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradientPart:
     """The part of a push for one shard.
 

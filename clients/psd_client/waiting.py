@@ -1,7 +1,7 @@
 """Explains a worker's long waits on the log: who is missing, or which shard does not answer.
 
 `WaitReporter` knows the operation that runs and when it is to be explained next: after report_after_s, then each time the wait
-has doubled. heartbeat.py asks it whether something is due, and hands it what the shards say. `Health` is the list of shards
+has doubled. heartbeat.py asks it whether something is due, and hands it what the shards say. `ShardHealth` lists the shards
 that do not answer. The messages are whole sentences that name the worker, because an application that configures no logging
 still sees warnings, bare, on stderr. Must not know lanes or sessions.
 """
@@ -21,7 +21,7 @@ from psd.v1 import control_pb2
 logger = logging.getLogger("psd_client")
 
 
-class Health:
+class ShardHealth:
     """The time since which each shard has not answered. Used by all threads of a client."""
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,16 +36,17 @@ class Health:
         with self._lock:
             self._failing_since.pop(shard, None)
 
-    @contextmanager
-    def asking(self, shard: int) -> Iterator[None]:
-        """Note that the shard has a call of the worker's operation."""
+    def begin_asking(self, shard: int) -> None:
+        """Note that the shard has a call of the worker's operation, until `end_asking`."""
         with self._lock:
             self._asked_since.setdefault(shard, self._clock())
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._asked_since.pop(shard, None)
+
+    def end_asking(self, shard: int, *, has_answered: bool = False) -> None:
+        """Note that the shard's call has ended."""
+        with self._lock:
+            self._asked_since.pop(shard, None)
+            if has_answered:
+                self._failing_since.pop(shard, None)
 
     def failed(self, shard: int, since: float | None = None) -> None:
         """Note that the shard could not be reached; `since`: when that began."""

@@ -17,21 +17,21 @@ from contextlib import contextmanager
 from psd.contract.config import ClientConfig
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, WaitTimeout
 from psd_client import ending
-from psd_client.exchange import Exchange
+from psd_client.exchange import ParameterExchange
 from psd_client.feed import Feed
 from psd_client.flat import FlatBuffers
 from psd_client.heartbeat import Heartbeats
 from psd_client.session import Session
 from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Cancelled, Lane
-from psd_client.waiting import Health, WaitReporter
+from psd_client.waiting import ShardHealth, WaitReporter
 
 logger = logging.getLogger("psd_client")
 
 CLIENT_STATE_BYTES_MAX = 1 << 20
 
 
-class Worker:
+class WorkerConnection:
     """One worker of a job, over flat buffers.
 
     Args:
@@ -43,11 +43,11 @@ class Worker:
         self._config = config
         self._pid = os.getpid()
         self._busy = threading.Lock()
-        self._exchange: Exchange | None = None
+        self._exchange: ParameterExchange | None = None
         self._feed: Feed | None = None
         self._untold: Exception | None = None  # of a push whose caller did not wait for it
         self._last_failed = False
-        health = Health([lane.address for lane in lanes])
+        health = ShardHealth([lane.address for lane in lanes])
         self._reporter = WaitReporter(config.rank, config.report_after_s)
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
         self._session = Session(config, self._shards)
@@ -116,7 +116,7 @@ class Worker:
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
             feed = self._feed
-            if feed is not None and feed.goes_on and feed.is_finished and is_success:
+            if feed is not None and feed.in_background and feed.is_finished and is_success:
                 feed.ended.wait()
             elif feed is not None:
                 feed.abort()
@@ -152,12 +152,12 @@ class Worker:
         feed = self._feed
         if feed is None or os.getpid() != self._pid:
             return
-        if feed.goes_on and feed.is_finished and getattr(sys, "last_value", None) is None:
+        if feed.in_background and feed.is_finished and getattr(sys, "last_value", None) is None:
             feed.ended.wait()
         else:
             feed.abort()
 
-    def _confirm_last(self, exchange: Exchange) -> None:
+    def _confirm_last(self, exchange: ParameterExchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
         is_usable = not self._ended.locked() and not self._busy.locked()
         if not is_usable or not exchange.is_unconfirmed:
@@ -191,7 +191,7 @@ class Worker:
         return self.declared.parameters
 
     @property
-    def declared(self) -> Exchange:
+    def declared(self) -> ParameterExchange:
         """The data plane, once there is a job.
 
         Raises:

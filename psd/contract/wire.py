@@ -147,7 +147,10 @@ class Stream:
         Raises:
             InvalidRequest: no message begins here. Disconnected, TimeoutError: as in `send`.
         """
-        kind, head_bytes, payload_bytes = PREFIX.unpack(self._take(PREFIX.size))
+        if self._end - self._start < PREFIX.size:
+            self._read_ahead(PREFIX.size)
+        kind, head_bytes, payload_bytes = PREFIX.unpack_from(self._ahead, self._start)
+        self._start += PREFIX.size
         known = _KINDS.get(kind)
         if known is None:
             raise InvalidRequest(f"kind: {kind} is not one of the bulk lane's messages")
@@ -181,6 +184,14 @@ class Stream:
                 self.read_into(step)
                 whole += step
             return memoryview(whole)
+        if self._end - self._start < count:
+            self._read_ahead(count)
+        taken = self._ahead[self._start : self._start + count]
+        self._start += count
+        return taken
+
+    def _read_ahead(self, count: int) -> None:
+        """Have so many of the next bytes at hand."""
         if self._start + count > READ_AHEAD_BYTES:
             held = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(held)] = held
@@ -189,9 +200,6 @@ class Stream:
             if self._start == self._end:
                 self._start = self._end = 0
             self._end += self._receive_into(self._ahead[self._end :], 0)
-        taken = self._ahead[self._start : self._start + count]
-        self._start += count
-        return taken
 
     def _receive_into(self, target: memoryview, flags: int) -> int:
         while True:

@@ -22,7 +22,7 @@ from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
-from psd.rim.calls import Guard, Waiter, forget_frames
+from psd.rim.calls import CallGuard, Waiter, forget_frames
 from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
@@ -53,7 +53,7 @@ class WorkerConnection:
     """
 
     def __init__(
-        self, stream: Stream, shard: Shard, plane: DataPlane, guard: Guard, has_core_to_spare: Callable[[], bool]
+        self, stream: Stream, shard: Shard, plane: DataPlane, guard: CallGuard, has_core_to_spare: Callable[[], bool]
     ) -> None:
         self.rank = -1
         self.session = 0

@@ -26,7 +26,7 @@ from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
 from psd.rim.bulk_connection import HELLO_BYTES_MAX, WorkerConnection
 from psd.rim.bulk_watch import Watch
-from psd.rim.calls import Guard
+from psd.rim.calls import CallGuard
 from psd.rim.data_plane import DataPlane
 from psd.rim.strangers import Strangers
 from psd.rim.tls import ServerTls
@@ -79,7 +79,7 @@ class BulkServer:
         self,
         shard: Shard,
         planes: Mapping[str, DataPlane],
-        guard: Guard,
+        guard: CallGuard,
         config: ServerConfig,
         access: Access | None = None,
         tls: ServerTls | None = None,

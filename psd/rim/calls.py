@@ -119,7 +119,7 @@ def forget_frames(error: BaseException) -> None:
         before = before.__cause__ or before.__context__
 
 
-class Guard:
+class CallGuard:
     """Wraps the methods of a service: refuses while draining, translates errors, counts refusals.
 
     Args:

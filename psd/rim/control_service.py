@@ -10,7 +10,7 @@ import grpc
 from psd.contract.errors import CheckpointFailed
 from psd.rim import views
 from psd.rim.access import Metadata
-from psd.rim.calls import Guard, Waiter, message_parser
+from psd.rim.calls import CallGuard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
@@ -36,7 +36,7 @@ class ControlService:
     def __init__(
         self,
         shard: Shard,
-        guard: Guard,
+        guard: CallGuard,
         *,
         address: Callable[[], str],
         on_leave: Callable[[], None],

@@ -15,7 +15,7 @@ import grpc
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
-from psd.rim.calls import Frame, Guard, Waiter, checked, frame_parser, message_parser, wait_s
+from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.cuts import Done
@@ -30,7 +30,7 @@ AnswerT = TypeVar("AnswerT")
 class DataService:
     """The data plane of one shard."""
 
-    def __init__(self, shard: Shard, plane: DataPlane, guard: Guard) -> None:
+    def __init__(self, shard: Shard, plane: DataPlane, guard: CallGuard) -> None:
         self._shard = shard
         self._guard = guard
         self._plane = plane

@@ -21,7 +21,7 @@ from psd.contract.config import ServerConfig, is_loopback, parse_address
 from psd.contract.frames import WINDOW_OPTIONS
 from psd.rim.access import Access, AccessInterceptor
 from psd.rim.bulk_server import BulkServer
-from psd.rim.calls import Guard, Unknown
+from psd.rim.calls import CallGuard, Unknown
 from psd.rim.checkpointer import Checkpointer
 from psd.rim.control_service import SERVICE as CONTROL
 from psd.rim.control_service import ControlService
@@ -81,7 +81,7 @@ class ShardServer:
         self._config = config
         self._pool = ThreadPoolExecutor(config.limits.calls_max, thread_name_prefix="psd-call")
         pace = Pace()
-        guard = Guard(self.shard, pace)
+        guard = CallGuard(self.shard, pace)
         self._server = grpc.server(
             self._pool,
             interceptors=[] if access is None else [AccessInterceptor(access, pace, guard.as_error)],

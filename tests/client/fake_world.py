@@ -26,7 +26,7 @@ from psd_client.heartbeat import Heartbeats
 from psd_client.session import Session
 from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Call
-from psd_client.waiting import Health, WaitReporter
+from psd_client.waiting import ShardHealth, WaitReporter
 
 STEP_S = 0.1
 
@@ -63,7 +63,7 @@ class World:
         )
         addresses = tuple(f"h:{7000 + index}" for index in range(shards))
         self.config = ClientConfig(addresses, 0, world_size, **config)
-        health = Health(addresses, self.clock)
+        health = ShardHealth(addresses, self.clock)
         self.client_shards = Shards(self.lanes, RetryPolicy(self.config.retry_timeout_s, self.clock), health)
         self.session = Session(self.config, self.client_shards, self.clock)
         reporter = WaitReporter(0, 1e9, self.clock)

@@ -15,7 +15,7 @@ from psd_client import shards
 from psd_client.crew import Crew, Task, can_start_threads
 from psd_client.shards import RetryPolicy, Shards
 from psd_client.transport import Call, Cancelled, Lane, Scope
-from psd_client.waiting import Health
+from psd_client.waiting import ShardHealth
 
 
 class FakeLane:
@@ -33,7 +33,7 @@ LANES: Any = [FakeLane(0), FakeLane(1), FakeLane(2)]
 
 @pytest.fixture
 def fan() -> Iterator[Shards]:
-    made = Shards(LANES, RetryPolicy(0), Health(["", "", ""]))
+    made = Shards(LANES, RetryPolicy(0), ShardHealth(["", "", ""]))
     yield made
     made.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from psd.contract.errors import Draining, InvalidRequest, Overloaded, PsdError, SessionFenced, ShardUnavailable
 from psd_client.shards import BACKOFF_MAX_S, Operation, RetryPolicy
-from psd_client.waiting import Health
+from psd_client.waiting import ShardHealth
 
 
 class World:
@@ -37,7 +37,7 @@ class World:
 
     def run(self, attempt: Callable[[], str], timeout_s: float = 30.0, uniform: float = 1.0) -> str:
         policy = RetryPolicy(timeout_s, clock=lambda: self.now, uniform=lambda: uniform)
-        operation = Operation(lambda lane, call: attempt(), 1000, policy, Health([""] * 4))
+        operation = Operation(lambda lane, call: attempt(), 1000, policy, ShardHealth([""] * 4))
         operation.scope.sleep = self.sleep  # type: ignore[method-assign]
         lane: Any = SimpleNamespace(shard=3, address="10.0.0.1:7000")
         return operation.at(lane)

@@ -16,7 +16,7 @@ from psd.v1 import control_pb2
 from psd_client.heartbeat import Heartbeats
 from psd_client.membership import Membership, Memberships
 from psd_client.transport import Cancelled
-from psd_client.waiting import Health, WaitReporter, merge
+from psd_client.waiting import ShardHealth, WaitReporter, merge
 
 BEHIND = control_pb2.WorkerStatus(rank=3, state=control_pb2.WORKER_STATE_LIVE, clock=40, last_seen_s=12)
 ABSENT = control_pb2.WorkerStatus(rank=1, state=control_pb2.WORKER_STATE_ABSENT, last_seen_s=-1)
@@ -54,7 +54,7 @@ def test_report_when_a_worker_is_behind_then_names_it(caplog: pytest.LogCaptureF
 def test_report_when_a_shard_is_silent_then_names_it(caplog: pytest.LogCaptureFixture) -> None:
     """A wait for a shard is told apart from a wait for a worker."""
     clock = FakeClock()
-    health = Health(["h:7000", "h:7001"], clock)
+    health = ShardHealth(["h:7000", "h:7001"], clock)
     reporter = reporter_at(clock)
 
     with reporter.watching("pull", 7):
@@ -114,7 +114,7 @@ def test_merge_when_several_shards_wait_for_the_same_round_then_is_one_wait() ->
 def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
     """The time of an outage counts from its first failure to the next answer."""
     clock = FakeClock()
-    health = Health(["h:7000"], clock)
+    health = ShardHealth(["h:7000"], clock)
 
     health.failed(0)
     clock.now = 3
@@ -128,14 +128,15 @@ def test_health_when_a_shard_answers_again_then_is_silent_no_more() -> None:
 def test_health_when_a_worker_joins_then_a_shard_that_has_a_call_and_says_nothing_is_silent() -> None:
     """Before it has joined a worker sends no heartbeats; a suspended shard would be named by its first failure alone."""
     clock = FakeClock()
-    health = Health(["a:1", "b:2"], clock)
-    with health.asking(1):
-        with health.asking(0):
-            pass
-        clock.now += 5
+    health = ShardHealth(["a:1", "b:2"], clock)
+    health.begin_asking(1)
+    health.begin_asking(0)
+    health.end_asking(0)
+    clock.now += 5
 
-        assert health.silent() == []
-        assert health.silent(is_joining=True) == ["shard 1 at b:2 has not answered for 5 s"]
+    assert health.silent() == []
+    assert health.silent(is_joining=True) == ["shard 1 at b:2 has not answered for 5 s"]
+    health.end_asking(1)
     assert health.silent(is_joining=True) == []
 
 
@@ -144,8 +145,9 @@ def test_report_when_shards_answer_heartbeats_and_not_the_call_then_names_those_
 ) -> None:
     """The connection for bulk data alone may be dead."""
     clock = FakeClock()
-    health, reporter = Health(["a:1", "b:2"], clock), reporter_at(clock)
-    with reporter.watching("push", 7), health.asking(1):
+    health, reporter = ShardHealth(["a:1", "b:2"], clock), reporter_at(clock)
+    health.begin_asking(1)
+    with reporter.watching("push", 7):
         clock.now += 5
         health.answered(1)
         reporter.report([], health.silent(), health.asked())
@@ -159,7 +161,7 @@ class FakeSession:
     """The part of a session that the heartbeat reads."""
 
     memberships: Memberships = field(default_factory=Memberships)
-    told_clock: int = 41
+    reported_clock: int = 41
     is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
@@ -218,7 +220,7 @@ class Rig:
         self.session.memberships.complete()
         lanes: Any = self.lanes
         session: Any = self.session
-        health = Health([lane.address for lane in lanes], self.clock)
+        health = ShardHealth([lane.address for lane in lanes], self.clock)
         self.heartbeats = Heartbeats(0, session, lanes, health, self.reporter, self.clock)
 
     def run_for(self, seconds: float) -> None:

@@ -18,11 +18,11 @@ from psd.contract import frames
 from psd.contract.errors import PsdError
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
 from psd.rim.bulk_connection import WorkerConnection
-from psd.rim.calls import Frame, Guard, frame_parser
+from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, data_pb2
-from psd_client.bulk_connection import BulkConnection as ClientConnection
+from psd_client.bulk_connection import BulkClient
 from psd_client.flat import FlatBuffers
 from psd_client.transport import Call, Scope, Traffic
 
@@ -136,7 +136,7 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
     assert guard.defects == []
 
 
-class StrictGuard(Guard):
+class StrictGuard(CallGuard):
     """Notes what it would log as a defect of the shard."""
 
     def __init__(self, shard: Any) -> None:
@@ -166,7 +166,7 @@ def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
     parameters = FlatBuffers(LAYOUT)
     call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=data_pb2.PullRequest(blocks=[0]))
     with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
-        connection = ClientConnection(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
+        connection = BulkClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
         if into_memory:
             connection._attached = (parameters, parameters)
 

@@ -15,7 +15,7 @@ from psd.state.agreement import Agreement
 from psd.state.job import Job
 from psd.state.rounds import FastRound, Outcome
 from psd.state.voices import Voice
-from psd_client.exchange import Exchange
+from psd_client.exchange import ParameterExchange
 from psd_client.membership import Memberships
 from psd_client.sent_push import SentPush
 from psd_client.session import Session
@@ -25,17 +25,17 @@ def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves on before shard 0 knows of the push, and a call that has failed then leaves nothing behind."""
 
     @contextmanager
-    def forgetful(exchange: Exchange, sent: SentPush) -> Iterator[SentPush]:
+    def forgetful(exchange: ParameterExchange, sent: SentPush) -> Iterator[SentPush]:
         yield sent
 
-    def commit(exchange: Exchange, sent: SentPush, *, without_waiting: bool) -> None:
+    def commit(exchange: ParameterExchange, sent: SentPush, *, without_waiting: bool) -> None:
         if not sent.is_finished:
             exchange._finish(sent)
         real(exchange, sent, without_waiting=without_waiting)
 
-    real = Exchange._commit
-    monkeypatch.setattr(Exchange, "_call", forgetful)
-    monkeypatch.setattr(Exchange, "_commit", commit)
+    real = ParameterExchange._commit
+    monkeypatch.setattr(ParameterExchange, "_call", forgetful)
+    monkeypatch.setattr(ParameterExchange, "_commit", commit)
 
 
 def successor_in_the_open_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def unguarded_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
 def unfenced_push(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a push that has failed another gradient leaves under the same name."""
 
-    def forget(exchange: Exchange, failed: object) -> None:
+    def forget(exchange: ParameterExchange, failed: object) -> None:
         exchange._unconfirmed = exchange._failed = exchange._session.pushing = None
 
-    monkeypatch.setattr(Exchange, "_give_up", forget)
+    monkeypatch.setattr(ParameterExchange, "_give_up", forget)

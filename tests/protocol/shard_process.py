@@ -89,16 +89,11 @@ class WatchedStorage(Storage):
 
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green.green` is to put into psd.state."""
-    plain = locks.new
-
-    def new_lock(level: locks.Level, index: int = 0) -> Any:
-        lock = plain(level, index)
-        return PausingLock(lock) if level in (locks.Level.SHARD, locks.Level.BLOCK) else lock
-
+    new_lock = locks.new
     secrets = SimpleNamespace(randbits=lambda _: ShardProcess.active.next_incarnation() - 1)  # type: ignore[union-attr]
     return [
         (state_core, "Ticket", GreenTicket),
-        (locks, "new", new_lock),
+        (locks, "new", lambda level, index=0: PausingLock(new_lock(level, index))),
         (state_core, "secrets", secrets),
         (state_restoration, "secrets", secrets),
         (state_shard, "Storage", WatchedStorage),

@@ -132,9 +132,8 @@ def test_worker_when_a_shard_is_suspended_as_it_opens_the_lane_then_goes_on(
         return reply
 
     open_bulk = ShardLane.open_bulk
+    monkeypatch.setattr(ShardLane, "open_bulk", suspend)
     with psd_client.connect(shard.address, 0, 1, transport=transport, retry_timeout=60) as ps:
-        monkeypatch.setattr(ShardLane, "open_bulk", suspend)
-
         ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
 
         assert set(ps.push_pull({"w": np.ones(SIZE, np.float32)})["w"].tolist()) == {-1.0}

@@ -18,7 +18,7 @@ from psd.contract.consistency import SYNC
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.rim.bulk_server import BulkServer
-from psd.rim.calls import Guard
+from psd.rim.calls import CallGuard
 from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
@@ -102,7 +102,7 @@ class Target:
     def __init__(self, shard: Shard | None = None, spec: JobSpec = SPEC, steps: Sequence[tuple[int, int]] = STEPS) -> None:
         self.shard = shard if shard is not None else Shard(ServerConfig(0, 2, limits=LIMITS), incarnation=77)
         planes = {lane: DataPlane(self.shard, lane) for lane in LANES}
-        guard = Guard(self.shard, Pace())
+        guard = CallGuard(self.shard, Pace())
         bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
         control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
         self._handlers = (control, DataService(self.shard, planes["grpc"], guard).handler())

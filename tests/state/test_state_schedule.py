@@ -71,7 +71,7 @@ def test_a_cut_that_comes_while_others_wait_to_be_written_is_missed_and_pins_not
         driver.learn_cuts([data_pb2.Cut(id=f"c{number}", step=number)])
 
     found = [done.get_nowait() for _ in range(done.qsize())]
-    assert [snapshot.why_missed.partition(":")[0] for snapshot in found] == ["", "", "those before are not written yet"]
+    assert [snapshot.why_missed.partition(":")[0] for snapshot in found] == ["", "", "earlier ones are not written yet"]
     assert [len(snapshot.pages) for snapshot in found] == [2, 2, 0]
     assert [block._page.pins for block in driver.core.job.blocks.values()] == [3, 3]
 

@@ -21,19 +21,19 @@ POLL_S = 0.05
 waiting at one for what others have to send would not hear that another was killed, and lacks what only this worker can send."""
 
 ATTEMPTS_MAX = 8
-"""Attempts to settle a round: two for each thing that is measured, and some for workers that come in between."""
+"""Attempts to find a verdict: two for each thing that is measured, and some for workers that come in between."""
 
 
-class Settlement:
-    """The part of one worker in settling rounds.
+class VerdictSearch:
+    """The part of one worker in finding verdicts.
 
     Args:
         lanes: of the shards that have something to measure.
         push_again: makes sure that a shard has this worker's gradient before it is asked.
 
     Attributes:
-        verdict: the last that is known, final when `settle` returns.
-        settled: the latest round of which this worker has told all shards.
+        verdict: the last that is known, final when `find` returns.
+        applied: the latest round of which this worker has told all shards.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Settlement:
         self._timeout_s = timeout_s
         self._push_again = push_again
         self.verdict: job_pb2.Verdict | None = None
-        self.settled = -1
+        self.applied = -1
         self._asked = -1
 
     @property
@@ -58,8 +58,8 @@ class Settlement:
         """The latest decided round that has members, as far as this worker knows; -1 if there is none."""
         return max((d.round for d in self._session.decisions if any(d.members)), default=-1)
 
-    def settle(self) -> None:
-        """Settle the latest round, measuring it if nobody has."""
+    def find(self) -> None:
+        """Have the verdict on the latest round, measuring it if nobody has."""
         measures: Sequence[job_pb2.Measure] = ()
         under = None
         for _ in range(ATTEMPTS_MAX):
@@ -81,10 +81,10 @@ class Settlement:
         if reply.HasField("verdict"):
             self.verdict = reply.verdict
 
-    def on_told(self) -> None:
+    def on_applied(self) -> None:
         """Note that all shards have the last verdict, and have applied its round."""
         if self.verdict is not None:
-            self.settled = self.verdict.round
+            self.applied = self.verdict.round
 
     def skips(self, round_: int) -> bool:
         """True if the last verdict is on that round and skips it."""
@@ -92,7 +92,7 @@ class Settlement:
 
     def forget(self) -> None:
         """Forget everything: the job has gone back to a checkpoint."""
-        self.verdict, self.settled, self._asked = None, -1, -1
+        self.verdict, self.applied, self._asked = None, -1, -1
 
     @staticmethod
     def _is_final(verdict: job_pb2.Verdict | None, round_: int) -> bool:
