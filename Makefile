@@ -10,7 +10,7 @@ JEPSEN_FLAGS ?=
 FUZZ_EXAMPLES ?= 2000
 SECONDS ?= 600
 SEED ?= 1
-PROTOCOL_SECONDS ?= 120
+PROTOCOL_SECONDS ?= 60
 BIN := .venv/bin
 BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
@@ -27,7 +27,7 @@ help:
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
-	@echo "make check-protocol   the real client and shards in every order of a small world's events, PROTOCOL_SECONDS for each setting"
+	@echo "make check-protocol   the real client and shards in every order of a small world's events, PROTOCOL_SECONDS for each search"
 	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"

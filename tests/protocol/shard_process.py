@@ -9,7 +9,6 @@ the call takes its nth lock, others have their turn. Must not know workers beyon
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -45,16 +44,17 @@ class Killed(BaseException):
 
 
 class PausingLock:
-    """A lock of the shard. Nobody waits for it here: a call that is to pause does so before it takes its first one."""
+    """A lock of the shard. Nobody waits for it here: a call that is to pause does so while it holds none."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
 
     def acquire(self) -> bool:
         process = ShardProcess.active
         assert process is not None
         process.on_lock()
-        return self._lock.acquire()
+        is_taken: bool = self._lock.acquire()
+        return is_taken
 
     def release(self) -> None:
         process = ShardProcess.active
@@ -87,17 +87,13 @@ class WatchedStorage(Storage):
         return arena
 
 
-def _new_lock(level: locks.Level, index: int = 0) -> Any:
-    del index
-    return PausingLock() if level in (locks.Level.JOB, locks.Level.SHARD, locks.Level.BLOCK) else threading.Lock()
-
-
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green.green` is to put into psd.state."""
+    new_lock = locks.new
     secrets = SimpleNamespace(randbits=lambda _: ShardProcess.active.next_incarnation() - 1)  # type: ignore[union-attr]
     return [
         (state_core, "Ticket", GreenTicket),
-        (locks, "new", _new_lock),
+        (locks, "new", lambda level, index=0: PausingLock(new_lock(level, index))),
         (state_core, "secrets", secrets),
         (state_restoration, "secrets", secrets),
         (state_shard, "Storage", WatchedStorage),

@@ -15,6 +15,8 @@ from setting import Setting
 STATES = 150
 """To look at in each setting."""
 
+SMALL = ("sync-fast", "sync-exact", "quorum", "async", "push-only-exact", "lost-disks")
+
 COUNT = """
 from check_protocol import explore
 from setting import Setting
@@ -25,7 +27,7 @@ print(explorer.states, explorer.steps, explorer.depth, explorer.strikes, told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each.name in SMALL], ids=lambda setting: setting.name)
 def test_with_one_fault_nothing_is_found(setting: Setting) -> None:
     explorer, told = explore(setting, states_max=STATES)
 
