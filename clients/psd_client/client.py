@@ -18,12 +18,12 @@ from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config
 from psd.contract.errors import NotDeclared
-from psd_client.flat_calls import FlatCalls
+from psd_client.lanes.shard_lane import ShardLane
+from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
-from psd_client.shard_lane import ShardLane
 from psd_client.tensors import NamedTensors, fill, tensor_specs
-from psd_client.transport import Lane
+from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
 logger = logging.getLogger("psd_client")

@@ -19,10 +19,10 @@ from psd.contract.errors import CutMissed, LayoutMismatch, NotDeclared, WaitTime
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.v1 import control_pb2, data_pb2
-from psd_client.flat import FlatBuffers
-from psd_client.shards import RetryPolicy, Shards, transfer_s
-from psd_client.transport import Call, Lane, Scope
-from psd_client.waiting import ShardHealth
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
+from psd_client.lanes.transport import Call, Lane, Scope
+from psd_client.lanes.waiting import ShardHealth
 
 AHEAD = 2
 """Rounds ahead at which the first attempt aims; doubled after each attempt that came too late."""

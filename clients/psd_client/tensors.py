@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidTensor
 from psd.contract.jobspec import DTYPES, TensorSpec
-from psd_client.flat import FlatBuffers
+from psd_client.lanes.flat import FlatBuffers
 
 
 def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:

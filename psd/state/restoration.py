@@ -2,7 +2,7 @@
 
 A shard that finds a checkpoint when it starts without anything of its own loads it and is *tentative*: it cannot know whether
 the others live on, further ahead. The workers can: they bring all shards together on one checkpoint and a new *timeline*, by
-Rollback (psd_client/timeline.py). Nothing else is done on a tentative shard, so states are never mixed.
+Rollback (psd_client/worker/timeline.py). Nothing else is done on a tentative shard, so states are never mixed.
 
 What goes on need not be the kind of job that was stored. Its clock is the checkpoint's step, which all workers had finished:
 that of every worker, and, where there are rounds, the version of every block. Without rounds a version counts updates, as many

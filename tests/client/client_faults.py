@@ -19,7 +19,7 @@ from psd.contract.config import ClientConfig
 from psd.contract.errors import PsdError, ShardUnavailable
 from psd.rim.server import ShardServer
 from psd_client.client import ParameterServer
-from psd_client.shard_lane import ShardLane
+from psd_client.lanes.shard_lane import ShardLane
 
 
 class Faults:

@@ -21,12 +21,12 @@ from psd.contract.layout import Block, Layout
 from psd.state.membership import Worker, tick_s
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2
-from psd_client.flat import FlatBuffers
-from psd_client.heartbeat import Heartbeats
-from psd_client.session import Session
-from psd_client.shards import RetryPolicy, Shards
-from psd_client.transport import Call
-from psd_client.waiting import ShardHealth, WaitReporter
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.shards import RetryPolicy, Shards
+from psd_client.lanes.transport import Call
+from psd_client.lanes.waiting import ShardHealth, WaitReporter
+from psd_client.worker.heartbeat import Heartbeats
+from psd_client.worker.session import Session
 
 STEP_S = 0.1
 

@@ -14,9 +14,9 @@ from client_faults import Thread
 from psd.contract.errors import ShardUnavailable
 from psd.contract.wire import Kind, Stream
 from psd.v1 import bulk_pb2, control_pb2
-from psd_client.bulk_connection import HEAD_BYTES_MAX
-from psd_client.shard_lane import ShardLane
-from psd_client.transport import Call
+from psd_client.lanes.bulk_connection import HEAD_BYTES_MAX
+from psd_client.lanes.shard_lane import ShardLane
+from psd_client.lanes.transport import Call
 
 Script = Callable[["Conversation"], None]
 

@@ -26,7 +26,7 @@ from psd.contract.errors import (
     WaitTimeout,
 )
 from psd_client import SGD, ParameterServer, connect
-from psd_client.feed import Feed
+from psd_client.lanes.feed import Feed
 
 Start = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd_client import SGD, ConfigError, connect
-from psd_client.flat import FlatBuffers
+from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.param_groups import ParamGroups
 from psd_client.tensors import NamedTensors, tensor_specs

@@ -18,7 +18,7 @@ from psd.rim.server import ShardServer
 from psd.state.tickets import WaitKind
 from psd.v1 import data_pb2, job_pb2
 from psd.v1.data_pb2 import PushHeader
-from psd_client.transport import Call, Scope
+from psd_client.lanes.transport import Call, Scope
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 ELEMENTS = 700_000  # three blocks

@@ -341,7 +341,7 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
     groups = [GroupSpec("sgd"), GroupSpec("static")]
 
     def work(rank: int) -> tuple[float, float]:
-        def initial(buffers: psd_client.flat.FlatBuffers) -> None:
+        def initial(buffers: psd_client.lanes.flat.FlatBuffers) -> None:
             for view in buffers.views:
                 view[...] = 4
 

@@ -21,7 +21,7 @@ from psd.contract.errors import (
     reasons,
 )
 from psd.rim.calls import abort
-from psd_client.grpc_errors import psd_error
+from psd_client.lanes.grpc_errors import psd_error
 
 
 class FakeCall:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
-from psd_client.flat import FlatBuffers
+from psd_client.lanes.flat import FlatBuffers
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float64", "float16", "bfloat16"])

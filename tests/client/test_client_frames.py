@@ -15,8 +15,9 @@ import pytest
 
 import psd
 import psd_client
-from psd_client import SGD, connect, grpc_channel
-from psd_client.crew import Crew, Task
+from psd_client import SGD, connect
+from psd_client.lanes import grpc_channel
+from psd_client.lanes.crew import Crew, Task
 
 FRAMES_MAX = 7
 """In one thread."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from psd_client.membership import Membership, Memberships
-from psd_client.transport import Cancelled
+from psd_client.lanes.transport import Cancelled
+from psd_client.worker.membership import Membership, Memberships
 
 
 def made(session: int, *incarnations: int) -> Membership:

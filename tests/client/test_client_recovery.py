@@ -15,7 +15,7 @@ from client_faults import Restartable, Thread, connect_faulty, expire, until
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
 from psd.state.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
-from psd_client.session import REJOINS_MAX
+from psd_client.worker.session import REJOINS_MAX
 
 Start = Callable[..., Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from psd.contract.errors import Draining, InvalidRequest, Overloaded, PsdError, SessionFenced, ShardUnavailable
-from psd_client.shards import BACKOFF_MAX_S, Operation, RetryPolicy
-from psd_client.waiting import ShardHealth
+from psd_client.lanes.shards import BACKOFF_MAX_S, Operation, RetryPolicy
+from psd_client.lanes.waiting import ShardHealth
 
 
 class World:

@@ -19,9 +19,9 @@ from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd.contract.wire import Disconnected, Kind
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
-from psd_client import bulk_connection, patience
-from psd_client.flat import FlatBuffers, share_memory
-from psd_client.transport import Call, Cancelled, GradientPart, Lane, Scope
+from psd_client.lanes import bulk_connection, patience
+from psd_client.lanes.flat import FlatBuffers, share_memory
+from psd_client.lanes.transport import Call, Cancelled, GradientPart, Lane, Scope
 
 SIZE = 4_000_000
 """float32: four blocks, which no buffers of sockets hold."""

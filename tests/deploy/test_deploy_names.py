@@ -16,7 +16,7 @@ from name_server import HOST, NameServer
 import psd_client
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
-from psd_client import grpc_channel
+from psd_client.lanes import grpc_channel
 
 NAME = "psd-0.psd"
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")

@@ -22,9 +22,9 @@ from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
 from psd.v1 import bulk_pb2, data_pb2
-from psd_client.bulk_connection import BulkClient
-from psd_client.flat import FlatBuffers
-from psd_client.transport import Call, Scope, Traffic
+from psd_client.lanes.bulk_connection import BulkClient
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.transport import Call, Scope, Traffic
 
 HEAD_BYTES_MAX = 1 << 16
 

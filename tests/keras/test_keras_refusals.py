@@ -8,8 +8,8 @@ from helpers_keras import small_model
 
 import psd_client
 import psd_client.keras as psd
-from psd_client.keras_declaration import read_declaration
-from psd_client.keras_options import options_of
+from psd_client.keras.declaration import read_declaration
+from psd_client.keras.options import options_of
 
 SGD = keras.optimizers.SGD
 

@@ -24,8 +24,8 @@ from green import Event, Fiber, Fibers, Future, Lock, Sleep, Waiters
 
 from psd.state.tickets import Ticket
 from psd.state.version_waits import VersionWaits
-from psd_client.flat import FlatBuffers
-from psd_client.transport import Lane
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.transport import Lane
 from psd_core.arena import Arena, Page
 
 LEFT_OUT_TYPES = frozenset(

@@ -10,8 +10,8 @@ from wire import Outcome, Request
 from psd.contract import frames
 from psd.contract.layout import Block
 from psd.v1 import control_pb2, data_pb2
-from psd_client.flat import FlatBuffers
-from psd_client.transport import Call, GradientPart, Lane, Scope
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.transport import Call, GradientPart, Lane, Scope
 
 
 class Asks(Protocol):

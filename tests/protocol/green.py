@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from psd_client import crew
+from psd_client.lanes import crew
 
 
 class Fiber(greenlet):
@@ -199,7 +199,7 @@ class Future:
 
 
 class Crew:
-    """psd_client.crew.Crew with a fiber for each task."""
+    """psd_client.lanes.crew.Crew with a fiber for each task."""
 
     def __init__(self, name: str) -> None:
         del name

@@ -14,10 +14,10 @@ import pytest
 from psd.state.agreement import Agreement, Voice
 from psd.state.job import Job
 from psd.state.rounds import FastRound, Outcome
-from psd_client.exchange import ParameterExchange
-from psd_client.membership import Memberships
-from psd_client.sent_push import SentPush
-from psd_client.session import Session
+from psd_client.worker.exchange import ParameterExchange
+from psd_client.worker.membership import Memberships
+from psd_client.worker.sent_push import SentPush
+from psd_client.worker.session import Session
 
 
 def clock_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:

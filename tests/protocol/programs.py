@@ -12,7 +12,7 @@ from typing import Any
 from setting import GRADIENTS_MAX, Setting, gradient_of, value_of
 
 from psd.contract.errors import PsdError, RolledBack, ShardUnavailable, WaitTimeout
-from psd_client.flat_calls import FlatCalls
+from psd_client.worker.flat_calls import FlatCalls
 
 MAY_GO_ON = (WaitTimeout, ShardUnavailable)
 ERRORS_MAX = 2

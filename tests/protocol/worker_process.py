@@ -23,10 +23,10 @@ from wire import Numbers, Outcome, Request
 
 from psd.contract.config import ClientConfig
 from psd.v1 import control_pb2
-from psd_client.flat_calls import FlatCalls
-from psd_client.heartbeat import Heartbeats
-from psd_client.shards import RetryPolicy
-from psd_client.transport import Cancelled, Scope
+from psd_client.lanes.shards import RetryPolicy
+from psd_client.lanes.transport import Cancelled, Scope
+from psd_client.worker.flat_calls import FlatCalls
+from psd_client.worker.heartbeat import Heartbeats
 
 Slot = tuple[int, str]
 AWAY_S = 1e6
@@ -94,12 +94,12 @@ def _session_of(body: bytes) -> int:
 
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What `green` is to put into the client beside threads and time."""
-    worker, ending = importlib.import_module("psd_client.worker"), importlib.import_module("psd_client.ending")
+    worker, ending = importlib.import_module("psd_client.worker.worker"), importlib.import_module("psd_client.worker.ending")
     return [
         (worker, "RetryPolicy", lambda timeout_s: RetryPolicy(timeout_s, clock=green.now, uniform=lambda: 0.0)),
         (worker, "Heartbeats", QuietHeartbeats),
         (
-            importlib.import_module("psd_client.joining"),
+            importlib.import_module("psd_client.worker.joining"),
             "secrets",
             SimpleNamespace(randbits=lambda _: green.current().fibers.number),
         ),

@@ -13,8 +13,8 @@ from typing import Any
 import half_push_job
 
 from psd.v1 import data_pb2
-from psd_client.feed import Feed
-from psd_client.transport import Call, GradientPart, Scope
+from psd_client.lanes.feed import Feed
+from psd_client.lanes.transport import Call, GradientPart, Scope
 
 
 def main(servers: str, rank: int, world_size: int, steps: int, blocks: int, aggregation: str, transport: str) -> None:

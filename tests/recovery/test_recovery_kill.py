@@ -20,7 +20,7 @@ from shard_processes import ShardProcess
 
 import psd_client
 from psd.contract.errors import SessionFenced
-from psd_client.session import Session
+from psd_client.worker.session import Session
 
 pytestmark = pytest.mark.process
 

@@ -17,7 +17,7 @@ import pytest
 from shard_processes import ShardProcess, servers_of
 
 import psd_client
-from psd_client.shard_lane import ShardLane
+from psd_client.lanes.shard_lane import ShardLane
 
 pytestmark = pytest.mark.process
 

@@ -1,4 +1,4 @@
-"""The part of a simulated worker that moves gradients and parameters: what psd_client/exchange.py and psd/rim do.
+"""The part of a simulated worker that moves gradients and parameters: what psd_client/worker/exchange.py and psd/rim do.
 
 A push and a pull, or both at once from memory that the shard reads where it lies; repeated where the shard has died.
 """

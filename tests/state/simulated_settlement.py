@@ -1,4 +1,4 @@
-"""The part of a simulated worker that brings verdicts about: what psd_client/settlement.py does, as generators."""
+"""The part of a simulated worker that brings verdicts about: what psd_client/worker/verdict_search.py does, as generators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SettlingWorker:
             self.settled = self.verdict.round
 
     def await_decisions(self) -> Iterator[Any]:
-        """What psd_client/session.py does: know what was decided on the round before the clock."""
+        """What psd_client/worker/session.py does: know what was decided on the round before the clock."""
         known = max((decision.round for decision in self.decisions), default=-1)
         if self.world.is_exact and self.clock > known + 1:
             self.world.waits_for_decisions += 1

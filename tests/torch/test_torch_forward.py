@@ -17,7 +17,7 @@ from torch.optim import SGD  # noqa: E402
 import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, NonFiniteGradient  # noqa: E402
-from psd_client.torch_gradients import Gradients, _Push  # noqa: E402
+from psd_client.torch.gradients import Gradients, _Push  # noqa: E402
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 STEPS = 6

@@ -15,9 +15,9 @@ from torch.optim import SGD  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.jobspec import JobSpec  # noqa: E402
 from psd.contract.layout import Layout  # noqa: E402
-from psd_client.flat import FlatBuffers  # noqa: E402
-from psd_client.torch_declaration import check_optimizer, read_declaration  # noqa: E402
-from psd_client.torch_parameters import Parameters  # noqa: E402
+from psd_client.lanes.flat import FlatBuffers  # noqa: E402
+from psd_client.torch.declaration import check_optimizer, read_declaration  # noqa: E402
+from psd_client.torch.parameters import Parameters  # noqa: E402
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 

@@ -19,7 +19,7 @@ import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.checkpoint import CheckpointDirectory, CheckpointState  # noqa: E402
 from psd.contract.errors import InvalidRequest  # noqa: E402
-from psd_client.torch_scheduler import DistributedScheduler  # noqa: E402
+from psd_client.torch.schedule import DistributedScheduler  # noqa: E402
 
 CLOCKS = [0, 1, 2, 9, 3, 3, 30, 0, 12, 13, 14, 41, 7]
 """The job's clock at each look: on, far on, and back."""

@@ -1,0 +1,277 @@
+"""The Keras face: `distribute` places a Keras optimizer's variables and slots on the shards.
+
+    model.compile(optimizer=psd.distribute(model, keras.optimizers.SGD(0.1)), loss=...)     # model.fit as usual
+
+The result is a keras.optimizers.Optimizer: Keras calls it as any other, and it does one push_pull in the place of the update.
+It keeps Keras's own two numbers: `learning_rate`, which travels with each push, and so may be a schedule or be changed by
+callbacks; and `iterations`, which is the worker's clock. options.py says which rule an optimizer is, declaration.py
+what a model declares; on_tensorflow.py and on_torch.py move the numbers, and only that of the backend in use is imported.
+
+With the dtype policy "mixed_float16" Keras wraps the optimizer in a LossScaleOptimizer, which leaves a step out where it finds
+an infinity; the other workers would then wait for a gradient that never comes. So `distribute` returns a LossScaleOptimizer of
+its own there, which always steps, and scales by what is true of the round of all workers (nan_policy="skip").
+
+Must not know blocks, shards or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from psd.contract.errors import InvalidRequest
+from psd.contract.staleness import parse_staleness
+from psd_client.client import ParameterServer, connect
+from psd_client.keras.declaration import read_declaration
+from psd_client.keras.link import Link
+from psd_client.keras.options import KerasOptions, options_of
+
+__all__ = ["distribute", "DistributedOptimizer", "DistributedLossScaleOptimizer"]
+
+
+def distribute(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer | str,
+    *,
+    ps: ParameterServer | None = None,
+    consistency: str | None = None,
+    reduce: str | None = None,
+    quorum: int | None = None,
+    aggregation: str | None = None,
+    staleness: str = "",
+    clip_norm: float | None = None,
+    nan_policy: str = "refuse",
+    **connect_args: Any,
+) -> DistributedOptimizer | DistributedLossScaleOptimizer:
+    """Declare the model's variables and return an optimizer whose steps happen on the shards.
+
+    The first worker's values become everybody's: when the call returns, the model holds the job's current ones. What is
+    assigned to trained variables later, by load_weights or EarlyStopping(restore_best_weights=True), stays in this process,
+    and is overwritten by the next step. Non-trainable variables, such as BatchNormalization's moving statistics, are each
+    worker's own.
+
+    Args:
+        model: what is trained, built already. Its frozen layers get the same values on all workers once.
+        optimizer: not stepped yet. keras.optimizers' SGD, Adagrad, Adadelta, RMSprop, Adam, AdamW, Adamax, Nadam, Ftrl, Lamb or
+            Lion, or the name of one; not a subclass. Or a LossScaleOptimizer around one. All options but the learning rate are
+            fixed from now on. `global_clipnorm` is clip_norm; weight_decay is there for Adam, AdamW, Nadam and Lion,
+            exclude_from_weight_decay included.
+        ps: a connection; None connects with `connect_args`, as psd_client.connect does.
+        consistency, reduce, quorum, aggregation, staleness: see psd_client.torch.distribute.
+        clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all variables.
+        nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow". Loss scaling (the policy "mixed_float16")
+            needs "skip".
+
+    Raises:
+        TypeError: an optimizer that psd does not have, or arguments that exclude each other.
+        InvalidRequest, InvalidTensor: an option or a variable that psd cannot train; the message names it.
+        SpecMismatch: another worker has declared something else.
+    """
+    if ps is not None and connect_args:
+        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
+    link_type = _link_type()
+    given = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
+    scaler = given if isinstance(given, keras.optimizers.LossScaleOptimizer) else None
+    given = scaler.inner_optimizer if scaler is not None else given
+    options = _options(given)
+    is_scaled = scaler is not None or model.dtype_policy.name == "mixed_float16"
+    if is_scaled and nan_policy != "skip":
+        raise InvalidRequest(
+            'nan_policy: loss scaling, which Keras does with the dtype policy "mixed_float16", needs "skip"; pass '
+            'nan_policy="skip" to distribute()'
+        )
+    if clip_norm is not None and options.clip_norm not in (None, clip_norm):
+        raise InvalidRequest(f"clip_norm: is {clip_norm}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
+    decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
+    declaration = read_declaration(model, options.with_staleness(*parse_staleness(staleness)), decays)
+    connection = ps if ps is not None else connect(**connect_args)
+    try:
+        link = link_type(
+            declaration,
+            connection,
+            consistency=consistency,
+            reduce=reduce,
+            quorum=quorum,
+            aggregation=aggregation,
+            clip_norm=clip_norm if clip_norm is not None else options.clip_norm,
+            nan_policy=nan_policy,
+        )
+        link.load()
+    except BaseException:
+        if ps is None:
+            connection.close()
+        raise
+    model.supports_jit = False  # XLA cannot compile a call of Python: with jit_compile="auto" Keras does without
+    result = DistributedOptimizer(given, link)
+    link.is_scaled = is_scaled
+    if not is_scaled:
+        return result
+    return DistributedLossScaleOptimizer(result, link, scaler or keras.optimizers.LossScaleOptimizer(given))
+
+
+def _link_type() -> type[Link]:
+    name = keras.backend.backend()
+    if name == "tensorflow":
+        from psd_client.keras.on_tensorflow import TensorFlowLink
+
+        return TensorFlowLink
+    if name == "torch":
+        from psd_client.keras.on_torch import TorchLink
+
+        return TorchLink
+    raise InvalidRequest(
+        f"keras: psd does not support the backend {name!r}; use tensorflow or torch (for JAX see psd_client.jax)"
+    )
+
+
+def _options(given: Any) -> KerasOptions:
+    if not isinstance(given, keras.optimizers.Optimizer):
+        raise TypeError(f"optimizer: expected one of keras.optimizers, or its name, got {given!r}")
+    # On torch Keras makes an instance of a subclass with torch's own kernels for the same arithmetic.
+    kind = next(base for base in type(given).__mro__ if not base.__module__.startswith("keras.src.backend."))
+    if getattr(keras.optimizers, kind.__name__, None) is not kind:
+        raise TypeError(
+            f"optimizer: {kind.__module__}.{kind.__qualname__} is not one of keras.optimizers, and the shards cannot run its "
+            "code"
+        )
+    if int(given.iterations):
+        raise InvalidRequest(
+            "optimizer: it has been stepped, and its slots would be lost: the shards keep the slots themselves"
+        )
+    return options_of(kind.__name__, given.get_config())
+
+
+class _Distributed:
+    """Properties and methods of the result beyond those of Keras.
+
+    Attributes:
+        batch_size: samples behind the gradients of the next step, 1 unless the program sets it. Workers with batches of
+            different sizes set theirs before each step, so that the mean over all samples comes out right.
+        error: what the last step has raised, or None. In graph mode TensorFlow raises a tf.errors.OpError in its place.
+    """
+
+    _link: Link
+    iterations: Any
+
+    @property
+    def ps(self) -> ParameterServer:
+        """The connection, for barriers, the clock and the rank."""
+        return self._link.ps
+
+    @property
+    def batch_size(self) -> float:
+        """Samples behind the gradients of the next step: 1, unless the program sets it."""
+        return self._link.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: float) -> None:
+        self._link.batch_size = float(value)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the last step, or None; in graph mode TensorFlow raises a tf.errors.OpError in its place."""
+        return self._link.error
+
+    def pull(self) -> None:
+        """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
+        self._link.worker.pull_flat()
+        self._link.load()
+        self.iterations.assign(self._link.ps.clock)  # which goes back with the job to a checkpoint
+
+    def close(self) -> None:
+        """Finish: no other worker waits for this one any more. The end of the program does the same."""
+        self._link.close()
+
+
+@keras.saving.register_keras_serializable(package="psd")
+class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
+    """A Keras optimizer whose variables and slots live on the shards; made by `distribute`.
+
+    Its `iterations` is the worker's clock: a worker that joins, or goes on from a checkpoint, goes on in its schedules, too. A
+    saved model has the given optimizer in it, without slots, and loads as one that knows nothing of psd (in a program that has
+    imported psd_client.keras, or with compile=False).
+    """
+
+    def __init__(self, given: Any, link: Link) -> None:
+        rate = given._learning_rate  # noqa: SLF001 - the schedule itself; the property gives its value
+        super().__init__(
+            learning_rate=float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else rate,
+            name=given.name,
+            loss_scale_factor=given.loss_scale_factor,
+        )
+        self._given = given
+        self._link = link
+        self.build(link.declaration.variables[: link.declaration.trained])
+        self._iterations.assign(link.ps.clock)
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """A fixed factor, as in Keras. None can be set only by `distribute`: a LossScaleOptimizer around this one would do
+        so."""
+        return self._loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        if value is None and getattr(self, "_link", None) is not None and not self._link.is_scaled:
+            raise InvalidRequest(
+                "LossScaleOptimizer: it would skip steps that the other workers wait for; set the dtype policy, or pass "
+                'the LossScaleOptimizer to distribute(), with nan_policy="skip"'
+            )
+        self._loss_scale_factor = value
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        """Override Keras's hook for the update itself: gradients are there, and unscaled by a fixed loss_scale_factor."""
+        indices = [self._get_variable_index(variable) for variable in trainable_variables]
+        clock = self._link.exchange(self.learning_rate, indices, grads)
+        self._iterations.assign(clock - 1)  # Keras adds 1 when this returns
+
+    def get_config(self) -> dict[str, Any]:
+        """The given optimizer with the current learning rate, for saved models."""
+        config = keras.optimizers.serialize(self._given)
+        config["config"]["learning_rate"] = super().get_config()["learning_rate"]
+        return {"given": config}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """The given optimizer, not a distributed one: a connection cannot be stored."""
+        return keras.optimizers.deserialize(config["given"], custom_objects=custom_objects)
+
+
+@keras.saving.register_keras_serializable(package="psd")
+class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
+    """A DistributedOptimizer with dynamic loss scaling: a step with an infinity on any worker is skipped on all of them.
+
+    Args:
+        scaler: whose options it takes, and which a saved model has.
+    """
+
+    def __init__(self, inner: DistributedOptimizer, link: Link, scaler: keras.optimizers.LossScaleOptimizer) -> None:
+        super().__init__(inner, initial_scale=scaler.initial_scale, dynamic_growth_steps=scaler.dynamic_growth_steps)
+        self._given = scaler
+        self._link = link
+        self.build(link.declaration.variables[: link.declaration.trained])
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Apply gradients as Keras does, but push infinities, too: psd finds them, and skips the round."""
+        ops = keras.ops
+        scale = ops.convert_to_tensor(self.dynamic_scale)
+        unscaled = [None if gradient is None else ops.divide(gradient, scale) for gradient in grads]
+        self.inner_optimizer.apply(unscaled, trainable_variables)
+        is_skipped = ops.convert_to_tensor(self._link.is_skipped, dtype="bool")
+        count = ops.convert_to_tensor(self.step_counter) + 1
+        grows = ops.logical_and(count >= self.dynamic_growth_steps, ops.logical_not(is_skipped))
+        self.step_counter.assign(ops.where(ops.logical_or(is_skipped, grows), ops.zeros_like(count), count))
+        self.dynamic_scale.assign(ops.where(is_skipped, scale * 0.5, ops.where(grows, scale * 2.0, scale)))
+
+    def get_config(self) -> dict[str, Any]:
+        """An ordinary LossScaleOptimizer around the given optimizer."""
+        config = keras.optimizers.serialize(self._given)
+        config["config"]["inner_optimizer"] = self.inner_optimizer.get_config()["given"]
+        return {"given": config}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Return the given optimizer, see DistributedOptimizer.from_config."""
+        return keras.optimizers.deserialize(config["given"], custom_objects=custom_objects)

@@ -1,0 +1,111 @@
+"""The declaration of a Keras model and its optimizer, checked before connecting.
+
+Decides names, groups, what is trained and what is only shared, and refuses what the shards would not do as Keras does. Names
+are the variables' paths. Imports no framework. Must not know connections, gradients or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.jobspec import DTYPES, GroupSpec, TensorSpec
+from psd.contract.rules import STATIC
+from psd_client.keras.options import KerasOptions
+from psd_client.optimizers import scalar_values
+
+
+@dataclass(frozen=True, eq=False)
+class Declaration:
+    """The declaration of one model and optimizer.
+
+    Attributes:
+        variables: Keras variables: those that are trained, in the order of model.trainable_variables, then those of frozen
+            layers. tensors: their specs, in the same order. trained: how many are trained.
+        groups: all of the job. options: of those that are trained, without the learning rate.
+    """
+
+    variables: list[Any]
+    tensors: list[TensorSpec]
+    trained: int
+    groups: list[GroupSpec]
+    options: list[dict[str, Any]]
+
+    def scalars(self, learning_rate: float) -> list[list[float]]:
+        """The scalars of a push, per group; raises InvalidRequest for a learning rate that is out of range."""
+        trained = [
+            scalar_values(spec, {**options, "lr": learning_rate}, index)
+            for index, (spec, options) in enumerate(zip(self.groups, self.options, strict=False))
+        ]
+        return trained + [[] for _ in self.groups[len(trained) :]]
+
+
+def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], bool]) -> Declaration:
+    """Read and check the declaration. `decays`: whether the optimizer applies its weight decay to a variable.
+
+    Raises:
+        InvalidRequest, InvalidTensor: the model has no variables yet, none to train, or one that psd cannot train.
+    """
+    if not model.built:
+        raise InvalidRequest("model: has no variables yet; give it an Input, or pass one batch through it, before distribute()")
+    trained = list(model.trainable_variables)
+    if not trained:
+        raise InvalidRequest("model: has no trainable variables, so there is nothing to train")
+    for variable in trained:
+        _check_trained(variable)
+    frozen = _frozen(model, trained)
+    has_decay = [not options.weight_decay or decays(variable) for variable in trained]
+    kinds = sorted(set(has_decay), reverse=True)
+    groups = [options.group(decays=kind) for kind in kinds]
+    specs = [group for group, _ in groups] + ([GroupSpec(STATIC.name)] if frozen else [])
+    group_of = [kinds.index(kind) for kind in has_decay] + [len(kinds)] * len(frozen)
+    variables = trained + frozen
+    names = _unique(variable.path for variable in variables)
+    tensors = [
+        TensorSpec(name, tuple(variable.shape), _dtype(variable), group)
+        for name, variable, group in zip(names, variables, group_of, strict=True)
+    ]
+    return Declaration(variables, tensors, len(trained), specs, [values for _, values in groups])
+
+
+def _frozen(model: Any, trained: list[Any]) -> list[Any]:
+    """The variables that layers could train but do not. Not what they keep for themselves, such as BatchNormalization's
+    statistics."""
+    known = {id(variable) for variable in trained}
+    frozen: dict[int, Any] = {}
+    for layer in model._flatten_layers():  # noqa: SLF001 - the public ways do not tell weights from statistics
+        for variable in layer._trainable_variables:  # noqa: SLF001
+            if id(variable) not in known and _dtype(variable) in DTYPES:
+                frozen[id(variable)] = variable
+    return list(frozen.values())
+
+
+def _check_trained(variable: Any) -> None:
+    if _dtype(variable) not in DTYPES:
+        raise InvalidTensor(f"variable {variable.path!r} has dtype {_dtype(variable)}; psd trains {', '.join(DTYPES)}")
+    if variable.constraint is not None:
+        raise InvalidRequest(
+            f"variable {variable.path!r} has the constraint {type(variable.constraint).__name__}, which the shards do not "
+            "apply; build the layer without"
+        )
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise InvalidRequest(
+            f"variable {variable.path!r} is overwritten with its gradient (float8), which the shards do not do; use another "
+            "dtype policy"
+        )
+
+
+def _dtype(variable: Any) -> str:
+    return str(variable.dtype)
+
+
+def _unique(paths: Iterable[str]) -> list[str]:
+    """Unique paths: from the second of the same one on, ":n" is appended, since Keras lets layers share a name."""
+    counts: dict[str, int] = {}
+    names = []
+    for path in paths:
+        counts[path] = counts.get(path, 0) + 1
+        names.append(path if counts[path] == 1 else f"{path}:{counts[path]}")
+    return names

@@ -1,0 +1,85 @@
+"""The step between a Keras optimizer and the shards, as far as it is common to all backends.
+
+Must not know a framework, shards or messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from psd_client.client import ParameterServer, worker_of
+from psd_client.keras.declaration import Declaration
+from psd_client.lanes.flat import FlatBuffers
+
+
+class Link(ABC):
+    """One model's variables and one connection. A backend's half says how gradients get into the buffers, and parameters out.
+
+    Args:
+        connection: not declared yet. arguments: of ParameterServer.declare_tensors, behind `initial`.
+
+    Attributes:
+        batch_size: samples behind the gradients of the next step.
+        error: what the last step has raised, or None: in graph mode TensorFlow raises an error of its own in its place.
+        is_skipped: whether the last step's round was skipped; a tensor of the backend, in graph mode a symbolic one.
+        is_scaled: the loss is scaled dynamically, by one who knows of rounds that are skipped.
+    """
+
+    def __init__(self, declaration: Declaration, connection: ParameterServer, **arguments: Any) -> None:
+        self.declaration = declaration
+        self.ps = connection
+        self.worker = worker_of(connection)
+        self.batch_size = 1.0
+        self.error: BaseException | None = None
+        self.is_skipped: Any = False
+        self.is_scaled = False
+        self._lock = threading.Lock()
+        self.worker.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
+
+    @abstractmethod
+    def _initialize(self, flat: FlatBuffers) -> None:
+        """Write the model's values into the buffers."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Copy all that is declared from the buffers into the model: once, and after a pull."""
+
+    @abstractmethod
+    def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
+        """One step: gradients to the shards, new parameters into the model.
+
+        Args:
+            learning_rate: a number, or a tensor or variable of the backend. indices: of the variables that have a gradient.
+
+        Returns:
+            the worker's clock after the step, for Keras's `iterations`; a number or a tensor of the backend.
+        """
+
+    def close(self) -> None:
+        """Finish: no other worker waits for this one any more."""
+        self.ps.close()
+
+    def push_pull(self, learning_rate: float, missing: Sequence[int], write: Callable[[FlatBuffers], None]) -> tuple[int, bool]:
+        """Have `write` put the gradients into the buffers, push and pull; return the clock, and whether the round was skipped.
+
+        missing: indices of the trained variables without a gradient.
+        """
+        with self._noting():
+            scalars = self.declaration.scalars(learning_rate)
+            write(self.worker.gradients)
+            self.worker.push_pull_flat(scalars, float(self.batch_size), self.worker.gradients.present_but(missing))
+            return self.ps.clock, self.ps.is_skipped
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        with self._lock:
+            self.error = None
+            try:
+                yield
+            except BaseException as error:
+                self.error = error
+                raise

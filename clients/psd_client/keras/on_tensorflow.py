@@ -1,0 +1,130 @@
+"""Keras on TensorFlow: one step is one tf.numpy_function over all gradients, in graph mode and in eager mode alike.
+
+Its inputs are TensorFlow's own memory, one array per gradient; one numpy.concatenate per run of neighbours copies them into the
+flat buffers, from which they travel. Its outputs are the views of the flat parameter buffer, which TensorFlow copies into the
+variables, inside of the graph. So each number is copied once on either way, and Python does nothing per tensor but name it.
+
+XLA cannot compile a call of Python; the package keeps Keras from trying. Must not know shards, sessions or rules. Only this
+module imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest
+from psd_client.keras.link import Link
+from psd_client.lanes.flat import FlatBuffers
+
+
+class _Run(NamedTuple):
+    """A run of gradients that lie side by side: their place, and the number of arrays."""
+
+    space: int
+    start: int
+    stop: int
+    arrays: int
+
+
+class TensorFlowLink(Link):
+    """See Link."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if tf.distribute.has_strategy():
+            raise InvalidRequest("tf.distribute: psd takes its place; build and compile the model outside of strategy.scope()")
+        super().__init__(*args, **kwargs)
+        self._compiled_exchange = tf.function(self._exchange)
+        self._compiled_load = tf.function(self._load)
+
+    def _initialize(self, flat: FlatBuffers) -> None:
+        for view, variable in zip(flat.views, self.declaration.variables, strict=True):
+            view[...] = variable.numpy()
+
+    def load(self) -> None:
+        """See Link."""
+        self._compiled_load()
+
+    def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
+        """See Link."""
+        rate = tf.cast(tf.convert_to_tensor(learning_rate), tf.float64)
+        named = dict(zip(map(str, indices), gradients, strict=True))
+        if not tf.executing_eagerly():
+            clock, self.is_skipped = self._exchange(rate, named)
+            return clock
+        self.error = None
+        try:
+            clock, self.is_skipped = self._compiled_exchange(rate, named)
+        except tf.errors.OpError:
+            if self.error is not None:
+                raise self.error from None  # in eager mode the program can be given the error itself
+            raise
+        return clock
+
+    def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+        """Run one step; traced once for each choice of variables that have a gradient, given by their index."""
+        gradients = {int(index): gradient for index, gradient in named.items()}
+        runs, arrays = self._runs(gradients)
+        trained = range(self.declaration.trained)
+        missing = [index for index in trained if index not in gradients]
+
+        def step(rate: NDArray[Any], *arrays: NDArray[Any]) -> list[Any]:
+            def write(buffers: FlatBuffers) -> None:
+                begin = 0
+                for run in runs:
+                    target = buffers.spaces[run.space][run.start : run.stop]
+                    np.concatenate(arrays[begin : begin + run.arrays], out=target)
+                    begin += run.arrays
+
+            clock, is_skipped = self.push_pull(float(rate), missing, write)
+            views = self.worker.parameters.views
+            return [np.int64(clock), np.bool_(is_skipped), *(views[index] for index in trained)]
+
+        clock, is_skipped, *values = self._call(step, [rate, *arrays], [tf.int64, tf.bool], list(trained))
+        self._assign(list(trained), values)
+        return tf.ensure_shape(clock, ()), tf.ensure_shape(is_skipped, ())
+
+    def _runs(self, gradients: dict[int, Any]) -> tuple[list[_Run], list[Any]]:
+        """The gradients in the order of the flat spaces, flat and in the buffers' dtypes, and the places of runs of them."""
+        runs: list[_Run] = []
+        arrays: list[Any] = []
+        for number, space in enumerate(self.worker.gradients.layout.spaces):
+            for index, start in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
+                if index not in gradients:
+                    continue
+                # An embedding's IndexedSlices become a dense gradient here. That is what they stand for; Keras's own rules
+                # differ from it where an id occurs twice in a batch: they add up the squares of its parts.
+                tensor = self.declaration.tensors[index]
+                flat = tf.reshape(tf.cast(tf.convert_to_tensor(gradients[index]), tensor.dtype), [-1])
+                if space.gradient_dtype.name != tensor.dtype:  # the bits of bfloat16
+                    flat = tf.bitcast(flat, space.gradient_dtype.name)
+                stop = start + tensor.size
+                if runs and runs[-1].space == number and runs[-1].stop == start:
+                    runs[-1] = runs[-1]._replace(stop=stop, arrays=runs[-1].arrays + 1)
+                else:
+                    runs.append(_Run(number, start, stop, 1))
+                arrays.append(flat)
+        return runs, arrays
+
+    def _load(self) -> None:
+        everything = list(range(len(self.declaration.tensors)))
+        views = self.worker.parameters.views
+        self._assign(everything, self._call(lambda: [views[index] for index in everything], [], [], everything))
+
+    def _call(self, function: Callable[..., list[Any]], inputs: list[Any], first: list[Any], indices: list[int]) -> list[Any]:
+        """Call Python from the graph; the results have the dtypes `first`, and then those of the shards for some tensors."""
+        dtypes = [tf.as_dtype(self.declaration.tensors[index].master_dtype) for index in indices]
+        return list(tf.numpy_function(function, inputs, [*first, *dtypes]))
+
+    def _assign(self, indices: list[int], values: list[Any]) -> None:
+        for index, value in zip(indices, values, strict=True):
+            variable = self.declaration.variables[index]
+            value.set_shape(variable.shape)
+            # TensorFlow takes what Python returns without copying it, and a variable likewise what it is assigned. So without
+            # a copy the variable would be the buffer, and change with the next pull.
+            is_master = self.declaration.tensors[index].master_dtype == variable.dtype
+            variable.assign(tf.raw_ops.DeepCopy(x=value) if is_master else tf.cast(value, variable.dtype))

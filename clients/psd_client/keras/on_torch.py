@@ -1,0 +1,60 @@
+"""Keras on torch: gradients lie in the flat buffers, as for torch's own users (torch/gradients.py).
+
+Must not know shards, sessions or rules. Together with torch.py's modules the only one that imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from psd_client.keras.link import Link
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.torch.declaration import Declaration
+from psd_client.torch.gradients import Gradients
+from psd_client.torch.parameters import as_tensors
+
+
+class TorchLink(Link):
+    """See Link."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        declared = self.declaration
+        self._parameters = [variable.value for variable in declared.variables]
+        self._views = as_tensors(self.worker.parameters)
+        trained = list(range(declared.trained))
+        in_torch = Declaration(self._parameters, declared.tensors, declared.groups, (), trained, [])
+        self._gradients = Gradients(in_torch, self.worker.gradients, None)
+
+    @torch.no_grad()
+    def _initialize(self, flat: FlatBuffers) -> None:
+        torch._foreach_copy_(as_tensors(flat), [variable.value for variable in self.declaration.variables])
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """See Link."""
+        torch._foreach_copy_(self._parameters, self._views)
+
+    @torch.no_grad()
+    def exchange(self, learning_rate: Any, indices: Sequence[int], gradients: Sequence[Any]) -> Any:
+        """See Link."""
+        by_index: list[torch.Tensor | None] = [None] * self.declaration.trained
+        for index, gradient in zip(indices, gradients, strict=True):
+            by_index[index] = gradient
+        missing = [index for index, gradient in enumerate(by_index) if gradient is None]
+
+        def write(_: FlatBuffers) -> None:
+            self._gradients.gather(by_index)
+
+        clock, self.is_skipped = self.push_pull(float(learning_rate), missing, write)
+        trained = self.declaration.trained
+        torch._foreach_copy_(self._parameters[:trained], self._views[:trained])
+        return clock
+
+    def close(self) -> None:
+        """See Link."""
+        self._gradients.close()
+        super().close()

@@ -1,0 +1,373 @@
+"""The worker's end of one bulk connection: calls out, answers in, over a stream socket; see proto/psd/v1/bulk.proto.
+
+Over a local socket the worker's flat buffers are attached, if they lie in a segment: then gradients are read and parameters
+written by the shard itself, and messages only name them. A connection that has failed in any way is closed, and is not used
+again. How long anything is waited for is patience.py's. Must not know retries, sessions, or how the connection was opened.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from psd.contract import frames
+from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
+from psd.contract.layout import Block
+from psd.contract.wire import Disconnected, Kind, Stream
+from psd.v1 import bulk_pb2, data_pb2
+from psd_client.lanes.crew import Crew, Task
+from psd_client.lanes.feed import Aborted
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.grpc_errors import detail_of
+from psd_client.lanes.patience import Patience
+from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, GradientPart, Traffic
+
+logger = logging.getLogger("psd_client")
+
+HEAD_BYTES_MAX = 32 << 20
+HELLO_S = 5.0
+"""Seconds that a shard may take to answer a ticket, or memory that is attached."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class NotGreeted(Exception):
+    """The connection was accepted, but nobody answers."""
+
+
+class BulkClient:
+    """One open connection to one shard. One call at a time; `close` may come from another thread.
+
+    Args:
+        stream: connected; owned from now on. shard, address: for messages. ticket: from OpenBulk. call: in which it is opened.
+        traffic: where payload bytes are counted.
+
+    Raises:
+        NotGreeted: not within HELLO_S. ShardUnavailable, Cancelled, psd's errors: as calls.
+
+    Attributes:
+        is_open: False after the first failure.
+    """
+
+    def __init__(self, stream: Stream, shard: int, address: str, ticket: bytes, call: Call, traffic: Traffic) -> None:
+        self.is_open = True
+        self._stream = stream
+        self._shard = shard
+        self._address = address
+        self._traffic = traffic
+        self._sender = Crew("psd-send")
+        self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
+        self._lock = threading.Lock()
+        self._is_busy = False
+        self._is_closed = False
+        self._patience = Patience(stream)
+        try:
+            with self._under_way(Call(HELLO_S, call.scope)):
+                self._stream.send(Kind.HELLO, bulk_pb2.BulkHello(ticket=ticket).SerializeToString())
+                self._expect(Kind.WELCOME)
+        except TimeoutError:
+            raise NotGreeted from None
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def is_local(self) -> bool:
+        """True if memory can be shared with the shard."""
+        return self._stream.local is not None
+
+    def attach(self, gradients: FlatBuffers, parameters: FlatBuffers, call: Call) -> None:
+        """Let the shard see both buffers, which lie in one segment; does nothing if it already sees them."""
+        if self._attached is not None and self._attached[0] is gradients:
+            return
+        segment, local = gradients.segment, self._stream.local
+        assert segment is not None
+        assert segment is parameters.segment
+        assert local is not None
+        message = bulk_pb2.BulkAttach(
+            layout_digest=gradients.layout.digest,
+            size=segment.nbytes,
+            gradient_starts=gradients.starts,
+            parameter_starts=parameters.starts,
+        )
+        try:
+            with self._under_way(Call(HELLO_S, call.scope)):
+                self._stream.send(Kind.ATTACH, message.SerializeToString())
+                self._expect(Kind.SEND)
+                try:
+                    socket.send_fds(local, [b"\0"], [segment.fd])
+                except OSError as error:
+                    raise Disconnected(str(error)) from None
+                nonce = self._parsed(bulk_pb2.BulkReady, self._expect(Kind.READY)).nonce
+        except TimeoutError:
+            raise ShardUnavailable(
+                f"shard {self._shard} at {self._address}: has not mapped this worker's memory within {HELLO_S:g} s",
+                shard=self._shard,
+                address=self._address,
+            ) from None
+        if nonce != segment.nonce:
+            self._end()
+            raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
+        self._attached = gradients, parameters
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def transfer(
+        self,
+        message: bulk_pb2.BulkCall,
+        part: GradientPart | None,
+        blocks: Sequence[Block],
+        parameters: FlatBuffers | None,
+        call: Call,
+    ) -> data_pb2.PushReply:
+        """Make the call `message`: send the gradients of `part`, if any, and receive `blocks` into the parameters."""
+        message.timeout_s = call.timeout_s
+        if parameters is not None:
+            message.into_memory = self._has(parameters)
+            message.announce = parameters.on_received is not None
+        try:
+            with self._under_way(call):
+                self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
+                sending = None
+                if part is not None and (part.is_small or (part.feed is None and self._has(part.buffers))):
+                    for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
+                        self._stream.send(Kind.BLOCKS, head, payload, more=is_more)
+                elif part is not None:
+                    sending = self._begin_sending(part)
+                return self._answer(sending, blocks, parameters, into_memory=message.into_memory)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
+            ) from None
+
+    def _has(self, buffers: FlatBuffers) -> bool:
+        return (
+            self._attached is not None
+            and any(buffers is attached for attached in self._attached)
+            and not (buffers.segment is None or buffers.segment.is_given_up)
+        )
+
+    def _messages(self, part: GradientPart) -> Iterator[tuple[bytes, Any, bool]]:
+        """Heads and payloads of the messages that carry gradients, and whether another one follows at once.
+
+        Each block has one; blocks that are attached are only named, all in one message if they are all there.
+        """
+        in_memory, left = self._has(part.buffers), len(part.blocks)
+        if in_memory and part.feed is None:
+            names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=True)
+            if part.present is not None:
+                names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
+            yield names.SerializeToString(), b"", False
+            self._traffic.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
+            return
+        try:
+            for block, present in part.outgoing():
+                left -= 1
+                message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=left == 0)
+                payload: Any = b"" if in_memory else part.buffers.block(block.index)
+                if present is not None:
+                    message.present.append(frames.present_bits(present))
+                    if not present.any():
+                        payload = b""
+                yield message.SerializeToString(), payload, left > 0 and part.feed is None
+                self._traffic.sent_bytes += block.gradient_nbytes
+        except Aborted:
+            self._cancel()  # the other thread waits for its answer
+            raise
+
+    def _begin_sending(self, part: GradientPart) -> Task[None]:
+        """Send gradients in another thread while answers come in."""
+
+        def send() -> None:
+            for head, payload, is_more in self._messages(part):
+                self._stream.send(Kind.BLOCKS, head, payload, more=is_more)
+
+        sending = Task(send)
+        try:
+            self._sender.begin(sending)
+        except RuntimeError:  # the interpreter exits, and has no threads: it pushes, but waits for no answers besides
+            sending.run()
+        return sending
+
+    def _answer(
+        self, sending: Task[None] | None, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool
+    ) -> data_pb2.PushReply:
+        """The answer, after all has been sent, too."""
+        try:
+            reply = self._receive(blocks, parameters, into_memory=into_memory)
+        except _Refused:
+            if sending is not None and (failure := sending.wait()) is not None:  # the shard reads on to the push's end
+                raise failure from None
+            raise
+        except BaseException:
+            self._stream.shut_down(socket.SHUT_WR)
+            if sending is not None and isinstance(failure := sending.wait(), Aborted):
+                raise failure from None
+            raise
+        if sending is not None and (failure := sending.wait()) is not None:
+            raise failure
+        return reply
+
+    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
+        awaited = {block.index: block for block in blocks}
+        while True:
+            kind, head, payload_bytes = self._stream.receive()
+            if kind is Kind.ANSWER:
+                frame = self._parsed(data_pb2.PullFrame, head)
+                block = awaited.pop(frame.block, None)
+                if block is None or payload_bytes != (0 if into_memory else block.nbytes):
+                    raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
+                assert parameters is not None
+                if not into_memory:
+                    self._stream.read_into(parameters.block(block.index).data.cast("B"))
+                    self._traffic.received_bytes += block.nbytes
+                parameters.received(block.index, frame.version)
+            elif kind is Kind.REPLY:
+                if awaited and not into_memory:
+                    raise InternalError(f"shard {self._shard} at {self._address}: {len(awaited)} blocks are missing")
+                reply = self._parsed(bulk_pb2.BulkReply, head)
+                if into_memory:
+                    assert parameters is not None
+                    asked = {block.index for block in blocks}
+                    if len(reply.versions) != len(reply.blocks) or not asked.issuperset(reply.blocks):
+                        raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
+                    for index, version in zip(reply.blocks, reply.versions, strict=True):
+                        parameters.versions[index] = version
+                    self._traffic.received_bytes += sum(block.nbytes for block in blocks)
+                return reply.push
+            elif kind is not Kind.ALIVE:
+                self._raise(kind, head)
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _under_way(self, call: Call) -> Iterator[None]:
+        """Exchange the messages of one call; the connection ends unless the shard has answered.
+
+        TimeoutError: it has not ended in time.
+        """
+        with self._lock:
+            if not self.is_open:
+                raise Cancelled if self._is_closed else self._unavailable("the connection was closed")
+            self._is_busy = True
+        refused: PsdError | None = None
+        try:
+            self._patience.begin(call.timeout_s)
+            with call.scope.entered(self._cancel):
+                try:
+                    yield
+                except _Refused as error:  # in good order: the next call may begin
+                    refused = error.error
+                except BaseException:
+                    self._abandon()
+                    raise
+            if refused is not None:
+                raise refused
+        except (ShardUnavailable, Disconnected, TimeoutError) as error:
+            if call.scope.is_cancelled or self._is_closed:
+                raise Cancelled from None
+            if isinstance(error, Disconnected):
+                raise self._unavailable(f"the connection broke: {error}") from None
+            raise
+        finally:
+            with self._lock:
+                self._is_busy = False
+                is_over = not self.is_open
+            if is_over:
+                self._release()
+
+    def _unavailable(self, why: str) -> ShardUnavailable:
+        where = {"shard": self._shard, "address": self._address}
+        return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
+
+    def _cancel(self) -> None:
+        """End the call. Whoever is in it waits for the shard's end, if the shard sees this worker's memory."""
+        if self._attached is None:
+            self._stream.shut_down(socket.SHUT_RDWR)
+            return
+        self._patience.cancel()
+        self._stream.shut_down(socket.SHUT_WR)
+
+    def _abandon(self) -> None:
+        """Wait until the shard has let go, so that nothing of the call touches this worker's memory any more; then close."""
+        self._cancel()
+        if self._attached is not None and self.is_open:
+            try:
+                self._patience.check()
+                self._stream.skip(1 << 62)
+            except Disconnected:
+                pass
+            except BaseException as error:
+                self._give_up(*self._attached)
+                if not isinstance(error, TimeoutError):  # a second Ctrl-C
+                    self._end()
+                    raise
+        self._end()
+
+    def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+        """Detach the memory that the shard still holds: its further writes are not seen, nor do new gradients reach it."""
+        segment = gradients.segment
+        if segment is None or segment.is_given_up:
+            return
+        try:
+            segment.give_up(parameters.spaces)
+        except OSError as error:
+            logger.warning("psd: shard %d at %s may still write to this worker's memory: %s", self._shard, self._address, error)
+            return
+        logger.warning(
+            "psd: shard %d at %s has not let go of this worker's memory within %g s of the end of a call; from now on it is "
+            "shared with no shard, and gradients and parameters are copied through sockets",
+            self._shard,
+            self._address,
+            CANCEL_S,
+        )
+
+    def close(self) -> None:
+        """Give the connection back; a call in another thread ends by Cancelled. Idempotent."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.is_open = False
+            is_busy = self._is_busy
+        self._stream.shut_down(socket.SHUT_RDWR)
+        if not is_busy:
+            self._release()
+
+    def _release(self) -> None:
+        """Give back what nobody uses any more."""
+        self._sender.close()
+        self._stream.close()
+
+    def _expect(self, kind: Kind) -> bytes:
+        got, head, payload_bytes = self._stream.receive()
+        if got is not kind or payload_bytes:
+            self._raise(got, head)
+        return head
+
+    def _raise(self, kind: Kind, head: bytes) -> None:
+        if kind is not Kind.ERROR:
+            raise InternalError(f"shard {self._shard} at {self._address}: {kind.name} was not expected")
+        message = self._parsed(bulk_pb2.BulkError, head)
+        raise _Refused(error_from(message.reason, message.message, {"shard": self._shard} | detail_of(message.detail)))
+
+    def _parsed(self, kind: type[MessageT], head: bytes) -> MessageT:
+        try:
+            return kind.FromString(head)
+        except DecodeError as error:
+            raise InternalError(f"shard {self._shard} at {self._address}: an answer is no {kind.__name__}: {error}") from None
+
+
+class _Refused(Exception):
+    """The shard has answered with an error."""
+
+    def __init__(self, error: PsdError) -> None:
+        super().__init__(str(error))
+        self.error = error

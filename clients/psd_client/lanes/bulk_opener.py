@@ -1,0 +1,193 @@
+"""Opens a bulk connection by the best transport: shared memory with a shard on this machine, else TCP; if neither works, none.
+
+A connection is opened at the first need, and anew after a failure, since a shard may come back elsewhere. Must not know calls,
+sessions, clocks or retries.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+
+from psd.contract.config import ConfigError, parse_address
+from psd.contract.credentials import Credentials
+from psd.contract.errors import InvalidRequest, ShardUnavailable
+from psd.contract.tls import what_is_wrong
+from psd.contract.tls_socket import TlsSocket
+from psd.contract.wire import Stream, is_of_this_user
+from psd.v1 import control_pb2, job_pb2
+from psd_client.lanes.bulk_connection import HEAD_BYTES_MAX, BulkClient, NotGreeted
+from psd_client.lanes.transport import Call, Traffic
+
+CONNECT_S = 3.0
+TRANSPORT_CHARACTERS_MAX = 120
+STALE_NAME_S = 20.0
+"""Seconds for which name servers may still give out a shard's earlier address. A connection that worked before is tried again
+for this long, and only then given up in favour of gRPC."""
+
+SILENCES_MAX = 2
+"""Attempts on a port that did not answer, while the shard answered over gRPC, until this worker stops trying it."""
+
+
+class BulkOpener:
+    """The bulk connection of one shard, opened when needed.
+
+    Args:
+        wanted: "auto"; or "shm" or "tcp", which raise ConfigError where they do not work.
+        ask: OpenBulk, over gRPC: for a ticket, and where the shard listens. traffic: see BulkClient.
+
+    Attributes:
+        transport: how bulk data travels, and why not better; empty before the first connection.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        address: str,
+        wanted: str,
+        credentials: Credentials,
+        ask: Callable[[control_pb2.OpenBulkRequest, Call], control_pb2.OpenBulkReply],
+        traffic: Traffic,
+    ) -> None:
+        self.transport = ""
+        self._shard = shard
+        self._address = address
+        self._wanted = wanted
+        self._credentials = credentials
+        self._ask = ask
+        self._traffic = traffic
+        self._open: BulkClient | None = None
+        self._grpc_at: int | None = None  # the shard's incarnation at which nothing but gRPC worked
+        self._had_tcp = False
+        self._missed_since: float | None = None  # since when TCP connections fail
+        self._silences = 0  # TCP connections that were taken and not answered, one after the other
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a connection."""
+        return self._open is not None and self._open.is_open
+
+    def connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+        """The connection, opened if need be; None if only gRPC works."""
+        if not self.is_open and self._grpc_at != caller.incarnation:
+            self._open = self._choose(caller, call)
+            self._grpc_at = caller.incarnation if self._open is None else None
+        return self._open if self.is_open else None
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._open is not None:
+            self._open.close()
+
+    def _choose(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+        refusals: list[str] = []
+        ways: tuple[tuple[str, Callable[[control_pb2.OpenBulkReply], socket.socket | TlsSocket]], ...]
+        ways = ("shm", self._connect_local), ("tcp", self._connect_tcp)
+        for name, connect in ways:
+            if self._wanted not in ("auto", name):
+                continue
+            reply = self._ask(control_pb2.OpenBulkRequest(caller=caller), call)
+            try:
+                stream = Stream(connect(reply), HEAD_BYTES_MAX)
+                bulk = BulkClient(stream, self._shard, self._address, reply.ticket, call, self._traffic)
+            except _NotHere as error:
+                refusals.append(f"{name}: {error}")
+                continue
+            except NotGreeted:
+                refusals.append(f"{name}: {self._silent(name, reply.tcp_port)}")
+                continue
+            except InvalidRequest as error:
+                self._missed(f"another shard is there: {error}")
+                raise
+            self._silences = 0
+            if name == "tcp":
+                self._had_tcp, self._missed_since = True, None
+            self._note(name, refusals)
+            return bulk
+        if self._wanted != "auto":
+            self._ask(control_pb2.OpenBulkRequest(caller=caller), call)  # raises if the shard has only just died
+            raise ConfigError(f"transport: shard {self._shard} at {self._address} cannot be reached by {refusals[0]}")
+        self._note("grpc", refusals)
+        return None
+
+    def _missed(self, why: str) -> None:
+        """Handle a failed connection: raise ShardUnavailable, to be tried again, while the name may be to blame."""
+        now = time.monotonic()
+        if self._missed_since is None:
+            self._missed_since = now
+        if self._had_tcp and now - self._missed_since < STALE_NAME_S:
+            raise self._unavailable(why)
+
+    def _silent(self, name: str, port: int) -> str:
+        """Handle a connection that was accepted but never answered: return the reason against this transport. Raises
+        ShardUnavailable while it may be that the shard was only suspended for a while; each attempt begins with a call that it
+        must answer."""
+        if name == "shm":
+            raise self._unavailable("accepts connections on this machine but does not answer")
+        why = f"port {port}: accepts connections but does not answer"
+        self._missed(why)
+        self._silences += 1
+        if self._silences < SILENCES_MAX:
+            raise self._unavailable(why)
+        return why
+
+    def _unavailable(self, why: str) -> ShardUnavailable:
+        where = {"shard": self._shard, "address": self._address}
+        return ShardUnavailable(f"shard {self._shard} at {self._address}: {why}", **where)
+
+    def _note(self, name: str, refusals: Sequence[str]) -> None:
+        self.transport = f"{name} (not {'; not '.join(refusals)})" if refusals else name
+        self.transport = self.transport[:TRANSPORT_CHARACTERS_MAX]
+
+    def _connect_local(self, reply: control_pb2.OpenBulkReply) -> socket.socket:
+        if not hasattr(os, "memfd_create"):
+            raise _NotHere("this system has no memory files")
+        if not reply.local_name:
+            raise _NotHere("the shard's system has no memory files")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(f"\0{reply.local_name}")
+        except OSError:
+            sock.close()
+            raise _NotHere("the shard is on another machine") from None
+        if not is_of_this_user(sock):
+            sock.close()
+            raise _NotHere("the shard is another user's")
+        return sock
+
+    def _connect_tcp(self, reply: control_pb2.OpenBulkReply) -> socket.socket | TlsSocket:
+        if not reply.tcp_port:
+            raise _NotHere("the shard was started with --bulk-port off")
+        host, _ = parse_address(self._address, "servers")
+        try:
+            sock = socket.create_connection((host.strip("[]"), reply.tcp_port), CONNECT_S)
+        except OSError as error:
+            self._missed(f"port {reply.tcp_port}: {error.strerror or error}")
+            raise _NotHere(f"port {reply.tcp_port}: {error.strerror or error}") from None
+        sock.settimeout(None)
+        context = self._credentials.context()
+        return sock if context is None else _secured(sock, context, host.strip("[]"))
+
+
+def _secured(sock: socket.socket, context: ssl.SSLContext, host: str) -> TlsSocket:
+    port = sock.getpeername()[1]
+    secured = TlsSocket(sock, context, host)
+    try:
+        secured.handshake(CONNECT_S)
+    except TimeoutError:
+        secured.close()
+        raise NotGreeted from None
+    except OSError as error:
+        secured.close()
+        raise _NotHere(f"port {port}: {what_is_wrong(error, host) or error}") from None
+    except BaseException:
+        secured.close()
+        raise
+    return secured
+
+
+class _NotHere(Exception):
+    """The reason why a transport does not work with this shard."""

@@ -1,0 +1,140 @@
+"""Flat buffers: a worker's gradients or parameters, laid out as the shards hold them.
+
+One aligned array per flat space; tensors are views into it, blocks are slices of it. So whole blocks move between a buffer and
+the wire, and nothing is done per tensor or per element. The memory is the worker's own, or a segment that shards on the same
+machine see, too. Must not know sockets, clocks or frameworks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd.contract.layout import Layout
+from psd_client.lanes.segment import Segment, aligned
+
+SCANNED_BYTES_FOR_TWO = 8 << 20
+
+logger = logging.getLogger("psd_client")
+
+
+class FlatBuffers:
+    """Memory for every tensor of a job, zero at first.
+
+    Args:
+        segment: shared memory to take; None: ordinary memory.
+        of_gradients: in the gradients' dtypes, which may have 16 bits; static tensors get no memory, and empty views.
+
+    Attributes:
+        layout: where everything lies.
+        spaces: one 1-D array per flat space of the layout, in its order; empty ones for static spaces without memory.
+        views: one array per tensor of the spec, in its order: a view into its space, in the tensor's shape. A tensor without
+            elements has an array of its own, of the master's dtype.
+        segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
+        versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
+        on_received: called with a block's index when it has been received, in whatever thread; None: nobody asks.
+    """
+
+    def __init__(self, layout: Layout, *, segment: Segment | None = None, of_gradients: bool = False) -> None:
+        self.layout = layout
+        self.segment = segment
+        self.starts: list[int] = []
+        self.spaces: list[NDArray[Any]] = []
+        tensors = layout.spec.tensors
+        self.views: list[NDArray[Any]] = [np.zeros(t.shape if t.size == 0 else (0,), dtype=t.master_dtype) for t in tensors]
+        for space in layout.spaces:
+            is_there = not of_gradients or not layout.spec.groups[space.group].is_static
+            dtype = space.gradient_dtype if of_gradients else space.dtype
+            memory, start = self._memory(space.size if is_there else 0, dtype)
+            self.spaces.append(memory)
+            self.starts.append(start if is_there else 0)
+            if is_there:
+                for tensor, begin in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
+                    spec = tensors[tensor]
+                    self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
+        self.versions = [0] * len(layout.blocks)
+        self.on_received: Callable[[int], None] | None = None
+        self._scanner: ThreadPoolExecutor | None = None
+        self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
+
+    def _memory(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
+        if self.segment is not None:
+            return self.segment.zeros(size, dtype)
+        memory = psd_core.aligned_empty(size, dtype)
+        memory[...] = 0
+        return memory, 0
+
+    def block(self, index: int) -> NDArray[Any]:
+        """The slice of block `index` of the layout."""
+        return self._blocks[index]
+
+    def received(self, index: int, version: int) -> None:
+        """Note that block `index` has been received."""
+        self.versions[index] = version
+        if self.on_received is not None:
+            self.on_received(index)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, slice]]:
+        """The pieces of block `index`: tensors of the spec, and which of their elements, counted in C order."""
+        block = self.layout.blocks[index]
+        space = self.layout.spaces[block.space]
+        end = 0
+        for tensor, following in zip(block.segment_tensors.tolist(), block.segment_ends.tolist(), strict=True):
+            begin, end = end, following
+            first = block.offset + begin - int(space.starts[np.searchsorted(space.tensors, tensor)])
+            yield tensor, slice(first, first + end - begin)
+
+    def present_but(self, missing: Sequence[int]) -> NDArray[np.bool_] | None:
+        """A mask (tensors,) of the tensors that have a gradient, None for all; the given ones have none."""
+        if not missing:
+            return None
+        present = np.ones(len(self.views), np.bool_)
+        present[list(missing)] = False
+        return present
+
+    def norm(self) -> float:
+        """The Euclidean norm of all that is trained; infinity beyond the range of float64. What it holds is finite."""
+        spaces = zip(self.layout.spaces, self.spaces, strict=True)
+        trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
+        sums = [psd_core.square_sum(memory) for memory in trained]
+        return math.inf if None in sums else psd_core.square_root(sum(total for total in sums if total is not None))
+
+    def first_nonfinite(self) -> str | None:
+        """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite."""
+        for space, memory in zip(self.layout.spaces, self.spaces, strict=True):
+            element = self._first_nonfinite(memory)
+            if element >= 0:
+                tensor = int(space.tensors[np.searchsorted(space.starts, element, side="right") - 1])
+                return self.layout.spec.tensors[tensor].name
+        return None
+
+    def _first_nonfinite(self, memory: NDArray[Any]) -> int:
+        """Run psd_core.first_nonfinite, in two threads where it takes milliseconds: everybody waits for it."""
+        if memory.nbytes < SCANNED_BYTES_FOR_TWO:
+            return psd_core.first_nonfinite(memory)
+        if self._scanner is None:
+            self._scanner = ThreadPoolExecutor(1, thread_name_prefix="psd-scan")
+        middle = memory.size // 2
+        second = self._scanner.submit(psd_core.first_nonfinite, memory[middle:])
+        first = psd_core.first_nonfinite(memory[:middle])
+        found = second.result()
+        return first if first >= 0 or found < 0 else found + middle
+
+
+def share_memory(layout: Layout) -> Segment | None:
+    """A segment for the gradients and the parameters of a job; None if the system has no such memory to give."""
+    trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
+    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces)
+    nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
+    try:
+        return Segment(nbytes)
+    except OSError as error:
+        logger.warning("psd: gradients and parameters are not shared with the shards on this machine: %s", error)
+        return None

@@ -1,0 +1,243 @@
+"""The gRPC channel to one shard: opened, kept and replaced; calls of each kind on it; their failures as psd's errors.
+
+It opens at the first call, and anew, after it has failed, if certificates have changed or the shard stays away: it may come
+back at another address, and gRPC's resolver asks for a name that it did not find ever more rarely. gRPC does not survive a
+fork, so a channel refuses to be used in a child process. Must not know what psd's calls are, retries or other shards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc.experimental import ChannelOptions
+
+from psd.contract import frames
+from psd.contract.credentials import Credentials
+from psd.contract.errors import PsdError, ShardUnavailable, TlsFailed, Unauthenticated, WrongShard
+from psd.contract.tls import Pem
+from psd_client.lanes.crew import can_start_threads
+from psd_client.lanes.grpc_errors import may_be_tls, psd_error
+from psd_client.lanes.transport import Call, Cancelled, Scope
+
+MESSAGE_BYTES_MAX = 32 << 20
+"""The default of psd-server: a declaration of 100,000 tensors needs about 6 MiB, a frame 4 MiB."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    *frames.WINDOW_OPTIONS,
+    # A peer that vanishes without a word is noticed within keepalive time + timeout = 20 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A shard that is back within a second is to be found again at once: gRPC's own back-off would grow to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the time that one attempt to connect may take
+    # On Kubernetes a shard that is back has another address. gRPC's own pause between two questions for it is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
+    ("grpc.enable_retries", 0),  # shards.py retries
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a connection
+)
+
+UNREACHED_S = 2.0
+"""Age in seconds at which a channel that cannot reach the shard is replaced."""
+
+WITHOUT_THREADS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
+"""Further options once no threads can be started any more: gRPC then makes blocking calls, and receives streams, without
+any."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def open_channel(address: str, pem: Pem | None, options: Any) -> grpc.Channel:
+    """A channel with TLS, or, if `pem` is None, without."""
+    if pem is None:
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(pem.ca, pem.key or None, pem.cert or None)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+class GrpcChannel:
+    """The gRPC channel of one shard.
+
+    Attributes:
+        is_leaving: the worker says good-bye, and does not care why it cannot connect.
+    """
+
+    def __init__(self, shard: int, address: str, credentials: Credentials) -> None:
+        self.is_leaving = False
+        self._shard = shard
+        self._address = address
+        self._credentials = credentials
+        self._pem: Pem | None = None  # of the channel
+        self._was_reached = False
+        self._opened_at = 0.0
+        self._shown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # call -> metadata, if there is a token
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._closed = False
+        self._has_threads = True
+        self._retired: grpc.Channel | None = None
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+    # is_wait: the call waits for other workers, so that its deadline, if it passes, is theirs and not the shard's.
+
+    def unary(self, method: str, request: Message, reply: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
+        """The reply to one message."""
+        if not can_start_threads():
+            return self.blocking_unary(method, request, reply, call.timeout_s, is_wait=is_wait)
+        rpc = self._begin("unary_unary", method, request, call.timeout_s, reply)
+        return self._reply(rpc, reply, call, is_wait=is_wait)
+
+    def begin_unary(self, method: str, request: Message, reply: type[MessageT], timeout_s: float) -> Callable[[], MessageT]:
+        """Send one message; return a function that waits for the reply."""
+        if not can_start_threads():
+            return lambda: self.blocking_unary(method, request, reply, timeout_s, is_wait=False)
+        rpc = self._begin("unary_unary", method, request, timeout_s, reply)
+        return lambda: self._reply(rpc, reply, Call(timeout_s, Scope()), is_wait=False)
+
+    def blocking_unary(
+        self, method: str, request: Message, reply: type[MessageT], timeout_s: float, *, is_wait: bool
+    ) -> MessageT:
+        """A call for which gRPC starts no thread; nothing but its deadline and `close` end it."""
+        try:
+            result: MessageT = self._begin("unary_unary", method, request, timeout_s, reply, is_blocking=True)
+        except grpc.RpcError as error:
+            failed: Any = error  # which is a grpc.Call, too
+            raise self._failure(failed, None, is_wait=is_wait) from None
+        return result
+
+    def stream_out(
+        self, method: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool
+    ) -> MessageT:
+        """The reply to a stream of messages."""
+        rpc = self._begin("stream_unary", method, messages, call.timeout_s, reply)
+        return self._reply(rpc, reply, call, is_wait=is_wait)
+
+    def stream_in(self, method: str, request: Message | Iterator[bytes], call: Call) -> Iterator[bytes]:
+        """The messages that answer one message, or a stream of them; the call waits for other workers."""
+        kind = "unary_stream" if isinstance(request, Message) else "stream_stream"
+        rpc = self._begin(kind, method, request, call.timeout_s)
+        with call.scope.entered(rpc.cancel):
+            try:
+                for message in rpc:  # noqa: UP028 - gRPC's object is no generator, and is not to be closed like one
+                    yield message
+            except (grpc.RpcError, grpc.FutureCancelledError):
+                raise self._failure(rpc, call.scope, is_wait=True) from None
+            self._was_reached = True
+
+    def _reply(self, rpc: Any, _: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
+        with call.scope.entered(rpc.cancel):
+            try:
+                found: MessageT = rpc.result()
+            except (grpc.RpcError, grpc.FutureCancelledError):
+                raise self._failure(rpc, call.scope, is_wait=is_wait) from None
+        self._was_reached = True
+        return found
+
+    def _begin(
+        self,
+        kind: str,
+        method: str,
+        request: Message | Iterator[bytes],
+        timeout_s: float,
+        reply: type[Message] | None = None,
+        *,
+        is_blocking: bool = False,
+    ) -> Any:
+        """A call on the channel, which is opened if need be; Cancelled if it was closed for good meanwhile.
+
+        Args:
+            kind: what gRPC calls it. reply: None: the answer is a stream of bytes.
+        """
+        serialize = type(request).SerializeToString if isinstance(request, Message) else None
+        while True:
+            channel, metadata = self._open(), self._credentials.metadata()
+            start = getattr(channel, kind)(method, serialize, None if reply is None else reply.FromString)
+            if reply is not None and not is_blocking:
+                start = start.future
+            try:
+                begun = start(request, timeout=timeout_s, metadata=metadata)
+            except ValueError:  # gRPC's word for a closed channel
+                if self._closed:
+                    raise Cancelled from None
+                if channel is self._channel:
+                    raise
+                continue
+            if metadata is not None and isinstance(begun, grpc.Call):
+                self._shown[begun] = metadata
+            return begun
+
+    # -- the channel ---------------------------------------------------------------------------------------------------
+
+    def _open(self) -> grpc.Channel:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"psd: connected in process {self._pid} and used in process {os.getpid()}: a connection does not survive "
+                "a fork; call psd_client.connect() in the process that uses it"
+            )
+        with self._lock:
+            if self._closed:
+                raise Cancelled
+            if self._channel is not None and self._has_threads and not can_start_threads():
+                self._retired, self._channel, self._has_threads = self._channel, None, False  # with what is under way on it
+            if self._channel is None:
+                self._pem = self._credentials.pem()
+                options = CHANNEL_OPTIONS if self._has_threads else (*CHANNEL_OPTIONS, *WITHOUT_THREADS)
+                self._channel = open_channel(self._address, self._pem, options)
+                self._opened_at = time.monotonic()
+            return self._channel
+
+    def _failure(self, rpc: Any, scope: Scope | None, *, is_wait: bool) -> PsdError | Cancelled:
+        """The error of a failed call, after preparing another attempt where one may succeed."""
+        if self._closed or (scope is not None and scope.is_cancelled):
+            return Cancelled()
+        error = psd_error(rpc, self._shard, self._address, is_wait=is_wait)
+        where = {"shard": self._shard, "address": self._address}
+        shown = self._shown.get(rpc)
+        if isinstance(error, Unauthenticated) and shown is not None and self._credentials.has_other_token(shown):
+            return ShardUnavailable(f"shard {self._shard} at {self._address}: the token has changed meanwhile", **where)
+        if isinstance(error, WrongShard) and self._was_reached:
+            # Addresses are given out again: the shard has moved, and another one is now where it was.
+            self._renew(is_lost=True)
+            return ShardUnavailable(f"shard {self._shard} at {self._address}: {error}", **where)
+        if not isinstance(error, ShardUnavailable):
+            self._was_reached = True
+            return error
+        is_unreached = rpc.code() is grpc.StatusCode.UNAVAILABLE
+        self._renew(is_lost=is_unreached and time.monotonic() - self._opened_at > UNREACHED_S)
+        if may_be_tls(error) and not self.is_leaving and (why := self._credentials.why_not(self._address)) is not None:
+            # Amid a job certificates may be on their way to both sides: worth another attempt. At its beginning they are wrong.
+            kind = ShardUnavailable if self._was_reached else TlsFailed
+            error = kind(f"shard {self._shard} at {self._address}: {why}", **where)
+        return error
+
+    def _renew(self, *, is_lost: bool = False) -> None:
+        """Let the next call open another channel, if certificates have changed, or this one has lost the shard."""
+        pem = self._credentials.pem()
+        with self._lock:
+            if self._channel is None or (pem == self._pem and not is_lost):
+                return
+            channel, self._channel = self._channel, None
+        channel.close()
+
+    def close(self) -> None:
+        """Close the channel; calls in progress end."""
+        with self._lock:
+            self._closed = True
+            channels = self._channel, self._retired
+            self._channel = self._retired = None
+        for channel in channels:
+            if channel is not None and os.getpid() == self._pid:
+                channel.close()

@@ -1,0 +1,91 @@
+"""Messages of the gRPC lane for blocks: from flat buffers to frames, and back into buffers.
+
+Must not know channels or calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from psd.contract import frames
+from psd.contract.errors import InternalError
+from psd.contract.layout import Block
+from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.transport import GradientPart
+
+
+def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, NDArray[Any] | None]]:
+    """The frames of one push as messages, each with its payload, if it has one."""
+    left = len(part.blocks)
+    for block, present in part.outgoing():
+        left -= 1
+        message = data_pb2.PushFrame(block=block.index, last=left == 0)
+        if left == len(part.blocks) - 1:
+            message.push.CopyFrom(part.header)
+        payload: NDArray[Any] | None = part.buffers.block(block.index)
+        if present is not None:
+            message.present = frames.present_bits(present)
+            if not present.any():
+                payload = None
+        yield message, payload
+
+
+def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
+    """The frames that provide initial values; `first` begins the first one."""
+    if not blocks:
+        yield first.SerializeToString()
+    for block in blocks:
+        message = data_pb2.InitializeFrame()
+        if block is blocks[0]:
+            message.CopyFrom(first)
+        message.block = block.index
+        yield frames.join(message.SerializeToString(), values.block(block.index))
+
+
+class BlockAnswer:
+    """The blocks of one answer, as they come.
+
+    Args:
+        whose: for messages. blocks: that were asked for. parameters: where they go; None: nowhere.
+    """
+
+    def __init__(self, whose: str, blocks: Sequence[Block], parameters: FlatBuffers | None) -> None:
+        self.received_bytes = 0
+        self._whose = whose
+        self._awaited = {block.index: block for block in blocks}
+        self._parameters = parameters
+        self._reply: data_pb2.PushReply | None = None
+
+    def take(self, message: data_pb2.PullFrame, payload: memoryview) -> None:
+        """Take one frame."""
+        if message.HasField("push"):
+            self._reply = message.push
+            return
+        block = self._awaited.pop(message.block, None)
+        if block is None:
+            raise InternalError(f"{self._whose}: block {message.block} was not asked for")
+        if self._parameters is not None:
+            numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
+            self._parameters.block(block.index)[...] = numbers
+            self._parameters.received(block.index, message.version)
+            self.received_bytes += block.nbytes
+
+    def take_frame(self, frame: bytes) -> None:
+        """Take one frame as it was received."""
+        head, payload = frames.split(frame, "PullFrame")
+        try:
+            message = data_pb2.PullFrame.FromString(head)
+        except DecodeError as error:
+            raise InternalError(f"{self._whose}: an answer is no PullFrame: {error}") from None
+        self.take(message, payload)
+
+    def complete(self) -> data_pb2.PushReply | None:
+        """The push's reply, if there was one; raises if a block is missing."""
+        if self._awaited:
+            raise InternalError(f"{self._whose}: {len(self._awaited)} blocks are missing in its answer")
+        return self._reply

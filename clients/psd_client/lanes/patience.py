@@ -1,0 +1,54 @@
+"""Patience of whoever waits for the other end of a bulk connection: checked every PAUSE_S, in its own thread.
+
+Not beyond the call's deadline; not for long once it was cancelled; and over TCP not if nothing has moved for SILENT_S, since a
+shard that is there says so. Must not know messages.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from psd.contract.wire import Disconnected, Stream
+from psd_client.lanes.transport import CANCEL_S
+
+PAUSE_S = 0.5
+SILENT_S = 16.0
+"""Longest silence on a connection with a call under way: more than three times what a shard allows itself."""
+
+
+class Patience:
+    """The patience of one connection, for one call after the other. `cancel` may come from any thread."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._deadline = math.inf
+        self._cancelled_at = math.inf
+        self._progress: tuple[int, int] | None = None
+        self._moved_at = 0.0
+        stream.set_patience(PAUSE_S, self.check)
+
+    def begin(self, timeout_s: float) -> None:
+        """Note that a call begins."""
+        self._moved_at = time.monotonic()
+        self._deadline = self._moved_at + timeout_s
+
+    def cancel(self) -> None:
+        """End the call: CANCEL_S from now, or from the first time that this was called."""
+        self._cancelled_at = min(self._cancelled_at, time.monotonic())
+        self._deadline = math.inf
+
+    def check(self) -> None:
+        """Raise whatever ends the call, if anything does, because nothing has moved for a while.
+
+        Raises:
+            TimeoutError: its time is up. Disconnected: the other end has vanished.
+        """
+        now = time.monotonic()
+        if now >= self._deadline or now - self._cancelled_at >= CANCEL_S:
+            raise TimeoutError
+        progress = self._stream.progress()
+        if progress is None or progress != self._progress:
+            self._progress, self._moved_at = progress, now
+        elif now - self._moved_at >= SILENT_S:
+            raise Disconnected(f"nothing has come for {now - self._moved_at:.0f} s, not even word that the shard is there")

@@ -1,0 +1,227 @@
+"""The lane to a real shard: a gRPC channel for control calls, and for bulk calls a connection of their own where one works.
+
+Frames of gRPC's bulk calls are built and taken apart on raw bytes (grpc_frames.py), so gRPC's generated stubs are not used. A
+push_pull is full duplex: gRPC's thread takes frames from the sending generator while the calling thread writes the answers
+into the parameters. Must not know sessions, clocks, retries or other shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from psd.contract import frames
+from psd.contract.credentials import Credentials
+from psd.contract.errors import InternalError
+from psd.contract.layout import Block
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
+from psd_client.lanes.bulk_connection import BulkClient
+from psd_client.lanes.bulk_opener import BulkOpener
+from psd_client.lanes.crew import can_start_threads
+from psd_client.lanes.feed import Aborted
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
+from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
+from psd_client.lanes.transport import Call, GradientPart, Lane, Share
+
+AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
+"""Limit of gradients or parameters in one message."""
+
+_CONTROL = "/psd.v1.ControlService/"
+_DATA = "/psd.v1.DataService/"
+
+
+class ShardLane(Lane):
+    """The lane to one shard. Without `credentials`: no TLS, no token.
+
+    Args:
+        transport: "grpc"; "auto", the best way that works; or "shm" or "tcp", which raise ConfigError where they do not work.
+    """
+
+    def __init__(self, shard: int, address: str, transport: str, credentials: Credentials | None = None) -> None:
+        super().__init__(shard, address)
+        credentials = credentials if credentials is not None else Credentials()
+        self.transport = "grpc" if transport == "grpc" else ""
+        self._channel = GrpcChannel(shard, address, credentials)
+        self._bulk: BulkOpener | None = None
+        if transport != "grpc":
+            self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic)
+        self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
+
+    @property
+    def is_interruptible(self) -> bool:
+        """See Lane. Only while nothing has to be asked over gRPC."""
+        return self._bulk is not None and self._bulk.is_open
+
+    def close(self) -> None:
+        """Close all connections; calls in progress end."""
+        self._channel.close()
+        if self._bulk is not None:
+            self._bulk.close()
+
+    # -- control calls -------------------------------------------------------------------------------------------------
+
+    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Join", request, control_pb2.JoinReply, call, is_wait=False)
+
+    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Declare", request, control_pb2.DeclareReply, call, is_wait=True)
+
+    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Rollback", request, control_pb2.RollbackReply, call, is_wait=True)
+
+    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Describe", request, control_pb2.DescribeReply, call, is_wait=False)
+
+    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Commit", request, control_pb2.CommitReply, call, is_wait=True)
+
+    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Measure", request, control_pb2.MeasureReply, call, is_wait=False)
+
+    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
+
+    def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
+        """Ask for a ticket to a bulk connection."""
+        return self._channel.unary(f"{_CONTROL}OpenBulk", request, control_pb2.OpenBulkReply, call, is_wait=False)
+
+    def begin_heartbeat(
+        self, request: control_pb2.HeartbeatRequest, timeout_s: float
+    ) -> Callable[[], control_pb2.HeartbeatReply]:
+        """See Lane."""
+        return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, timeout_s)
+
+    def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
+        """See Lane."""
+        self._channel.is_leaving = True
+        self._channel.blocking_unary(f"{_CONTROL}Leave", request, control_pb2.LeaveReply, timeout_s, is_wait=False)
+
+    # -- bulk calls ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
+        """See Lane."""
+        connection = self._opened(caller, call)
+        return self._share if connection is not None and connection.is_local else None
+
+    def _share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+        self._shared = gradients, parameters
+
+    def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+        if self._bulk is None:
+            return None
+        connection = self._bulk.connection(caller, call)
+        self.transport = self._bulk.transport
+        return connection
+
+    def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
+        """The connection, ready for bulk calls; None to use gRPC."""
+        connection = self._opened(caller, call)
+        if connection is not None and connection.is_local and self._shared is not None:
+            gradients, parameters = self._shared
+            if gradients.segment is not None and not gradients.segment.is_given_up:
+                connection.attach(gradients, parameters, call)
+        return connection
+
+    def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
+        """See Lane."""
+        messages = initial_frames(first, blocks, values)
+        reply = self._channel.stream_out(f"{_DATA}Initialize", messages, data_pb2.InitializeReply, call, is_wait=False)
+        self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
+        return reply.accepted
+
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        """See Lane."""
+        connection = self._connection(part.header.caller, call)
+        if connection is not None:
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
+            return connection.transfer(message, part, (), None, call)
+        if can_start_threads():
+            return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
+        if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
+            raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
+        # Whoever ends waits for the round, too.
+        reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
+        return self._answered(reply, part.blocks, None)
+
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        """See Lane."""
+        connection = self._connection(part.header.caller, call)
+        if connection is not None:
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
+            return connection.transfer(message, part, part.blocks, parameters, call)
+        if part.is_small:  # two copies more, but without what it costs to keep up a stream
+            reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
+            return self._answered(reply, part.blocks, parameters)
+        received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
+        return self._with_reply(self._received(received, part.blocks, parameters))
+
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """See Lane."""
+        connection = self._connection(request.caller, call)
+        if connection is not None:
+            message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request)
+            connection.transfer(message, None, () if request.versions_only else blocks, parameters, call)
+            return
+        received = self._channel.stream_in(f"{_DATA}Pull", request, call)
+        self._received(received, blocks, None if request.versions_only else parameters)
+
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """See Lane."""
+        self._received(self._channel.stream_in(f"{_DATA}Read", request, call), blocks, parameters)
+
+    # -- gRPC's messages -----------------------------------------------------------------------------------------------
+
+    def _small(self, part: GradientPart) -> data_pb2.SmallPush:
+        """All frames of a push in one message."""
+        message = data_pb2.SmallPush()
+        for frame, payload in push_messages(part):
+            if payload is not None:
+                frame.payload = payload.tobytes()
+            message.frames.append(frame)
+        self.traffic.sent_bytes += sum(len(frame.payload) for frame in message.frames)
+        return message
+
+    def _answered(
+        self, reply: data_pb2.SmallAnswer, blocks: Sequence[Block], parameters: FlatBuffers | None
+    ) -> data_pb2.PushReply:
+        answer = self._answer(blocks, parameters)
+        for answered in reply.frames:
+            answer.take(answered, memoryview(answered.payload))
+        self.traffic.received_bytes += answer.received_bytes
+        return self._with_reply(answer.complete())
+
+    def _received(
+        self, received: Iterator[bytes], blocks: Sequence[Block], parameters: FlatBuffers | None
+    ) -> data_pb2.PushReply | None:
+        """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
+        answer = self._answer(blocks, parameters)
+        try:
+            for frame in received:
+                answer.take_frame(frame)
+        finally:
+            self.traffic.received_bytes += answer.received_bytes
+        return answer.complete()
+
+    def _answer(self, blocks: Sequence[Block], parameters: FlatBuffers | None) -> BlockAnswer:
+        return BlockAnswer(f"shard {self.shard} at {self.address}", blocks, parameters)
+
+    def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
+        if reply is None:
+            raise InternalError(f"shard {self.shard} at {self.address}: the answer to a push_pull has no push reply")
+        return reply
+
+    def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
+        """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
+        try:
+            for message, payload in push_messages(part):
+                self.traffic.sent_bytes += 0 if payload is None else payload.nbytes
+                yield frames.join(message.SerializeToString(), payload)
+        except Aborted:  # the shard refuses what ends without a last frame, and the call fails by that
+            return

@@ -1,0 +1,248 @@
+"""The transport interface: one lane per shard, which moves whole blocks between flat buffers and that shard.
+
+A lane sends what it is given, once, and raises the typed error that the shard raised (ShardUnavailable if none came). It knows
+nothing of retries, sessions, clocks or other shards; those are in shards.py, session.py and exchange.py. shard_lane.py has the
+lanes of real shards.
+
+Every call runs in a `Scope`: cancelling the scope from another thread ends the call at once, with `Cancelled`.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.layout import Block
+from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_client.lanes.feed import Feed, Outgoing
+from psd_client.lanes.flat import FlatBuffers
+
+SMALL_BYTES = 64 << 10
+"""See GradientPart.is_small."""
+
+CANCEL_S = 2.0
+"""Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
+
+Share = Callable[[FlatBuffers, FlatBuffers], None]
+"""A function that lets a shard see the gradients and the parameters, whose memory is shared, in all later bulk calls."""
+
+
+class Cancelled(Exception):
+    """The call's scope was cancelled, because another shard's call failed or the user interrupted. Never reaches the user."""
+
+
+class Scope:
+    """The calls to all shards that belong to one operation, to be cancelled together."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._sleeping: threading.Event | None = None
+        self._lock = threading.Lock()
+        self._cancels: set[Callable[[], object]] = set()
+
+    def cancel(self) -> None:
+        """Cancel the scope's calls, present and later ones."""
+        with self._lock:
+            self.is_cancelled = True
+            cancels = list(self._cancels)
+            if self._sleeping is not None:
+                self._sleeping.set()
+        for cancel in cancels:
+            cancel()
+
+    def entered(self, cancel: Callable[[], object]) -> Entered:
+        """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
+        return Entered(self, cancel)
+
+    def enter(self, cancel: Callable[[], object]) -> None:
+        """Begin what `entered` ends. Raises Cancelled if it is too late."""
+        with self._lock:
+            if not self.is_cancelled:
+                self._cancels.add(cancel)
+                return
+        cancel()
+        raise Cancelled
+
+    def leave(self, cancel: Callable[[], object]) -> None:
+        """Note that the call has ended."""
+        with self._lock:
+            self._cancels.discard(cancel)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; raise Cancelled if the scope is or becomes cancelled."""
+        with self._lock:
+            if self._sleeping is None:
+                self._sleeping = threading.Event()
+            if self.is_cancelled:
+                raise Cancelled
+        self._sleeping.wait(seconds)
+        if self.is_cancelled:
+            raise Cancelled
+
+
+class Entered:
+    """A call that runs in a scope."""
+
+    __slots__ = ("_cancel", "_scope")
+
+    def __init__(self, scope: Scope, cancel: Callable[[], object]) -> None:
+        self._scope = scope
+        self._cancel = cancel
+
+    def __enter__(self) -> None:
+        self._scope.enter(self._cancel)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if error is not None:
+                self._cancel()
+        finally:
+            self._scope.leave(self._cancel)
+
+
+class Call(NamedTuple):
+    """The conditions of one call: its deadline, from now, and the scope that can end it."""
+
+    timeout_s: float
+    scope: Scope
+
+
+@dataclass
+class GradientPart:
+    """The part of a push for one shard.
+
+    Attributes:
+        header: identity, weight and scalars of the push.
+        blocks: the trained blocks of the shard, at least one.
+        buffers: where the gradients lie; finite, and zero in tensors that are not present.
+        present: (tensors of the spec,) which tensors have a gradient; None: all.
+        feed: gives the blocks, if the gradients are still being computed.
+    """
+
+    header: data_pb2.PushHeader
+    blocks: Sequence[Block]
+    buffers: FlatBuffers
+    present: NDArray[np.bool_] | None
+    feed: Feed | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """True if the part is complete, and fits the buffers of a socket, or one message."""
+        return self.feed is None and sum(block.nbytes for block in self.blocks) <= SMALL_BYTES
+
+    def outgoing(self) -> Iterator[Outgoing]:
+        """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
+        if self.feed is not None:
+            yield from self.feed.take(self.blocks)
+            return
+        for block in self.blocks:
+            yield block, None if self.present is None else self.present[block.segment_tensors]
+
+
+@dataclass
+class Traffic:
+    """Payload bytes of one lane so far."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Lane(ABC):
+    """The way to one shard. Bulk calls come from one thread at a time; control calls may run beside them.
+
+    Attributes:
+        shard: index. address: HOST:PORT. traffic: so far.
+        transport: how bulk data travels, and why not better, for status.
+    """
+
+    transport: str
+
+    def __init__(self, shard: int, address: str) -> None:
+        self.shard = shard
+        self.address = address
+        self.traffic = Traffic()
+
+    @property
+    def is_interruptible(self) -> bool:
+        """True if a bulk call made now may be interrupted by an exception from a signal handler, such as Ctrl-C's."""
+        return False
+
+    def prepare(self, caller: job_pb2.Caller, call: Call) -> Share | None:
+        """Open the transport for bulk calls; return a function that shares memory with the shard, None if it cannot see this
+        process's."""
+        del caller, call
+        return None
+
+    @abstractmethod
+    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
+        """Enter the worker."""
+
+    @abstractmethod
+    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
+        """Agree on the job; at shard 0, wait for the initial values."""
+
+    @abstractmethod
+    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
+        """Make the shard go back to a checkpoint, on a new timeline."""
+
+    @abstractmethod
+    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
+        """Exact aggregation: report that all shards have a push; wait for the decision on its round."""
+
+    @abstractmethod
+    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
+        """Exact aggregation: fetch the measure of the shard's part of a decided round."""
+
+    @abstractmethod
+    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
+        """Wait until everybody has arrived."""
+
+    @abstractmethod
+    def begin_heartbeat(
+        self, request: control_pb2.HeartbeatRequest, timeout_s: float
+    ) -> Callable[[], control_pb2.HeartbeatReply]:
+        """Send a heartbeat without waiting; return a function that waits for the reply."""
+
+    @abstractmethod
+    def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
+        """Report that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
+
+    @abstractmethod
+    def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
+        """Provide the initial values of the blocks; False if the shard has others already, which then hold.
+
+        Args:
+            first: the head of the first frame: caller, layout digest and choice.
+        """
+
+    @abstractmethod
+    def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
+        """Send a gradient; returns when the shard has counted it."""
+
+    @abstractmethod
+    def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """Fetch `blocks`, which `request` names, into the buffers; they are undefined if it fails. With `versions_only` nothing
+        is fetched: the call only waits."""
+
+    @abstractmethod
+    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
+        """Fetch the job and its progress, for a reader."""
+
+    @abstractmethod
+    def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
+        """Fetch all blocks of the shard as of a cut into the buffers."""
+
+    @abstractmethod
+    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the connection back. Idempotent."""

@@ -1,0 +1,319 @@
+"""The PyTorch face: `distribute` places a torch optimizer's parameters and slots on the shards.
+
+A step is one push_pull: gradients lie in the client's flat gradient space (gradients.py) and travel to the shards, which
+apply the rule, and the new parameters are copied back into the model in place (parameters.py). Copies convert dtypes and
+strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the
+last two the shards hold a float32 master).
+
+declaration.py decides what is declared, groups.py what travels with each push; schedule.py keeps a schedule of learning rates
+at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+
+from psd.contract.environment import job_defaults
+from psd.contract.errors import InvalidRequest
+from psd.contract.staleness import parse_staleness
+from psd_client.client import ParameterServer, connect, worker_of
+from psd_client.lanes.feed import Feed
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.optimizers import spec_of
+from psd_client.torch import amp as torch_amp
+from psd_client.torch.declaration import Declaration, Options, check_optimizer, read_declaration
+from psd_client.torch.gradients import Gradients, Overlap
+from psd_client.torch.groups import SharedGroups, without_slots
+from psd_client.torch.parameters import Parameters, as_tensors
+from psd_client.torch.schedule import DistributedScheduler, register, scheduler
+from psd_core.optimizer import Optimizer
+
+__all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
+
+
+def distribute(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Optimizer,
+    *,
+    params: Iterable[Any] | None = None,
+    ps: ParameterServer | None = None,
+    consistency: str | None = None,
+    reduce: str | None = None,
+    quorum: int | None = None,
+    aggregation: str | None = None,
+    staleness: str = "",
+    clip_norm: float | None = None,
+    nan_policy: str = "refuse",
+    overlap: bool | str = False,
+    buffers: str = "local",
+    **connect_args: Any,
+) -> DistributedOptimizer:
+    """Declare the model's parameters and return an optimizer whose steps happen on the shards.
+
+    The first worker's parameters become everybody's: when the call returns, the model holds the job's current values. The rule
+    and its options are read from `optimizer`, which is not stepped any more; its param_groups are shared with the result, so a
+    learning rate scheduler may be built on either.
+
+    Args:
+        model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
+            workers once, and are never pushed.
+        optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
+            Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
+            or CustomRule for one of your own; its options are then in the result's param_groups.
+        params: with such a rule, what it updates, as torch's optimizers take it: parameters, or dicts of "params" and options;
+            None: all of the model that need gradients.
+        ps: a connection; None connects with `connect_args`, as psd_client.connect does.
+        consistency: "sync", "async" or "ssp:S"; None takes PSD_CONSISTENCY, or "sync".
+        reduce: "mean" over the samples, or "sum"; None takes PSD_REDUCE, or "mean".
+        quorum: workers whose gradients close a synchronous round; None takes PSD_QUORUM, or all.
+        aggregation: "fast" or "exact", see ParameterServer.declare; None takes PSD_AGGREGATION, or "fast".
+        staleness: async and ssp: treatment of gradients that come late, "lr", "dc" or "dc-adaptive", see
+            ParameterServer.declare. The strength of "dc" is in the param_groups, as "dc_lambda", and may change.
+        clip_norm: the largest norm of the mean (or sum) of all workers' gradients, over all parameters: what
+            torch.nn.utils.clip_grad_norm_ does in one process, where calling it clips each worker's own. Implies "exact".
+        nan_policy: treatment of NaN and infinity: "refuse", "skip" or "allow", see ParameterServer.declare. A GradScaler
+            needs "skip": `scaler.step(optimizer)` then skips rounds on all workers alike, and so their scales stay equal.
+        overlap: send each block of gradients as soon as backward() has made it, while it makes the others; step() waits for the
+            rest. What is sent cannot be changed any more: clipping or unscaling after backward(), and a second backward()
+            without `no_sync()`, are refused, and such an error ends this worker's part in the job. "forward", in async only:
+            step() does not wait either, and the next forward pass begins with what has arrived; the rest is one step older, and
+            never two. Errors of a push are then raised by the next backward() or step(); `pull` makes the model whole.
+        buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
+            then those of the data it has seen. To save a model, save any worker's.
+
+    Raises:
+        TypeError: an optimizer that is not supported yet, or arguments that exclude each other.
+        InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
+        SpecMismatch: another worker has declared something else.
+    """
+    if ps is not None and connect_args:
+        raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
+    if buffers != "local":
+        raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
+    if overlap not in (False, True, "forward"):
+        raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
+    mode = job_defaults().consistency_of(consistency)
+    if overlap == "forward" and mode.mode != "async":
+        raise InvalidRequest(
+            f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
+        )
+    if overlap and clip_norm is not None and mode.mode != "sync":
+        raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
+    if overlap == "forward" and staleness.startswith("dc"):
+        raise InvalidRequest(
+            f'overlap: not "forward" with staleness={staleness!r}; shards do not keep the older parameters that some gradients '
+            "then come from"
+        )
+    if overlap and nan_policy == "skip":
+        raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
+    if isinstance(optimizer, Optimizer):
+        always, template = optimizer.always, spec_of(optimizer)
+        optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
+    elif params is not None:
+        raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
+    else:
+        always, template = check_optimizer(optimizer)
+    name, stale_scalars = parse_staleness(staleness)
+    for group in optimizer.param_groups:
+        for scalar, value in stale_scalars.items():
+            group.setdefault(scalar, value)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=name), always)
+    connection = ps if ps is not None else connect(**connect_args)
+
+    def initialize(flat: FlatBuffers) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(as_tensors(flat), declaration.parameters)
+
+    try:
+        worker_of(connection).declare_tensors(
+            declaration.tensors,
+            declaration.groups,
+            initial=initialize,
+            consistency=consistency,
+            reduce=reduce,
+            quorum=quorum,
+            aggregation=aggregation,
+            clip_norm=clip_norm,
+            nan_policy=nan_policy,
+        )
+    except BaseException:
+        if ps is None:
+            connection.close()
+        raise
+    with torch.no_grad():
+        torch._foreach_copy_(declaration.parameters, as_tensors(worker_of(connection).parameters))
+    return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose parameters and slots live on the shards; made by `distribute`.
+
+    Attributes:
+        ps: the connection, for barriers, the clock and the rank.
+        batch_size: samples behind the gradients of the next step; see `step`. With overlap to be set before backward().
+    """
+
+    _step_supports_amp_scaling = True  # see amp.py
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: Declaration, *, overlap: bool | str
+    ) -> None:
+        self._is_declared = False
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies
+        self._is_declared = True
+        torch_amp.ignore_the_warning()
+        self.ps = ps
+        worker = self._worker = worker_of(ps)
+        self._given = optimizer
+        self._groups = SharedGroups(optimizer, declaration)
+        register(self, self, optimizer)
+        self._declaration = declaration
+        self._parameters = Parameters(declaration, worker.parameters)
+        self._overlap = overlap
+        self._sent: tuple[list[list[float]], float] | None = None
+        self._size_of_step: float | None = None
+        self.batch_size = 1.0
+        leaving = None
+        if overlap:
+            in_background = overlap == "forward"
+            leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
+        self._gradients = Gradients(declaration, worker.gradients, leaving)
+
+    @overload
+    def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        batch_size: float | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> float | None:
+        """Push the gradients and pull the new parameters into the model.
+
+        Returns when the round that the gradients belong to has closed (sync), or as soon as the staleness bound allows. If it
+        fails, the model is as it was; with overlap, parts of it may be new, and `pull` makes it whole.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch; called once.
+            batch_size: samples behind these gradients. Workers with batches of different sizes pass theirs, so that the mean
+                over all samples comes out right; 0 takes part in the round and contributes nothing. None: the attribute
+                `batch_size`, which is 1 unless the program has set it.
+            grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
+
+        Raises:
+            NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
+                overlap, where the worker cannot go on.
+            PsdError: what the shards or the connection refuse.
+        """
+        loss = None
+        size = self._size_of_step = float(self.batch_size if batch_size is None else batch_size)
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._exchange(size, grad_scaler)
+        finally:
+            self._size_of_step = None
+        # A scheduler that was built on the given optimizer would warn that nobody has called its step.
+        self._given._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        if self._groups.schedule is not None:
+            self._groups.schedule.on_optimizer_step()
+        return loss
+
+    def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
+        """Push the gradients, and pull into the model."""
+        torch_amp.check(grad_scaler, self, self.ps.nan_policy)
+        if self._overlap:
+            self._finish_overlapped(size)
+        else:
+            scalars = self._groups.scalars_now(self.param_groups)
+            is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
+            present = self._gradients.gather()
+            self._worker.push_pull_flat(scalars, size, present, skip=is_infinite)
+            self._parameters.copy()
+            if grad_scaler is not None:
+                torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
+
+    def pull(self) -> None:
+        """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
+        self._gradients.settle()
+        self._worker.pull_flat()
+        self._parameters.copy()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients without sending them (with overlap); the next back-propagation outside sends the sums.
+
+        Without overlap gradients add up until step() in any case, as in torch.
+        """
+        with self._gradients.no_sync():
+            yield
+
+    def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
+        """Overlap: begin the push when the first gradient is there, with the header as it is then."""
+        scalars = self._groups.scalars_now(self.param_groups)
+        size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
+        self._sent = scalars, size
+        # After the job has gone back the model may be of versions that do not exist any more.
+        versions = [min(pair) for pair in zip(self._parameters.versions, self._worker.parameters.versions, strict=True)]
+        return lambda feed, on_received: self._worker.push_pull_feed(scalars, size, feed, on_received, versions)
+
+    def _finish_overlapped(self, size: float) -> None:
+        sent, self._sent = self._sent, None
+        with self._gradients.abandoned_on_error():
+            if sent is not None and sent != (self._groups.scalars(self.param_groups), size):
+                raise InvalidRequest(
+                    "overlap=True: options or batch_size were changed after the first gradients had been sent; set them, and "
+                    "the optimizer's attribute batch_size, before backward()"
+                )
+            try:
+                self._gradients.finish(self._take_parameters)
+            finally:
+                self._sent = None  # of a step without back-propagation
+
+    def _take_parameters(self, next_block: Callable[[bool], int | None]) -> None:
+        self._parameters.copy_as_received(next_block, is_all=self._overlap != "forward")
+
+    def close(self) -> None:
+        """Finish: no other worker waits for this one any more. The end of the program does the same."""
+        try:
+            self._gradients.close()
+        finally:
+            self.ps.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The param_groups and the clock. The slots, such as momentum, live on the shards and are not in it."""
+        return {**super().state_dict(), "clock": self.ps.clock}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the param_groups. The clock and the slots stay what they are on the shards.
+
+        Raises:
+            InvalidRequest: the state holds slots of an ordinary torch optimizer, which would be lost.
+        """
+        super().load_state_dict(without_slots(state_dict))
+        self._groups.take_over(self)
+
+    def keep_schedule(self, given: LRScheduler, every: int) -> DistributedScheduler:
+        """See `scheduler`, which calls this."""
+        connection = self.ps
+        return self._groups.keep(given, lambda: connection.clock, every)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise: what a job trains is fixed when it is declared."""
+        if self._is_declared:
+            raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a DistributedOptimizer holds a connection and cannot be copied or pickled; use its state_dict()")

@@ -1,0 +1,110 @@
+"""The param_groups of a distributed optimizer: the same dicts as the given optimizer's, so that schedulers may hold either.
+
+Decides what of them travels with each push, keeps the schedule that moves them, refuses what the declaration has fixed.
+Must not know connections or gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from psd.contract.errors import InvalidRequest
+from psd_client.optimizers import group_spec, scalar_values
+from psd_client.torch.declaration import Declaration
+from psd_client.torch.options import check_no_slots
+from psd_client.torch.schedule import DistributedScheduler
+
+Groups = list[dict[str, Any]]
+
+
+class SharedGroups:
+    """The groups of one job's optimizer.
+
+    Args:
+        given: the optimizer that was given to `distribute`.
+
+    Attributes:
+        schedule: what keeps their learning rates at the job's clock, if the program has asked for that.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, declaration: Declaration) -> None:
+        self.schedule: DistributedScheduler | None = None
+        self._given = given
+        self._declaration = declaration
+        self._dicts = list(given.param_groups)
+        take_over = WeakMethod(self.take_over)
+
+        def share(given: torch.optim.Optimizer) -> None:
+            take = take_over()
+            if take is not None:
+                take(given)
+
+        given.register_load_state_dict_pre_hook(lambda _, state: without_slots(state))
+        given.register_load_state_dict_post_hook(share)
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer that has loaded a state the shared dicts again, with the options that it has loaded."""
+        loaded, optimizer.param_groups = optimizer.param_groups, list(self._dicts)
+        for group, new in zip(self._dicts, loaded, strict=True):
+            group.update(new)
+        if self.schedule is not None:
+            self.schedule.reapply()
+
+    def keep(self, given: LRScheduler, clock: Callable[[], int], every: int) -> DistributedScheduler:
+        """Keep a schedule at a clock, see psd_client.torch.scheduler."""
+        if self.schedule is not None:
+            raise InvalidRequest(
+                "scheduler: the optimizer has one already; make one of several by torch's ChainedScheduler or SequentialLR"
+            )
+        self.schedule = DistributedScheduler(given, clock, every)
+        return self.schedule
+
+    def scalars_now(self, own: Groups) -> list[list[float]]:
+        """The scalars for the push of the worker's clock, after bringing the schedule to it."""
+        if self.schedule is not None:
+            self.schedule.follow()
+        return self.scalars(own)
+
+    def scalars(self, own: Groups) -> list[list[float]]:
+        """The scalars of a push, per group; `own`: the distributed optimizer's param_groups.
+
+        Raises:
+            InvalidRequest: an option that is fixed for the job has changed; or there are other groups than were declared.
+        """
+        specs = self._declaration.groups
+        for groups in (own, self._given.param_groups):
+            if len(groups) != len(self._dicts):
+                raise InvalidRequest("add_param_group: the job has been declared; add all groups before distribute()")
+            if any(group is not shared for group, shared in zip(groups, self._dicts, strict=True)):
+                raise InvalidRequest(
+                    "param_groups: were replaced by other dicts, in the optimizer given to distribute() or in its result; the "
+                    "two share them, so that schedulers may hold either. Change what is in them"
+                )
+        for index, group in enumerate(own):
+            now = group_spec(specs[index], self._declaration.always, group)
+            declared, flags = set(specs[index].flags), set(now.flags)
+            # Momentum that has become 0 keeps its slot; the other way round there is none.
+            changed = sorted((declared ^ flags) - {"momentum"} | (flags - declared))
+            if changed:
+                raise InvalidRequest(
+                    f"param_groups[{index}]: {changed[0]} was {'on' if changed[0] in declared else 'off'} when the job was "
+                    "declared and cannot change; set it before distribute()"
+                )
+            if now.constants != specs[index].constants:
+                raise InvalidRequest(
+                    f"param_groups[{index}]: {now.info.constants[0]} was {specs[index].constants[0]} when the job "
+                    "was declared and cannot change; set it before distribute()"
+                )
+        groups = [*own, *({} for _ in specs[len(own) :])]
+        return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
+
+
+def without_slots(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state to be loaded; InvalidRequest if it holds slots of an ordinary torch optimizer, which would be lost."""
+    check_no_slots(state["state"].values(), "load_state_dict: the state")
+    return {**state, "state": {}}

@@ -1,0 +1,102 @@
+"""Flat buffers as torch sees them, and copies from there into the parameters of a model.
+
+These keep memory of their own: it may be on another device, of another dtype or memory layout, and back-propagation may still
+read it while the next values arrive.
+
+The copies are torch._foreach_copy_, one call for many tensors. It has no public name; its public neighbours either lay out a
+new vector at each step (torch.cat, parameters_to_vector) or replace the parameters' memory (vector_to_parameters).
+
+Must not know shards, sessions or gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.torch.declaration import Declaration
+
+
+def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
+    """Torch's views of the buffers, one per tensor of the spec."""
+    return [
+        torch.from_numpy(view).view(torch.bfloat16) if view.dtype == np.uint16 else torch.from_numpy(view)
+        for view in buffers.views
+    ]
+
+
+def is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+    """True if a view of the flat buffer could take the place of the parameter, or of its gradient."""
+    return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
+
+
+class Parameters:
+    """The trained parameters of one model.
+
+    Args:
+        buffers: where they are received.
+
+    Attributes:
+        versions: by block, of what is in the model.
+    """
+
+    def __init__(self, declaration: Declaration, buffers: FlatBuffers) -> None:
+        self._buffers = buffers
+        views = as_tensors(buffers)
+        self._pairs = {index: (declaration.parameters[index], views[index]) for index in declaration.trained}
+        self._pieces = {block.index: list(buffers.pieces(block.index)) for block in buffers.layout.blocks if block.trained}
+        self._blocks_of: dict[int, set[int]] = {}
+        for block, pieces in self._pieces.items():
+            for tensor, _ in pieces:
+                self._blocks_of.setdefault(tensor, set()).add(block)
+        self._left: set[int] = set()  # blocks that were not copied the last time
+        self.versions = list(buffers.versions)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy all of them, after they have been received."""
+        self._copy(self._pairs)
+        self._left = set()
+        self.versions = list(self._buffers.versions)
+
+    @torch.no_grad()
+    def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
+        """Copy piece by piece those that can be, while others are still being received.
+
+        Args:
+            next_block: returns the index of one that has been received; None, if there is none now and it is told not to wait,
+                or if all have been received, or received anew.
+            is_all: all of them; else those that have been received now, and those that were left out the last time.
+        """
+        apart = {tensor for tensor, pair in self._pairs.items() if not is_alike(*pair)}
+        copied: dict[int, int] = {}
+        while (block := next_block(is_all or not self._left <= copied.keys())) is not None:
+            copied[block] = self._buffers.versions[block]
+            self._copy_block(block, apart)
+        if is_all:
+            for block in self._pieces:
+                if copied.get(block) != self._buffers.versions[block]:
+                    copied[block] = self._buffers.versions[block]
+                    self._copy_block(block, apart)
+        self._left = self._pieces.keys() - copied.keys()
+        # Others are copied once all of their blocks are there; until then none of these counts as copied.
+        lacking = {tensor for tensor in apart if self._blocks_of.get(tensor, set()) & self._left}
+        self._copy(apart - lacking)
+        self._left.update(*(self._blocks_of[tensor] for tensor in lacking))
+        for block in copied.keys() - self._left:
+            self.versions[block] = copied[block]
+
+    def _copy(self, tensors: Iterable[int]) -> None:
+        pairs = [self._pairs[index] for index in tensors]
+        if pairs:
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [view for _, view in pairs])
+
+    def _copy_block(self, block: int, apart: set[int]) -> None:
+        """Copy a block, except the pieces of the tensors `apart`."""
+        pieces = [(*self._pairs[tensor], elements) for tensor, elements in self._pieces[block] if tensor not in apart]
+        if pieces:
+            targets = [parameter.view(-1)[elements] for parameter, _, elements in pieces]
+            torch._foreach_copy_(targets, [view.view(-1)[elements] for _, view, elements in pieces])

@@ -1,0 +1,55 @@
+"""The end of connections that nobody has closed: when they are forgotten, and when the program ends, by an exception or not.
+
+Must not know what a worker does meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import weakref
+from multiprocessing import parent_process
+from multiprocessing import util as multiprocessing_util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from psd_client.worker.worker import WorkerConnection
+
+_open_workers: weakref.WeakSet[WorkerConnection] = weakref.WeakSet()
+
+
+def remember(worker: WorkerConnection) -> None:
+    """Close this worker at the end of the program."""
+    _open_workers.add(worker)
+    if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
+        multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
+
+
+def close_in_thread(worker: WorkerConnection) -> None:
+    """Close a worker that the program has forgotten, which may have pushed last.
+
+    In a thread of its own: Python frees objects anywhere, also in a thread that holds one of gRPC's locks.
+    """
+    with contextlib.suppress(RuntimeError):  # the interpreter exits, and atexit has closed all workers
+        threading.Thread(target=worker.close, name="psd-leave").start()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave every job, at the end of the program."""
+    # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    for worker in list(_open_workers):
+        worker.close(error)
+
+
+def _abort_feeds() -> None:
+    for worker in list(_open_workers):
+        worker.abort_feed()
+
+
+# A program that ends in the middle of back-propagation: its executors wait for their threads, which wait for blocks, before
+# atexit's functions run. Python has no public name for what comes earlier.
+threading._register_atexit(_abort_feeds)  # type: ignore[attr-defined]  # noqa: SLF001

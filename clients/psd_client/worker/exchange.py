@@ -1,0 +1,481 @@
+"""The data plane of one worker: pushes, pulls and push_pulls of whole flat buffers, over all shards that hold trained blocks.
+
+Invariants. A push is named by (rank, session, clock) from its beginning to its end, also if its worker has to join anew
+meanwhile. The clock moves on only when every shard has the push, and with exact aggregation shard 0 knows that. A call that has
+failed leaves its push behind: the same call, made again, goes on with it, and before another gradient leaves, the push is
+either completed or its session is ended, so that nothing of it counts any more that has not counted by then. With rounds, the
+shards keep a gradient in memory until its round has closed; until then this side keeps it, too, and sends it again to a shard
+that was killed and came back. Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once,
+by `pull_all`. Must not know names of parameters, optimizers or gRPC.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest, NonFiniteGradient, RolledBack
+from psd.contract.layout import Block, Layout
+from psd.contract.verdicts import clip_scale, members_mask
+from psd.v1 import control_pb2, data_pb2
+from psd_client.lanes.feed import Feed
+from psd_client.lanes.flat import FlatBuffers, share_memory
+from psd_client.lanes.shards import Shards, transfer_s
+from psd_client.lanes.transport import Call, GradientPart, Lane, Share
+from psd_client.worker.attendance import Attendance
+from psd_client.worker.push_counts import PushCounts
+from psd_client.worker.sent_push import SentPush
+from psd_client.worker.session import Session
+from psd_client.worker.verdict_search import VerdictSearch
+
+logger = logging.getLogger("psd_client")
+
+CUTS_MAX = 8
+
+
+class ParameterExchange:
+    """Moves gradients out and parameters in.
+
+    Args:
+        sharing: for the shards that can see this process's memory.
+
+    Attributes:
+        gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
+        parameters: what the last pull brought; undefined after one that failed.
+        client_state: goes to shard 0 with the next push.
+        is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
+            worker's. Known after the pull.
+        counts: see ParameterServer.stats.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        wait_timeout_s: float,
+        session: Session,
+        shards: Shards,
+        layout: Layout,
+        sharing: Sequence[Share] = (),
+    ) -> None:
+        self._rank = rank
+        self._session = session
+        self._shards = shards
+        self._layout = layout
+        self._blocks: list[list[Block]] = [
+            [block for block in layout.blocks_of(lane.shard) if block.trained] for lane in shards.lanes
+        ]
+        self._trained = [block for block in layout.blocks if block.trained]
+        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard]]
+        self._has_static = any(not block.trained for block in layout.blocks)
+        self._has_rounds = layout.spec.consistency.mode == "sync"
+        self._is_exact = layout.spec.aggregation == "exact"
+        self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
+        self._unconfirmed: SentPush | None = None  # the last push, while its round may be open
+        self._failed: SentPush | None = None  # the push of the last call, if that has failed
+        self._verdicts: VerdictSearch | None = None
+        if layout.spec.has_verdicts:
+            self._verdicts = VerdictSearch(session, shards, self._lanes, self._timeout_s, self._push_again)
+        self._attendance = Attendance(rank, layout.spec)
+        self.is_skipped = False
+        self.client_state = b""
+        segment = share_memory(layout) if sharing else None
+        self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
+        self.parameters = FlatBuffers(layout, segment=segment)
+        if segment is not None:
+            for share in sharing:
+                share(self.gradients, self.parameters)
+        self._counts = PushCounts()
+        self.counts = self._counts.totals
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def pull_all(self) -> None:
+        """Fetch every block, static ones too."""
+        self._resolve()
+        self._fetch([lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)], is_all=True)
+        self._failed = None
+
+    def go_back(self) -> None:
+        """Go on from the checkpoint to which the job has gone back."""
+        self._session.go_back(self._begin_again)
+
+    def _begin_again(self) -> None:
+        self._unconfirmed = self._failed = self._session.pushing = None
+        if self._verdicts is not None:
+            self._verdicts.forget()
+        self.pull_all()
+
+    def pull(self) -> None:
+        """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
+        self._resolve()
+        self._fetch(self._lanes)
+        self._failed = None
+
+    def confirm(self) -> None:
+        """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
+
+        What a call that failed has begun to push is completed first.
+        """
+        self._resolve()
+        if self.is_unconfirmed:
+            self._await_closed()
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """True if the round of the last push may still be open."""
+        return self._unconfirmed is not None
+
+    def push(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """Send the gradients; returns when every shard has them. The push before must be confirmed.
+
+        skip: they are not finite, and the job's policy is to skip the round then.
+        """
+        with self._call(self._begin(scalars, weight, present, skip=skip)) as sent:
+            self._complete(sent)
+
+    def push_pull(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        *,
+        skip: bool = False,
+        feed: Feed | None = None,
+        versions_read: Sequence[int] | None = None,
+    ) -> None:
+        """Send the gradients and fetch the parameters of the clock after them.
+
+        feed: gives the blocks, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
+        """
+        sent = self._begin(scalars, weight, present, skip=skip, feed=feed, versions_read=versions_read)
+
+        def push_pull_at(lane: Lane, call: Call) -> None:
+            self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
+
+        with self._call(sent):
+            if self._is_exact or sent.is_finished:
+                self._complete(sent, and_wait=True)
+                self._fetch(self._lanes)
+                return
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._shards.run(push_pull_at, self._timeout_s, self._lanes, is_bulk=True)
+            self._finish(sent)
+            # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
+            behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
+            if behind:
+                for attempt in self._session.attempts():
+                    with attempt:
+                        self._pull(behind)
+
+    # -- a push, from its beginning to its end -------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        present: NDArray[np.bool_] | None,
+        *,
+        skip: bool,
+        feed: Feed | None = None,
+        versions_read: Sequence[int] | None = None,
+    ) -> SentPush:
+        """The next push, or the last one if this is the same call again; raises for anything that must not be sent."""
+        spec = self._layout.spec
+        if skip and spec.nan_policy != "skip":
+            raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
+        tensor_name = self._check(present) if feed is None else None
+        if tensor_name is not None and not skip:
+            what, clock = "the gradient of %r at step %d holds NaN or infinity; the round is skipped", self._session.clock
+            logger.warning("psd: worker %d: " + what, self._rank, tensor_name, clock)
+        if skip or tensor_name is not None:
+            skip = True
+            weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
+        values = [data_pb2.GroupScalars(values=group) for group in scalars]
+        failed = self._failed
+        if failed is not None:
+            if feed is not None:
+                feed.wait()
+            fed = present if feed is None else feed.present
+            if failed.is_same(values, weight, skip=skip) and failed.is_unchanged(self._trained, self.gradients, fed):
+                failed.feed = feed
+                return failed
+            self._give_up(failed)
+        self._session.catch_up()
+        if self._is_exact:
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._session.await_decisions(self._timeout_s)
+        verdicts = self._verdicts
+        if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
+            # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
+            self._await_closed()
+        header = self._header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
+        self.is_skipped = skip and not self._has_rounds
+        self.counts["rounds_skipped"] += self.is_skipped
+        return SentPush(self._session.number, header, self.client_state, present, skip, feed, versions_read)
+
+    @contextmanager
+    def _call(self, sent: SentPush) -> Iterator[SentPush]:
+        """Run one call of the program's that sends a push. If it fails, the next one has to go on with that push, or to end
+        it."""
+        if not sent.is_finished:
+            self._session.pushing = sent.header.clock
+        try:
+            yield sent
+        except RolledBack:
+            raise
+        except BaseException as error:
+            sent.on_failure(error, self._trained, self.gradients)
+            self._failed = sent
+            raise
+        self._failed = None
+        if not self.is_unconfirmed:
+            self._session.pushing = None
+
+    def _resolve(self) -> None:
+        """Complete the push that a failed call has left behind, if its gradient is still there to be sent."""
+        failed = self._failed
+        if failed is None or (failed.is_finished and failed is not self._unconfirmed):
+            return
+        present = failed.present if failed.feed is None else failed.feed.present
+        may_go_on = failed.is_finished or failed.may_be_completed
+        if may_go_on and failed.is_unchanged(self._trained, self.gradients, present):
+            self._complete(failed)
+        else:
+            self._give_up(failed)
+
+    def _give_up(self, failed: SentPush) -> None:
+        """Give up an earlier push in favour of another gradient. What has counted of this one stands, and no more of it will:
+        its session ends."""
+        if failed.is_superseded:
+            assert failed.error is not None
+            raise failed.error
+        is_open = failed is self._unconfirmed
+        if not failed.is_finished or is_open:
+            self._session.begin_anew()
+        self._unconfirmed = self._failed = self._session.pushing = None
+        if failed.is_finished:
+            return
+        self.counts["pushes_dropped"] += 1
+        logger.warning(
+            "psd: worker %d: gave up the push of step %d, which failed (%s); at least %d of %d blocks have counted it",
+            self._rank,
+            failed.header.clock,
+            failed.error,
+            sum(reply.blocks_counted + reply.blocks_duplicate for reply in failed.replies.values()),
+            len(self._trained),
+        )
+
+    def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
+        """Have all shards take the push. and_wait: with exact aggregation, until its round is decided."""
+        if sent.is_finished:
+            return
+        for attempt in self._session.attempts():
+            with attempt:
+                self._send(sent)
+        if self._is_exact:
+            for attempt in self._session.attempts():
+                with attempt:
+                    self._commit(sent, without_waiting=not and_wait)
+        self._finish(sent)
+
+    def _send(self, sent: SentPush) -> None:
+        def push_at(lane: Lane, call: Call) -> None:
+            incarnation = self._session.incarnation(lane.shard)
+            if sent.incarnations.get(lane.shard) != incarnation:
+                self._counts.on_reply(sent, lane.shard, lane.push(self._part(lane, sent), call))
+                sent.incarnations[lane.shard] = incarnation
+
+        self._shards.run(push_at, self._timeout_s, self._lanes, is_bulk=True)
+        if self._has_rounds:
+            self._unconfirmed = sent
+
+    def _finish(self, sent: SentPush) -> None:
+        """Every shard has the push: go on at the largest clock, which lies beyond the next one where it came late."""
+        sent.is_finished = True
+        replies = sent.replies.values()
+        self._session.clock = max(self._session.clock, sent.header.clock + 1, *(reply.clock for reply in replies), 0)
+        self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
+        if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
+            self.client_state = b""
+        self.counts["pushes"] += 1
+        self._attendance.hear(replies)
+        self.counts["pushes_overruled"] = self._attendance.overruled
+        late = sum(reply.blocks_late for reply in replies)
+        if late and sent.session != self._session.number:
+            logger.warning(
+                "psd: worker %d: the gradient of step %d came too late for its round in %d of %d blocks, because the worker's "
+                "lease had run out",
+                self._rank,
+                sent.header.clock,
+                late,
+                len(self._trained),
+            )
+
+    def _push_again(self, lane: Lane, call: Call) -> None:
+        """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
+        sent = self._unconfirmed
+        if sent is None or lane.shard not in sent.incarnations:
+            return
+        incarnation = self._session.incarnation(lane.shard)
+        if sent.incarnations[lane.shard] == incarnation:
+            return
+        reply = lane.push(self._part(lane, sent), call)
+        self._counts.on_reply(sent, lane.shard, reply)
+        sent.incarnations[lane.shard] = incarnation
+        if reply.blocks_late:
+            logger.warning(
+                "psd: worker %d: shard %d was killed, and %d of its blocks have closed the round of step %d without this "
+                "worker's gradient",
+                self._rank,
+                lane.shard,
+                reply.blocks_late,
+                sent.header.clock,
+            )
+
+    def _commit(self, sent: SentPush, *, without_waiting: bool) -> None:
+        """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""
+
+        def commit_at(lane: Lane, call: Call) -> control_pb2.CommitReply:
+            self._push_again(lane, call)
+            request = control_pb2.CommitRequest(
+                caller=self._session.caller(lane.shard),
+                clock=sent.header.clock,
+                without_waiting=without_waiting,
+                skip=sent.skip,
+            )
+            return lane.commit(request, call)
+
+        (reply,) = self._shards.run(commit_at, self._timeout_s, self._shards.lanes[:1])
+        self._session.decisions = list(reply.decisions)
+        if self._verdicts is not None:
+            self._verdicts.on_commit(sent.header.clock, reply)
+        decision = next((d for d in reply.decisions if d.round == sent.header.clock), None)
+        if decision is not None:
+            members = members_mask(decision.members)
+            # Without that policy a round is made of nobody if all workers had gone beyond it: this gradient came too late.
+            is_skipped = not members and self._layout.spec.nan_policy == "skip"
+            self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=is_skipped)
+            self.is_skipped = is_skipped
+            self.counts["rounds_skipped"] += self.is_skipped
+        if not without_waiting:
+            self._session.clock = max(self._session.clock, reply.clock)
+            sent.is_decided = True
+
+    # -- pulls ---------------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Exact aggregation: keep the decisions that pulls carry to the shards, so that rounds close there."""
+        sent = self._unconfirmed
+        if self._is_exact and sent is not None and not sent.is_decided:
+            self._commit(sent, without_waiting=False)
+        self._session.await_decisions(self._timeout_s)
+        if self._verdicts is not None:
+            self._verdicts.find()
+
+    def _fetch(self, lanes: Sequence[Lane], *, is_all: bool = False) -> None:
+        """Have the round of the last push closed, and fetch the trained blocks, or all."""
+        for attempt in self._session.attempts():
+            with attempt:
+                self._pull(lanes, is_all=is_all)
+                self._on_closed()
+
+    def _await_closed(self) -> None:
+        """Wait until all shards have closed the round of the last push."""
+        for attempt in self._session.attempts():
+            with attempt:
+                self._pull(self._lanes, versions_only=True)
+                self._on_closed()
+
+    def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
+        """Fetch the blocks, or wait for their versions alone, of the worker's clock."""
+        self._learn()
+
+        def pull_at(lane: Lane, call: Call) -> None:
+            self._push_again(lane, call)
+            blocks = self._layout.blocks_of(lane.shard) if is_all else self._blocks[lane.shard]
+            request = self._pull_request(lane, blocks if self._has_static and not is_all else ())
+            request.versions_only = versions_only
+            lane.pull(request, blocks, self.parameters, call)
+
+        self._shards.run(pull_at, self._timeout_s, lanes, is_bulk=True)
+
+    def _on_closed(self) -> None:
+        """Note that all shards have closed the round of the last push."""
+        last, self._unconfirmed = self._unconfirmed, None
+        self._session.pushing = None
+        if self._verdicts is None:
+            return
+        self._verdicts.on_applied()
+        if last is not None and self._verdicts.skips(last.header.clock):
+            self.is_skipped = True
+            self.counts["rounds_skipped"] += 1
+            what = "step %d was skipped: a norm over all workers is not finite"
+            logger.warning("psd: worker %d: " + what, self._rank, last.header.clock)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _check(self, present: NDArray[np.bool_] | None) -> str | None:
+        """The first tensor, if any, whose gradient makes the round be skipped; raises for what must not be sent."""
+        if present is not None:
+            for tensor in np.flatnonzero(~present).tolist():
+                self.gradients.views[tensor][...] = 0
+        policy = self._layout.spec.nan_policy
+        tensor_name = self.gradients.first_nonfinite() if policy != "allow" else None
+        if tensor_name is not None and policy == "refuse":
+            clock = self._session.clock
+            raise NonFiniteGradient(
+                f"worker {self._rank}: the gradient of {tensor_name!r} at step {clock} holds NaN or infinity; nothing was sent",
+                rank=self._rank,
+                tensor=tensor_name,
+                clock=clock,
+            )
+        return tensor_name
+
+    def _header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
+        """The header of the next push, without its caller."""
+        header = data_pb2.PushHeader(
+            clock=self._session.clock,
+            weight=weight,
+            layout_digest=self._layout.digest,
+            scalars=scalars,
+            decisions=self._session.decisions,
+            cuts=self._session.cuts,
+            is_finite=is_finite,
+            since=self._attendance.since(self._session.number, self._session.clock),
+        )
+        clip_norm = self._layout.spec.clip_norm
+        if clip_norm and not self._has_rounds and weight:
+            header.scale = clip_scale(clip_norm, self.gradients.norm())
+        return header
+
+    def _part(self, lane: Lane, sent: SentPush) -> GradientPart:
+        blocks = self._blocks[lane.shard]
+        read = self.parameters.versions if sent.versions_read is None else sent.versions_read
+        versions = () if self._has_rounds else [read[block.index] for block in blocks]
+        return sent.part(lane.shard, self._session.caller(lane.shard), blocks, self.gradients, versions)
+
+    def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:
+        return data_pb2.PullRequest(
+            caller=self._session.caller(lane.shard),
+            clock=self._session.clock,
+            layout_digest=self._layout.digest,
+            blocks=[block.index for block in blocks],
+            decisions=self._session.decisions,
+            verdict=self._verdicts.verdict if self._verdicts is not None else None,
+        )

@@ -1,0 +1,166 @@
+"""The calls on flat buffers, with which the faces of frameworks declare, push and pull.
+
+The buffers are the worker's; a face writes gradients where they are sent from, and reads parameters where they are received.
+Must not know frameworks, names of tensors, or how anything travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.environment import job_defaults
+from psd.contract.errors import InvalidRequest, NonFiniteGradient
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd_client.lanes.feed import Aborted, Feed
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.worker.exchange import ParameterExchange
+from psd_client.worker.worker import WorkerConnection
+
+
+class FlatCalls(WorkerConnection):
+    """A worker that declares, pushes and pulls whole buffers."""
+
+    def declare_tensors(
+        self,
+        tensors: Sequence[TensorSpec],
+        groups: Sequence[GroupSpec],
+        *,
+        initial: Callable[[FlatBuffers], None],
+        consistency: str | None = None,
+        reduce: str | None = None,
+        quorum: int | None = None,
+        aggregation: str | None = None,
+        clip_norm: float | None = None,
+        nan_policy: str = "refuse",
+    ) -> None:
+        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        with self.operation("declare"):
+            if self._exchange is not None:
+                raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
+            default = job_defaults()
+            mode = default.consistency_of(consistency)
+            if quorum is None:
+                quorum = default.quorum if mode.mode == "sync" else 0
+            if aggregation is None:
+                is_layerwise = any(group.is_layerwise for group in groups)
+                needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
+                aggregation = "fast" if mode.mode != "sync" else "exact" if needs_exact else default.aggregation
+            if clip_norm is not None and not clip_norm > 0:
+                raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
+            spec = JobSpec(
+                world_size=self.world_size,
+                tensors=tuple(tensors),
+                groups=tuple(groups),
+                consistency=mode,
+                reduction=reduce if reduce is not None else default.reduction,
+                quorum=quorum,
+                aggregation=aggregation,
+                clip_norm=clip_norm or 0.0,
+                nan_policy=nan_policy,
+            )
+            layout = Layout(spec, len(self._shards.lanes))
+            sharing = self._session.prepare_lanes()
+            exchange = ParameterExchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
+            initial(exchange.parameters)
+            tensor = exchange.parameters.first_nonfinite()
+            if tensor is not None:
+                raise NonFiniteGradient(
+                    f"worker {self.rank}: the initial value of {tensor!r} holds NaN or infinity", rank=self.rank, tensor=tensor
+                )
+            self._session.declare(spec, exchange.parameters, exchange.pull_all)
+            self._exchange = exchange
+
+    @property
+    def nan_policy(self) -> str:
+        """The declared nan_policy: "refuse", "skip" or "allow"."""
+        return self.declared.parameters.layout.spec.nan_policy
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if the round of the last push has changed nothing on any shard, because a gradient or a norm was not finite.
+
+        Known after the pull that follows the push. Without rounds it is this worker's push that was left out.
+        """
+        return self._exchange is not None and self._exchange.is_skipped
+
+    def push_flat(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float = 1,
+        present: NDArray[np.bool_] | None = None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """Push `gradients`, which must stay as they are until the round has closed: until `pull_flat` has returned.
+
+        Args:
+            scalars: per group, in the order of the rule's list.
+            weight: samples behind the gradients.
+            present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
+            skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
+        """
+        with self.operation("push"):
+            self.declared.confirm()
+            self.declared.push(scalars, weight, present, skip=skip)
+
+    def pull_flat(self) -> None:
+        """Pull into `parameters`, whose contents are undefined if it fails."""
+        with self.operation("pull"):
+            self.declared.pull()
+
+    def push_pull_flat(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float = 1,
+        present: NDArray[np.bool_] | None = None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """`push_flat`, then `pull_flat`, in one round trip."""
+        with self.operation("push_pull"):
+            self.declared.push_pull(scalars, weight, present, skip=skip)
+
+    def begin_feed(self, feed: Feed) -> None:
+        """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
+        self._feed, self._untold = feed, None
+
+    def push_pull_feed(
+        self,
+        scalars: Sequence[Sequence[float]],
+        weight: float,
+        feed: Feed,
+        on_received: Callable[[int], None],
+        versions_read: Sequence[int] | None = None,
+    ) -> None:
+        """Push and pull as `push_pull_flat` does, in a thread of the caller's, gradients that are still being computed.
+
+        Once the feed is finished, other calls wait for this one's end.
+
+        Args:
+            feed: says which blocks of `gradients` are ready. The shards look for NaN.
+            on_received: told the index of each block of `parameters` that has been received, in any thread; again, if it is
+                received again.
+            versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
+        """
+        try:
+            with self.operation("push_pull", feed=feed):
+                self.parameters.on_received = on_received
+                try:
+                    self.declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
+                finally:
+                    self.parameters.on_received = None
+        except Exception as error:
+            self._untold = None if isinstance(error, Aborted) else error
+            raise
+        finally:
+            if self._feed is feed:
+                self._feed = None
+            feed.ended.set()
+
+    def forget_failure(self) -> None:
+        """Note that the program has heard of the last push's failure."""
+        self._untold = None

@@ -1,0 +1,137 @@
+"""A worker's membership as the shards have confirmed it: the session, and which life of each shard knows it.
+
+The thread of an operation makes memberships, and that of the heartbeats reads them and notes which shards were restarted. So a
+membership is a value, and every change is made under one lock, to the membership that it is about and to no later one. Must not
+know calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from psd.v1 import job_pb2
+from psd_client.lanes.transport import Cancelled
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The shards' replies when the worker joined.
+
+    Attributes:
+        run_id, session: as in Caller.
+        incarnations: of each shard; 0 where the session has not been joined yet.
+        lease_s: the shortest of all shards'. timeline: of the job.
+        is_joining: it is being made, and good for heartbeats alone.
+    """
+
+    rank: int
+    run_id: str
+    session: int
+    incarnations: tuple[int, ...]
+    lease_s: float
+    timeline: int
+    is_joining: bool = False
+
+    def caller(self, shard: int) -> job_pb2.Caller:
+        """The caller of a request to that shard."""
+        return job_pb2.Caller(run_id=self.run_id, incarnation=self.incarnations[shard], rank=self.rank, session=self.session)
+
+    def with_incarnation(self, shard: int, incarnation: int) -> Membership:
+        """The same session, known to that life of a shard."""
+        incarnations = list(self.incarnations)
+        incarnations[shard] = incarnation
+        return replace(self, incarnations=tuple(incarnations))
+
+
+class Memberships:
+    """The present membership of a worker, and the one that it is about to get: leases run from the first shard's answer on.
+
+    Attributes:
+        on_joining: called when there is a new one, whose leases are to be renewed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: Membership | None = None
+        self._joining: Membership | None = None
+        self.on_joining: Callable[[], None] = _nothing
+
+    @property
+    def latest(self) -> Membership | None:
+        """The membership whose leases are to be renewed; None before the worker has joined anywhere, and after it has left."""
+        with self._lock:
+            return self._joining if self._joining is not None else self._held
+
+    @property
+    def held(self) -> Membership:
+        """The membership for the worker's calls; Cancelled if another thread has left the job."""
+        held = self._held
+        if held is None:
+            raise Cancelled
+        return held
+
+    @property
+    def is_held(self) -> bool:
+        """True if the worker has joined, and not left."""
+        return self._held is not None
+
+    def begin(self, first: Membership) -> None:
+        """Begin a membership with the session that shard 0 has issued; an earlier one in the making is given up."""
+        with self._lock:
+            self._joining = replace(first, is_joining=True)
+        self.on_joining()
+
+    def on_joined(self, session: int, shard: int, incarnation: int, lease_s: float) -> None:
+        """Note that another shard knows the session in the making."""
+        with self._lock:
+            joining = self._joining
+            if joining is not None and joining.session == session:
+                joining = joining.with_incarnation(shard, incarnation)
+                self._joining = replace(joining, lease_s=min(joining.lease_s, lease_s))
+        self.on_joining()
+
+    def complete(self) -> Membership:
+        """Make the session in the making the worker's: all shards know it."""
+        with self._lock:
+            if self._joining is None:
+                raise Cancelled
+            self._held, self._joining = replace(self._joining, is_joining=False), None
+            return self._held
+
+    def give_up(self) -> None:
+        """Drop the session in the making, whether or not it has become the worker's."""
+        with self._lock:
+            self._joining = None
+
+    def on_resumed(self, seen: Membership, shard: int, incarnation: int) -> bool:
+        """Note that another life of a shard has taken over the session of `seen`; False if that is no longer the worker's, or
+        another thread has been faster."""
+
+        def changed(membership: Membership | None) -> Membership | None:
+            if membership is None or membership.session != seen.session:
+                return membership
+            if membership.incarnations[shard] != seen.incarnations[shard]:
+                return membership
+            return membership.with_incarnation(shard, incarnation)
+
+        with self._lock:
+            before = (self._held, self._joining)
+            self._held, self._joining = changed(self._held), changed(self._joining)
+            return before != (self._held, self._joining)
+
+    def end(self) -> Callable[[int], Membership | None]:
+        """Leave: drop both memberships. Returns as whom each shard has known the worker last."""
+        with self._lock:
+            held, joining = self._held, self._joining
+            self._held = self._joining = None
+
+        def known_as(shard: int) -> Membership | None:
+            return joining if joining is not None and joining.incarnations[shard] else held
+
+        return known_as
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,89 @@
+"""Brings all shards of a job onto one timeline, when some have begun from a checkpoint.
+
+A shard that lost what it held comes back tentative: with a checkpoint, but not knowing whether the others live on, further
+ahead. States of different times must not be mixed, so all go back to the same checkpoint, and a new timeline begins. Any worker
+may see to that; several that do it at once agree, because a shard only ever moves to a later timeline. Must not know sessions,
+clocks or gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+from psd.contract.errors import StateLost
+from psd.v1 import control_pb2
+from psd_client.lanes.shards import Shards
+from psd_client.lanes.transport import Call, Lane, Scope
+
+logger = logging.getLogger("psd_client")
+
+ROLLBACK_TIMEOUT_S = 600.0
+"""Seconds to load a shard's part of a checkpoint."""
+
+ATTEMPTS_MAX = 20
+LOOK_AGAIN_S = 0.5
+"""Seconds for which another worker may put a mixture of timelines in order; then this worker does it."""
+
+_STATES = (
+    control_pb2.WORKER_STATE_LIVE,
+    control_pb2.WORKER_STATE_ABSENT,
+    control_pb2.WORKER_STATE_EXPIRED,
+    control_pb2.WORKER_STATE_FINISHED,
+)
+"""States of a worker; if shards differ, the first one holds."""
+
+
+def join_one_timeline(
+    join_all: Callable[[], list[control_pb2.JoinReply]],
+    shards: Shards,
+    uniform: Callable[[], float] = random.random,
+) -> list[control_pb2.JoinReply]:
+    """The replies of `join_all`, once all shards are on one timeline.
+
+    Raises:
+        StateLost: the shards cannot be brought together: one of them has no state and there is no checkpoint.
+        CheckpointFailed, CheckpointCorrupt: a shard cannot read the checkpoint from which the others begin.
+    """
+    has_looked_again = False
+    for _ in range(ATTEMPTS_MAX):
+        replies = join_all()
+        if _is_one_timeline(replies):
+            return replies
+        if not has_looked_again and not all(reply.is_tentative for reply in replies):
+            has_looked_again = True
+            Scope().sleep(LOOK_AGAIN_S * (1 + uniform()))
+            continue
+        has_looked_again = False
+        _bring_together(replies, shards)
+    raise StateLost("the shards could not be brought onto one timeline; are checkpoints written by two jobs to one directory?")
+
+
+def _is_one_timeline(replies: Sequence[control_pb2.JoinReply]) -> bool:
+    """True if all replies agree on the timeline and its origin: two workers may have begun one at once."""
+    return len({(reply.timeline, reply.checkpoint) for reply in replies}) == 1 and not any(r.is_tentative for r in replies)
+
+
+def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) -> None:
+    latest = max(reply.timeline for reply in replies)
+    sources = [r for r in replies if r.is_tentative] or [r for r in replies if r.timeline == latest]
+    # The oldest, if there are different ones: the newer may be damaged for some shards.
+    checkpoint = min((reply.checkpoint for reply in sources if reply.checkpoint), default=None)
+    if checkpoint is None:
+        raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
+    # A later one than any shard's: those that are on the latest already may have been trained since.
+    timeline = latest + 1
+    known = zip(*(reply.workers for reply in replies if not reply.is_tentative), strict=False)
+    workers = [next((state for state in _STATES if state in states), control_pb2.WORKER_STATE_ABSENT) for states in known]
+    logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
+
+    def roll_back(lane: Lane, call: Call) -> control_pb2.RollbackReply:
+        request = control_pb2.RollbackRequest(
+            run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline, workers=workers
+        )
+        # A shard that is not as it was found has followed somebody else, or has been lost again: whoever joins anew will see.
+        request.incarnation = replies[lane.shard].incarnation
+        return lane.rollback(request, call)
+
+    shards.run(roll_back, ROLLBACK_TIMEOUT_S)

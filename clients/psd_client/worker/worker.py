@@ -1,0 +1,249 @@
+"""One worker's connection: the order of calls (connect, declare, close), one thread at a time, and the end.
+
+A worker that ends in whatever way says so to the shards: on close(), when the object is forgotten, and when the interpreter
+exits (ending.py). Programs hold a ParameterServer, which has a worker; flat_calls.py adds what all faces build on: flat buffers
+in, flat buffers out. The work is done below: session.py (who takes part) and exchange.py (bytes).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from psd.contract.config import ClientConfig
+from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, WaitTimeout
+from psd_client.lanes.feed import Feed
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.shards import RetryPolicy, Shards
+from psd_client.lanes.transport import Cancelled, Lane
+from psd_client.lanes.waiting import ShardHealth, WaitReporter
+from psd_client.worker import ending
+from psd_client.worker.exchange import ParameterExchange
+from psd_client.worker.heartbeat import Heartbeats
+from psd_client.worker.session import Session
+
+logger = logging.getLogger("psd_client")
+
+CLIENT_STATE_BYTES_MAX = 1 << 20
+
+
+class WorkerConnection:
+    """One worker of a job, over flat buffers.
+
+    Args:
+        config: settings. lanes: the way to each shard, in their order; closed with the connection.
+    """
+
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
+        self._ended = threading.Lock()  # taken once, and for good, by close()
+        self._config = config
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._exchange: ParameterExchange | None = None
+        self._feed: Feed | None = None
+        self._untold: Exception | None = None  # of a push whose caller did not wait for it
+        self._last_failed = False
+        health = ShardHealth([lane.address for lane in lanes])
+        self._reporter = WaitReporter(config.rank, config.report_after_s)
+        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
+        self._session = Session(config, self._shards)
+        self._heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
+        ending.remember(self)
+        self._heartbeats.start()
+        try:
+            with self.operation("connect"):
+                self._session.join()
+        except BaseException as error:
+            self.close(error)
+            raise
+        self._heartbeats.wake()
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._config.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of the job."""
+        return self._config.world_size
+
+    @property
+    def clock(self) -> int:
+        """See ParameterServer.clock."""
+        return self._session.clock
+
+    def barrier(self, name: str) -> None:
+        """See ParameterServer.barrier."""
+        with self.operation(f"barrier {name!r}"):
+            self._session.barrier(name)
+
+    def stats(self) -> dict[str, int]:
+        """See ParameterServer.stats."""
+        counts = dict(self._exchange.counts) if self._exchange is not None else {}
+        lanes = self._shards.lanes
+        return counts | {
+            "rejoins": self._session.rejoins,
+            "sent_bytes": sum(lane.traffic.sent_bytes for lane in lanes),
+            "received_bytes": sum(lane.traffic.received_bytes for lane in lanes),
+        }
+
+    @property
+    def transports(self) -> list[str]:
+        """See ParameterServer.transports."""
+        return [lane.transport for lane in self._shards.lanes]
+
+    def save_client_state(self, state: bytes) -> None:
+        """See ParameterServer.save_client_state."""
+        if len(state) > CLIENT_STATE_BYTES_MAX:
+            raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
+        self.declared.client_state = bytes(state)
+
+    @property
+    def client_state(self) -> bytes:
+        """See ParameterServer.client_state."""
+        return self._session.stored_state
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See ParameterServer.close. Leave as one who has finished, or has failed by `error`. Idempotent."""
+        if os.getpid() != self._pid:  # a forked child ends, and has none of the threads that could be waited for
+            self._ended.acquire(blocking=False)
+            return
+        is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        try:
+            feed = self._feed
+            if feed is not None and feed.in_background and feed.is_finished and is_success:
+                feed.ended.wait()
+            elif feed is not None:
+                feed.abort()
+            untold, self._untold = self._untold, None
+            if untold is not None and is_success:
+                is_success = False
+                logger.error("psd: worker %d: its last push failed, and the program has not been told: %s", self.rank, untold)
+            if is_success and self._exchange is not None:
+                self._confirm_last(self._exchange)
+        except BaseException:  # Ctrl-C
+            is_success = False
+            raise
+        finally:
+            if self._ended.acquire(blocking=False):
+                self._session.has_failed = not is_success
+                self._leave()
+
+    def _leave(self) -> None:
+        self._heartbeats.stop()
+        self._session.leave()
+        self._shards.close()
+        self._heartbeats.join()
+
+    def __del__(self) -> None:
+        if not self._ended.locked() and os.getpid() == self._pid:
+            ending.close_in_thread(self)
+
+    def abort_feed(self) -> None:
+        """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
+
+        One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
+        """
+        feed = self._feed
+        if feed is None or os.getpid() != self._pid:
+            return
+        if feed.in_background and feed.is_finished and getattr(sys, "last_value", None) is None:
+            feed.ended.wait()
+        else:
+            feed.abort()
+
+    def _confirm_last(self, exchange: ParameterExchange) -> None:
+        """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
+        is_usable = not self._ended.locked() and not self._busy.locked()
+        if not is_usable or not exchange.is_unconfirmed:
+            return
+        if self._last_failed:
+            self._warn_unconfirmed("the program's last call has failed")
+            return
+        self._session.is_leaving = True
+        try:
+            with self.operation("close"):
+                exchange.confirm()
+        except (PsdError, RuntimeError) as error:
+            self._warn_unconfirmed(str(error))
+
+    def _warn_unconfirmed(self, why: str) -> None:
+        logger.warning(
+            "psd: worker %d: ends without knowing whether its last push was applied; if a shard is killed now, that "
+            "gradient is lost: %s",
+            self.rank,
+            why,
+        )
+
+    @property
+    def gradients(self) -> FlatBuffers:
+        """The buffers for the gradients of the next push."""
+        return self.declared.gradients
+
+    @property
+    def parameters(self) -> FlatBuffers:
+        """The buffers that pulls write the parameters to."""
+        return self.declared.parameters
+
+    @property
+    def declared(self) -> ParameterExchange:
+        """The data plane, once there is a job.
+
+        Raises:
+            NotDeclared: there is none yet.
+        """
+        if self._exchange is None:
+            raise NotDeclared("psd: nothing is declared yet: call declare() first")
+        return self._exchange
+
+    def _go_back(self, error: RolledBack) -> RolledBack:
+        """Join the timeline that begins at a checkpoint; return the error that tells the program so."""
+        if self._exchange is None:
+            return error
+        self._exchange.go_back()
+        return RolledBack(
+            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
+            "are those of that step, and client_state is what this worker had saved for it",
+            **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
+        )
+
+    @contextmanager
+    def operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
+        """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
+                "a fork: call psd_client.connect() in the process that uses it"
+            )
+        if self._ended.locked():
+            raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
+        before = self._feed
+        if feed is None and before is not None and before.is_finished:
+            before.ended.wait()
+        if not self._busy.acquire(blocking=feed is not None):
+            raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
+        self._last_failed = True
+        try:
+            with self._reporter.watching(what, self._session.clock):
+                try:
+                    yield
+                except RolledBack as error:
+                    raise self._go_back(error) from None
+            self._last_failed = False
+        except Cancelled:
+            raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
+        except WaitTimeout as error:
+            if "missing" in error.detail or not self._reporter.last_text:
+                raise
+            # The deadline passed before the shard's own answer came.
+            raise WaitTimeout(
+                f"{what}: gave up after {self._config.wait_timeout_s:g} s; {self._reporter.last_text}",
+                missing=self._reporter.last_missing,
+            ) from error
+        finally:
+            self._busy.release()
