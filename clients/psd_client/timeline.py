@@ -26,6 +26,14 @@ ATTEMPTS_MAX = 20
 LOOK_AGAIN_S = 0.5
 """Seconds for which another worker may put a mixture of timelines in order; then this worker does it."""
 
+_STATES = (
+    control_pb2.WORKER_STATE_LIVE,
+    control_pb2.WORKER_STATE_ABSENT,
+    control_pb2.WORKER_STATE_EXPIRED,
+    control_pb2.WORKER_STATE_FINISHED,
+)
+"""States of a worker; if shards differ, the first one holds."""
+
 
 def join_one_timeline(
     join_all: Callable[[], list[control_pb2.JoinReply]],
@@ -66,12 +74,14 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) ->
         raise StateLost("the shards are on different timelines, and none names a checkpoint to which all could go back")
     # A later one than any shard's: those that are on the latest already may have been trained since.
     timeline = latest + 1
-    known = [set(reply.gone) for reply in replies if not reply.is_tentative]
-    gone = sorted(set.intersection(*known)) if known else []
+    known = zip(*(reply.workers for reply in replies if not reply.is_tentative), strict=False)
+    workers = [next((state for state in _STATES if state in states), control_pb2.WORKER_STATE_ABSENT) for states in known]
     logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
 
     def roll_back(lane: Lane, call: Call) -> control_pb2.RollbackReply:
-        request = control_pb2.RollbackRequest(run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline, gone=gone)
+        request = control_pb2.RollbackRequest(
+            run_id=replies[0].run_id, checkpoint=checkpoint, timeline=timeline, workers=workers
+        )
         # A shard that is not as it was found has followed somebody else, or has been lost again: whoever joins anew will see.
         request.incarnation = replies[lane.shard].incarnation
         return lane.rollback(request, call)

@@ -111,15 +111,15 @@ class ControlService:
 
     def commit(self, request: control_pb2.CommitRequest, context: grpc.ServicerContext) -> control_pb2.CommitReply:
         """See ControlService.Commit."""
-        ticket = self._shard.exchange.commit(request)
+        ticket = self._shard.settlement.commit(request)
         if ticket is not None:
             Waiter(self._shard, context).wait(ticket)
-        return self._shard.exchange.commit_reply(request.clock)
+        return self._shard.settlement.commit_reply(request.clock)
 
     def measure(self, request: control_pb2.MeasureRequest, context: grpc.ServicerContext) -> control_pb2.MeasureReply:
         """See ControlService.Measure."""
         del context
-        return self._shard.measures.measure(request)
+        return self._shard.settlement.measure(request)
 
     def checkpoint(self, request: control_pb2.CheckpointRequest, context: grpc.ServicerContext) -> control_pb2.CheckpointReply:
         """See ControlService.Checkpoint."""

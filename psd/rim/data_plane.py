@@ -131,9 +131,8 @@ class DataPlane:
                 while not isinstance(read := self._exchange.read(block, pull), tuple):
                     waiter.wait(read)
                 yield PulledBlock(block, read)
-            push.lent.clear()  # all rounds have closed
         finally:
-            self._exchange.take_over(push)
+            push.loan.end()
         self.counts.count_call("push_pull", self._now() - began)
         yield reply
 

@@ -86,6 +86,8 @@ class Admission:
             is_behind = self._core.life.has_values and request.timeline != self._core.timeline
             is_loading = self._core.life.now is Life.LOADING
             if request.resume and (self._core.is_tentative or is_behind or is_loading):
+                if self._core.membership is not None:
+                    self._core.membership.on_heard_again(request.rank, self._core.now())
                 raise RolledBack(
                     f"shard {config.shard_index} has gone back to checkpoint {self._core.restored_from}",
                     timeline=self._core.timeline,
@@ -124,7 +126,7 @@ class Admission:
                 timeline=self._core.timeline,
                 checkpoint=self._core.restored_from,
                 is_tentative=self._core.is_tentative,
-                gone=members.gone(),
+                workers=[member.state.value for member in members.workers],  # type: ignore[misc]
             )
         self._core.settle()
         return reply
@@ -156,7 +158,7 @@ class Admission:
 
     def _latest_decisions(self) -> list[job_pb2.Decision]:
         job = self._core.job
-        return job.decisions.latest() if job is not None and job.decisions is not None else []
+        return job.coordinator.latest() if job is not None and job.coordinator is not None else []
 
     def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
         """The clock at which a joining worker takes part: the open round, or beside the slowest of the others.
@@ -167,8 +169,8 @@ class Admission:
         job = self._core.job
         if job is None:
             return 0
-        if job.decisions is not None:
-            return job.decisions.entry_clock(worker.rank)
+        if job.coordinator is not None:
+            return job.coordinator.entry_clock(worker.rank)
         if job.policy.has_rounds:
             # Without blocks a shard has no rounds, and knows the clock from its workers alone.
             return job.entry_round(worker.rank) if job.trained_count else max(w.clock for w in self._core.members.workers)
@@ -293,7 +295,7 @@ class Admission:
             skipped = False
             if self._core.job is not None:
                 self._core.check_clock(worker, request.clock)
-                if self._core.job.decisions is None:
+                if self._core.job.coordinator is None:
                     skipped = self._core.members.on_clock(worker, request.clock)
                 elif request.clock > worker.clock:
                     # This shard may have seen no push, and the commit, which takes part in a round, be still on its way.

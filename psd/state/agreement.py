@@ -1,21 +1,39 @@
 """The scalars of a round, as its workers state them on one shard: who gives way, who is told, who is refused.
 
 An update has the scalars of the worker that has been in the job longest among those whose gradients it counts (rounds.py sees
-to that, block by block). A worker that came later, and whose schedule may therefore lag, gives way, and learns it from a reply.
-Two that have been there from the start and disagree are a mistake in the configuration. Under the shard's lock; must not know
-blocks.
+to that, block by block, by their `Voice`). A worker that came later, and whose schedule may therefore lag, gives way, and is
+told by a reply. Two that have been there from the start and disagree are a mistake in the configuration. Under the shard's
+lock; must not know blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from psd.contract.errors import ScalarsDisagree
 from psd.contract.rules import RuleInfo
 from psd.state import locks
-from psd.state.voices import Voice
 from psd.v1 import data_pb2
+
+Scalars = tuple[tuple[float, ...], ...]
+"""One tuple per group, in the order of the rule's list."""
+
+
+class Voice(NamedTuple):
+    """One worker's say in the scalars of a round. The least one holds: that of the worker that has been in the job longest.
+
+    So the order in which gradients come does not matter, and shards agree that have heard the same workers.
+
+    Attributes:
+        since: the clock since which the worker has been there without a gap, as PushHeader.since says it.
+        scalars: of one group, or of all.
+    """
+
+    since: int
+    rank: int
+    scalars: Sequence[Any]
 
 
 @dataclass(slots=True)

@@ -79,6 +79,11 @@ class StaleSynchronous(Async):
         return max(0, clock - self.staleness_bound)
 
 
+def ranks_in(mask: int) -> list[int]:
+    """The workers of a bit mask."""
+    return [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
+
+
 def policy_of(spec: JobSpec) -> Policy:
     """The policy that a job declared."""
     match spec.consistency.mode:

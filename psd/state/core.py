@@ -230,7 +230,7 @@ class ShardCore:
             arena_of=arena_of,
             on_lost=self._on_lost,
             rules=self.rules,
-            verdicts=self.storage,
+            storage=self.storage,
             now=self.now,
         )
 
@@ -352,8 +352,7 @@ class ShardCore:
     def count_staged(self, decisions: Sequence[tuple[int, int]] = ()) -> None:
         """EXACT: count the pushes whose rounds are now decided as applied, dropped or skipped."""
         if self.job is not None and self.job.is_exact:
-            self.job.staged.learn(decisions)
-            counted, left_out = self.job.staged.count()
+            counted, left_out = self.job.participant.count(decisions)
             self.counters.pushes_accepted += counted
             self.counters.pushes_late += left_out
 
@@ -386,10 +385,9 @@ class ShardCore:
             self.open_gates()
             job = self.job if self.life.has_values else None
             news: list[tuple[int, int]] = []
-            if job is not None and job.decisions is not None:
-                job.decisions.settle()
-                news, job.decisions.news = job.decisions.news, []
+            if job is not None and job.coordinator is not None:
+                news = job.coordinator.settle()
                 self.count_staged(news)
         if job is not None:
-            job.decide(news)
+            job.participant.follow(news)
             job.settle()

@@ -12,22 +12,20 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted, WrongShard
+from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
-from psd.contract.verdicts import Verdict
+from psd.state.agreement import Voice
 from psd.state.block import BlockState
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.cuts import Cuts, check_client_state, check_cuts
-from psd.state.decisions import Decisions, check_decisions
 from psd.state.job import Job
 from psd.state.membership import WorkerState
 from psd.state.rounds import Contribution, Outcome
 from psd.state.schedule import CutSchedule
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
-from psd.state.voices import Voice
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed
 
 
@@ -51,7 +49,7 @@ class Exchange:
             check_weight(header.weight)
             job.check_scalars(scalars)
             self._core.check_clock(worker, header.clock)
-            decisions = check_decisions(header.decisions, job.spec)
+            decisions = job.participant.check(header.decisions)
             check_cuts(header.cuts)
             check_client_state(header.client_state)
             versions = job.versions_read(header.versions)
@@ -65,7 +63,7 @@ class Exchange:
             # waits for the first valid block, see _enter.
             skipped = not job.policy.has_rounds and self._core.members.on_clock(worker, header.clock)
             self._core.count_staged(decisions)
-        job.decide(decisions)
+        job.participant.follow(decisions)
         if skipped:
             self._core.settle()
         return Push(
@@ -139,7 +137,7 @@ class Exchange:
         """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
 
         Args:
-            is_lent: the payload stays as it is until `take_over`, or until the block's round has closed.
+            is_lent: the payload stays as it is until the push's loan has ended.
         """
         job = push.job
         block = job.block(index)
@@ -178,12 +176,10 @@ class Exchange:
             scalars,
             read,
             push.scale,
-            is_lent,
+            push.loan if is_lent else None,
             since=push.since,
             sent_by=push.session,
         )
-        if is_lent:
-            push.lent.append(block)
         try:
             outcome = block.contribute(part)
         except ArenaClosed:
@@ -197,12 +193,6 @@ class Exchange:
                 with self._core.lock:
                     job.agreement.on_counted(push.clock, push.worker.rank)
         return None
-
-    @staticmethod
-    def take_over(push: Push) -> None:
-        """Copy what is still needed of the worker's memory, which is about to change or to go."""
-        while push.lent:
-            push.lent.pop().take_over(push.worker.rank)
 
     def end_push(self, push: Push) -> data_pb2.PushReply:
         """Finish a push whose blocks have all come; moves the worker's clock."""
@@ -219,7 +209,7 @@ class Exchange:
             self._check_session(push)
             self._core.members.on_step(push.worker, clock)
             if staged:
-                job.staged.add(push.clock, push.worker.rank)
+                job.participant.on_staged(push.clock, push.worker.rank)
                 self._core.count_staged()
             elif counted or job.trained_count == 0:
                 self._core.counters.pushes_accepted += 1
@@ -251,8 +241,8 @@ class Exchange:
             if len(request.blocks) > len(job.blocks):
                 raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {len(job.blocks)}")
             blocks = [job.block(i) for i in request.blocks] if request.blocks else list(job.blocks.values())
-            decisions = check_decisions(request.decisions, job.spec)
-            verdict = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
+            decisions = job.participant.check(request.decisions)
+            verdict = job.participant.verdict_of(request)
             if verdict is not None and not verdict.is_final:
                 raise InvalidRequest(
                     "verdict.is_final: updates are still to be measured; a round is applied by a final verdict"
@@ -262,64 +252,11 @@ class Exchange:
             self._core.on_used()
             self._core.counters.pulls += 1
             self._core.count_staged(decisions)
-        job.decide(decisions)
-        job.judge(verdict)
+        job.participant.follow(decisions, verdict)
         if skipped:
             self._core.settle()
         reader = None if request.versions_only else worker.rank
         return Pull(job, worker, request.caller.session, request.clock, reader), blocks
-
-    def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
-        """EXACT: note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
-        with self._core.lock:
-            worker = self._core.check_caller(request.caller)
-            job, decisions = self._core.declared(), self._decisions()
-            self._check_commit(request, decisions)
-        found = None
-        if request.measures and job.verdicts is not None:
-            under = Verdict.from_message(request.verdict, job.spec) if request.HasField("verdict") else None
-            found = job.verdicts.find(request.clock, under, request.measures)
-        with self._core.lock:
-            self._core.check_caller(request.caller)
-            ticket = None
-            is_decided = decisions.on_commit(worker, request.clock, skip=request.skip, only_wait=request.only_wait)
-            if not is_decided and not request.without_waiting:
-                ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, decisions.missing)
-                decisions.wait(ticket)
-            if job.verdicts is not None:
-                job.verdicts.record(found)
-        self._core.settle()
-        return ticket
-
-    def commit_reply(self, clock: int) -> control_pb2.CommitReply:
-        """The decision, for a worker that had committed `clock`."""
-        with self._core.lock:
-            decisions, verdicts = self._decisions(), self._core.declared().verdicts
-            known = verdicts.on(clock) if verdicts is not None else None
-            return control_pb2.CommitReply(
-                decisions=decisions.latest(),
-                clock=max(clock + 1, decisions.next_round),
-                verdict=known.to_message() if known is not None else None,
-            )
-
-    def _check_commit(self, request: control_pb2.CommitRequest, decisions: Decisions) -> None:
-        spec = self._core.declared().spec
-        if request.skip and spec.nan_policy != "skip":
-            raise InvalidRequest(f"skip: the job's nan_policy is {spec.nan_policy}, not skip")
-        if request.skip and request.only_wait:
-            raise InvalidRequest("skip: a worker that sets only_wait has no gradient in the round")
-        if request.measures and not spec.has_verdicts:
-            raise InvalidRequest("measures: only a job with rounds that has clip_norm or a layer-wise rule is measured")
-        if request.measures and request.clock >= decisions.next_round:
-            raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
-
-    def _decisions(self) -> Decisions:
-        job = self._core.initialized()
-        if not job.is_exact:
-            raise InvalidRequest("clock: only a job with exact aggregation has commits")
-        if job.decisions is None:
-            raise WrongShard(f"rounds are decided by shard 0, this is shard {self._core.config.shard_index}")
-        return job.decisions
 
     def begin_answer(self, push: Push) -> Pull:
         """The pull of the clock after a push; it reads the blocks that the push has covered.

@@ -6,7 +6,7 @@ Must not know sessions, leases or tickets.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,17 +16,17 @@ from psd.contract.custom_rules import CustomRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
-from psd.contract.verdicts import Verdict
-from psd.state.agreement import Agreement
-from psd.state.block import BlockState
+from psd.state.agreement import Agreement, Scalars
+from psd.state.block import BlockServices, BlockState
 from psd.state.consistency import policy_of
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.decisions import KEPT, Decisions, StagedPushes
+from psd.state.exact_rounds import ExactRound, MeasuredRound
 from psd.state.membership import Membership
-from psd.state.rules import check_listed
+from psd.state.rounds import FastRound
+from psd.state.rules import BoundRule, check_listed
+from psd.state.settlement import Coordinator, Participant
 from psd.state.staleness import bound_rule
-from psd.state.verdicts import Verdicts, VerdictStore
-from psd.state.voices import Scalars
+from psd.state.storage import Storage
 from psd_core.arena import Arena, BlockShape, Page
 
 
@@ -34,9 +34,9 @@ class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockState.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockServices.
         rules: the users' own rules that are listed on this shard.
-        verdicts: what keeps the verdicts beside the arena.
+        storage: keeps verdicts beside the arena.
         now: monotonic seconds.
 
     Raises:
@@ -45,9 +45,7 @@ class Job:
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
         agreement: SYNC: the scalars of the open rounds.
-        decisions: EXACT, on shard 0 only: which workers make up the rounds.
-        staged: EXACT: pushes that wait for the decision on their round.
-        verdicts: in a job that has verdicts, on shard 0 only: how rounds are applied.
+        coordinator: EXACT, on shard 0 only; participant: on all shards: see settlement.py.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Job:
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
         on_lost: Callable[[StateLost], bool],
         rules: Mapping[str, CustomRule],
-        verdicts: VerdictStore,
+        storage: Storage,
         now: Callable[[], float],
     ) -> None:
         check_listed(spec, rules)
@@ -68,46 +66,47 @@ class Job:
         self.layout = Layout(spec, shard_count)
         self.policy = policy_of(spec)
         self.is_exact = spec.aggregation == "exact"
-        bound = [bound_rule(group, rules) for group in spec.groups]
+        bound = [
+            BoundRule(bound_rule(group, rules), group.rule, group.info.slot_starts(group.flags, group.constants))
+            for group in spec.groups
+        ]
         self._infos = [group.info for group in spec.groups]
-        starts = [info.slot_starts(group.flags, group.constants) for info, group in zip(self._infos, spec.groups, strict=True)]
         plans = self.layout.blocks_of(shard_index)
         first = next((plan for plan in plans if plan.trained), None)  # by which we say who is late; all see much the same
         self.arena = arena_of(
             self.layout,
-            [BlockShape(plan.dtype.name, plan.length, len(starts[plan.group]), len(plan.segment_ends)) for plan in plans],
+            [
+                BlockShape(plan.dtype.name, plan.length, len(bound[plan.group].slot_starts), len(plan.segment_ends))
+                for plan in plans
+            ],
+        )
+        services = BlockServices(
+            self.arena,
+            membership,
+            self.policy,
+            MeasuredRound if spec.has_verdicts else ExactRound if self.is_exact else FastRound,
+            is_mean=spec.reduction == "mean",
+            on_lost=on_lost,
+            tensor_at=self.layout.tensor_at,
         )
         self.blocks = {
             plan.index: BlockState(
                 plan,
-                arena=self.arena,
-                slot=slot,
-                rule=bound[plan.group],
-                rule_name=spec.groups[plan.group].rule,
-                slot_starts=starts[plan.group],
-                tensor_at=self.layout.tensor_at,
-                policy=self.policy,
-                is_mean=spec.reduction == "mean",
-                is_exact=self.is_exact,
-                has_verdicts=spec.has_verdicts,
-                ratio_places=self._ratio_places(plan),
-                waited_in=membership.waited_in,
-                session_of=membership.session_of,
-                may_void=membership.is_void,
-                on_lost=on_lost,
-                times=RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
+                slot,
+                bound[plan.group],
+                services,
+                RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
+                self._ratio_places(plan),
             )
             for slot, plan in enumerate(plans)
         }
-        self.decisions = Decisions(self.arena, self.policy, membership) if self.is_exact and shard_index == 0 else None
-        self.staged = StagedPushes()
-        self.verdicts: Verdicts | None = None
-        if spec.has_verdicts and shard_index == 0:
-            measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
-            self.verdicts = Verdicts(spec, len(measuring), verdicts)
-        self._decided_round = self._judged_round = -1
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
+        self.participant = Participant(spec, self._trained)
+        self.coordinator: Coordinator | None = None
+        if self.is_exact and shard_index == 0:
+            measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
+            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, len(measuring))
         self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # those that were found fit last: mostly the next ones, too
         self._shard_index = shard_index
@@ -219,34 +218,6 @@ class Job:
         if self.policy.has_rounds:
             for block in self._trained:
                 block.settle()
-
-    def decide(self, decisions: Iterable[tuple[int, int]]) -> None:
-        """EXACT: give the blocks the members of rounds, as (round, mask of workers). Repeating it changes nothing.
-
-        Raises:
-            InvalidRequest: a round that nobody can have decided yet; those that come would be taken for old ones.
-        """
-        for round_, members in decisions:
-            if round_ > self._decided_round + 1:
-                self._check_round("decisions.round", round_)
-            # A block that had not closed the round when it was first told has kept the decision, unless the process has died
-            # since; therefore the last one is told again.
-            if round_ >= self._decided_round:
-                self._decided_round = round_
-                for block in self._trained:
-                    block.decide(round_, members)
-
-    def judge(self, verdict: Verdict | None) -> None:
-        """EXACT: give the blocks the verdict on a round. Repeating it changes nothing. InvalidRequest: as in `decide`."""
-        if verdict is not None and verdict.round >= self._judged_round:
-            self._check_round("verdict.round", verdict.round)
-            self._judged_round = verdict.round
-            for block in self._trained:
-                block.judge(verdict)
-
-    def _check_round(self, field: str, round_: int) -> None:
-        if self._trained and round_ > self.version_max + KEPT:
-            raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {self.version_max}")
 
     def pin_all(self) -> dict[int, Page]:
         """The pages of all blocks at one instant, pinned, by block."""

@@ -77,6 +77,11 @@ class Worker:
         """True if rounds, barriers and the staleness bound wait for the worker."""
         return self.state in (WorkerState.ABSENT, WorkerState.LIVE)
 
+    @property
+    def is_awaited_back(self) -> bool:
+        """True if the worker was live before the job went back to a checkpoint, and has not joined again."""
+        return self.state is WorkerState.ABSENT and self.last_seen >= 0
+
     def on_heard(self, host: str, pid: int, connection: int) -> None:
         """Note the address and process that the current session's worker states."""
         if not connection or connection != self.connection:
@@ -161,10 +166,6 @@ class Membership:
         """The workers of a mask, by rank."""
         return [w for w in self.workers if mask >> w.rank & 1]
 
-    def gone(self) -> list[int]:
-        """The ranks whose workers have left, or expired."""
-        return [w.rank for w in self.workers if not w.is_waited_for]
-
     def worker(self, rank: int) -> Worker:
         """The worker of a rank; InvalidRequest if there is none."""
         if rank >= len(self.workers):
@@ -243,14 +244,21 @@ class Membership:
             worker.clock = worker.floor = clock
         self._refresh()
 
-    def on_gone(self, ranks: Sequence[int], now: float) -> None:
-        """Note workers that were gone before the job went back: nobody waits for them until they join again."""
-        for rank in ranks:
-            worker = self.worker(rank)
-            if worker.state is WorkerState.ABSENT:
-                worker.state, worker.last_seen = WorkerState.EXPIRED, now
+    def on_gone_back(self, states: Sequence[int], now: float) -> None:
+        """Note the states, by rank, of the workers before the job went back. Those that were live have a lease to come back."""
+        for worker, state in zip(self.workers, states, strict=False):
+            if worker.state is WorkerState.ABSENT and state in (WorkerState.EXPIRED, WorkerState.FINISHED):
+                worker.state = WorkerState(state)
                 self._changed(worker)
+            elif worker.state is WorkerState.ABSENT and state == WorkerState.LIVE:
+                self.on_seen(worker, now)
         self._refresh()
+
+    def on_heard_again(self, rank: int, now: float) -> None:
+        """Note a sign of life of a worker that has yet to come back."""
+        worker = self.worker(rank)
+        if worker.is_awaited_back:
+            self.on_seen(worker, now)
 
     def on_seen(self, worker: Worker, now: float) -> None:
         """Renew the lease."""
@@ -303,7 +311,8 @@ class Membership:
             for worker in self.workers:
                 if worker.last_seen >= 0:
                     worker.last_seen = min(now, worker.last_seen + late_s)
-        expired = [w for w in self.workers if w.state is WorkerState.LIVE and now - w.last_seen > self.lease_s]
+        leased = [w for w in self.workers if w.state is WorkerState.LIVE or w.is_awaited_back]
+        expired = [w for w in leased if now - w.last_seen > self.lease_s]
         for worker in expired:
             worker.state = WorkerState.EXPIRED
             self._changed(worker)

@@ -54,7 +54,7 @@ def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) ->
 
 
 class Accumulators:
-    """Memory of the arena for the rounds of one block; see rounds.Accumulators."""
+    """Memory of the arena to sum the gradients of one block in."""
 
     def __init__(self, arena: Arena, slot: int) -> None:
         self._arena = arena

@@ -114,14 +114,14 @@ class Restoration:
                     return
                 is_there = core.life.now is Life.TENTATIVE and core.restored_from == request.checkpoint
                 if is_there:
-                    core.members.on_gone(request.gone, core.now())
+                    core.members.on_gone_back(request.workers, core.now())
                     core.timeline = request.timeline
                     core.declared().arena.set_word("timeline", request.timeline)
                     core.become(Life.RESTORED)
                     self._begin_incarnation()
             if not is_there:
                 manifest = self._readable().load(request.checkpoint)
-                self._load(manifest, Life.RESTORED, timeline=request.timeline, gone=request.gone)
+                self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
         logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
@@ -146,7 +146,7 @@ class Restoration:
         timeline: int,
         spec: JobSpec | None = None,
         members: Membership | None = None,
-        gone: Sequence[int] = (),
+        workers: Sequence[int] = (),
     ) -> None:
         """Take everything from a checkpoint, for the job as it was stored, or as these members now declare it.
 
@@ -161,8 +161,6 @@ class Restoration:
                 pass
         if members is None:
             members = Membership(spec.world_size, core.config.lease_s)
-            with core.lock:
-                members.on_gone(gone, core.now())
         self._give_up(manifest, timeline, members)
         try:
             job = core.make_job(spec, members, manifest.name)
@@ -182,6 +180,7 @@ class Restoration:
             job.arena.set_word("timeline", timeline)
             core.timeline = timeline
             core.client_states.restore(dict(manifest.client_states), manifest.step)
+            members.on_gone_back(workers, core.now())
             core.take_job(job, members)
             core.become(following)
             job.arena.set_word("initialized", 1)

@@ -1,33 +1,33 @@
 """The open round of a block: the gradients that it has, and how they are summed.
 
-`FastRound` adds them as they arrive. `ExactRound` keeps them apart, takes them only from the workers that shard 0 has decided
-on, and adds them in the order of the ranks, so that the result depends on nothing else. Under the block's lock; must not know
-versions, workers' leases or pages.
+`Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/exact_rounds.py keeps them apart until
+shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-import psd_core
 from psd.contract.errors import StateLost
+from psd.contract.verdicts import Squares, Verdict
+from psd.state.agreement import Voice
 from psd.state.consistency import Policy
-from psd.state.rules import Gradient
-from psd.state.voices import Voice
+from psd.state.lent import Loan, Sum
+from psd.state.membership import Membership
+from psd.state.pages import Accumulators
+from psd.state.rules import Gradient, Rule
+from psd_core.arena import Page
 
-HALF_BYTES = 2
-"""Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
 
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """One worker's part of a push for one block.
 
     Attributes:
@@ -37,7 +37,7 @@ class Contribution:
         scalars: of the block's group.
         version_read: of the parameters that the gradient was computed from; None: not known.
         scale: without rounds: by which the gradient is multiplied.
-        is_lent: `values` stay as they are until the round has closed, or `BlockState.take_over` was called.
+        loan: by which the values may be read later, where they lie; None: they are the call's, and gone when it goes on.
         session: as which the push was begun; with rank and clock, its name. sent_by: the session that sends it.
         since: see Voice.
     """
@@ -51,7 +51,7 @@ class Contribution:
     scalars: Sequence[float]
     version_read: int | None = None
     scale: float = 1.0
-    is_lent: bool = False
+    loan: Loan | None = None
     sent_by: int = 0
     since: int = 0
 
@@ -71,85 +71,136 @@ class Outcome(enum.IntEnum):
     STAGED = 4  # EXACT: kept until it is decided whether it counts
 
 
-class Accumulators(Protocol):
-    """Lends arrays to sum gradients in, of the block's shape."""
+class Taken(enum.Enum):
+    """The state of a round with a contribution that it takes."""
 
-    def lend(self) -> NDArray[Any]:
-        """An array with undefined contents."""
-        ...
-
-    def give_back(self, array: NDArray[Any]) -> None:
-        """Give back a lent array."""
-        ...
+    OPEN = enum.auto()  # it waits for others
+    DUE = enum.auto()  # complete; whoever asks for the result first applies it
+    COMPLETE = enum.auto()  # to be applied now
+    LAST = enum.auto()  # to be applied now, with the contribution, which was not taken: if that fails, nothing has changed
 
 
-class Round(Protocol):
-    """An open round.
+class Unmeasured(enum.Enum):
+    """The reason why a round has no measure here."""
 
-    Attributes:
-        scalars: of the update, once `gradient` was asked for: of the workers that it counts, those whose voice holds.
-        sessions: by rank, of the workers that the update will count.
-    """
+    OPEN = enum.auto()  # gradients are still to come
+    CLOSED = enum.auto()
 
+
+class Update(NamedTuple):
+    """The update by a round: its gradient, the scalars that hold, and by rank the sessions whose pushes it counts."""
+
+    gradient: Gradient
     scalars: Sequence[float]
-    sessions: dict[int, int]
-
-    def standing(self, part: Contribution) -> Outcome | None:
-        """DUPLICATE if the round has this very push, LATE if it can no longer take it, None if it takes it."""
-        ...
-
-    def is_complete_with(self, part: Contribution) -> bool:
-        """True if this contribution is the last one that the round needs."""
-        ...
-
-    def is_complete(self) -> bool:
-        """True if the round needs no further contribution."""
-        ...
-
-    def add(self, part: Contribution) -> None:
-        """Take a contribution that does not complete the round. If it fails, nothing has changed."""
-        ...
-
-    def gradient(self, last: Contribution | None) -> Gradient:
-        """The round's gradient, with the contribution that completes it. If it fails, nothing has changed."""
-        ...
-
-    def missing(self) -> int:
-        """Mask of the workers that the round waits for."""
-        ...
-
-    def end(self) -> None:
-        """Give the memory back."""
-        ...
+    sessions: Mapping[int, int]
 
 
-@functools.lru_cache(4096)
-def _all(segment_count: int) -> NDArray[np.uint8]:
-    """All segments, shared by rounds: making arrays costs more than what is done with them."""
-    return _shared(np.ones(segment_count, np.uint8))
-
-
-@functools.lru_cache(4096)
-def _none(segment_count: int) -> NDArray[np.uint8]:
-    return _shared(np.zeros(segment_count, np.uint8))
-
-
-def _shared(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+@functools.lru_cache(8192)
+def segments(count: int, value: int) -> NDArray[np.uint8]:
+    """All segments, or none, shared by rounds: making arrays costs more than what is done with them."""
+    array = np.full(count, value, np.uint8)
     array.flags.writeable = False
     return array
 
 
-class _Sum:
-    """Weighted sums, shared by both kinds of round."""
+@dataclass(frozen=True, slots=True)
+class RoundSetting:
+    """The facts that all rounds of a block share.
 
-    def __init__(self, segment_count: int, *, is_mean: bool) -> None:
-        self.scalars: Sequence[float] = ()
-        self.sessions: dict[int, int] = {}
-        self._touched = _none(segment_count)
-        self._is_mean = is_mean
+    Attributes:
+        segment_ends, rule: of the block.
+        is_mean: updates are by the mean of the gradients, weighted by samples; else by their sum.
+        ratio_places: for a layer-wise rule: of each segment of the block, where its tensor's ratio is in a verdict.
+    """
+
+    segment_ends: NDArray[np.uint32]
+    rule: Rule
+    is_mean: bool
+    policy: Policy
+    accumulators: Accumulators
+    members: Membership
+    ratio_places: NDArray[np.intp] | None = None
+
+
+class Round(ABC):
+    """An open round of one block.
+
+    Args:
+        number: of the round; also the block's version while it is open.
+
+    Attributes:
+        is_due: it is complete, and left to whoever asks for its result first.
+        is_staging: it is not known yet whether the gradients that it takes count.
+    """
+
+    is_due = False
+    is_staging = False
+
+    def __init__(self, number: int, setting: RoundSetting) -> None:
+        self._number = number
+        self._setting = setting
+        self._touched = segments(len(setting.segment_ends), 0)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def standing(self, part: Contribution) -> Outcome | None:
+        """None if the round takes this contribution; else what became of it: LATE, or it has come before."""
+
+    @abstractmethod
+    def take(self, part: Contribution) -> Taken:
+        """Take a contribution. If it fails, nothing has changed."""
+
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """True if the round is to be applied as it is."""
+
+    @abstractmethod
+    def update(self, last: Contribution | None) -> Update:
+        """The update by the round, with the contribution that completes it. If it fails, nothing has changed."""
+
+    @abstractmethod
+    def missing(self) -> int:
+        """Mask of the workers that the round waits for. Also asked without the lock."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Give the memory back."""
+
+    def waited(self) -> int:
+        """Mask of the workers that are waited for in this round, whether they have contributed or not."""
+        return self._setting.members.waited_in(self._number)
+
+    # -- what is of some kinds only ------------------------------------------------------------------------------------
+
+    def has_gradient_of(self, rank: int) -> bool:
+        """FAST: true if a session of the rank has contributed, so that no other one can."""
+        raise NotImplementedError
+
+    def take_over(self, loan: Loan) -> None:
+        """FAST: copy what was lent by this loan. If it fails, nothing has changed."""
+        del loan
+
+    def decide(self, members: int) -> None:
+        """EXACT: let these workers (a bit mask) make up the round."""
+        raise NotImplementedError
+
+    def loss(self) -> StateLost | None:
+        """EXACT: why the round can never close: gradients of members that are gone are not here; or None."""
+        return None
+
+    def measure(self, page: Page, under: Verdict | None) -> Squares | Unmeasured:
+        """EXACT, with verdicts: sums of squares of the gradient; or of the updates `under` a verdict, two for each segment."""
+        raise NotImplementedError
+
+    def judge(self, verdict: Verdict) -> None:
+        """EXACT, with verdicts: let the round be applied as its verdict says."""
+        raise NotImplementedError
+
+    # -- sums ----------------------------------------------------------------------------------------------------------
 
     def _weight(self, part: Contribution) -> float:
-        return part.weight if self._is_mean else 1.0
+        return part.weight if self._setting.is_mean else 1.0
 
     def _values(self, part: Contribution) -> NDArray[Any] | None:
         return part.values if part.weight else None
@@ -157,58 +208,43 @@ class _Sum:
     def _grown(self, touched: NDArray[np.uint8], part: Contribution) -> NDArray[np.uint8]:
         if self._values(part) is None:
             return touched
-        return _all(len(touched)) if part.present is None else np.maximum(touched, part.present)
+        return segments(len(touched), 1) if part.present is None else np.maximum(touched, part.present)
 
     def _reduced(
         self,
         accumulator: NDArray[Any] | None,
-        last: Contribution | None,
+        last: NDArray[Any] | None,
+        weight: float,
         total_weight: float,
         touched: NDArray[np.uint8],
     ) -> Gradient:
-        """The mean, or the sum, of the accumulator and the last contribution."""
-        values = None if last is None else self._values(last)
-        weight = 0.0 if last is None else self._weight(last)
+        """The mean, or the sum, of the accumulator and the last values, which have a weight of their own."""
         scale = 1.0
-        if self._is_mean and total_weight > 0:
+        if self._setting.is_mean and total_weight > 0:
             if accumulator is None and weight == total_weight:
                 weight = 1.0  # a single gradient is its own mean, to the bit
             else:
                 scale = 1.0 / total_weight
-        return Gradient(accumulator, values, weight, scale, touched)
+        return Gradient(accumulator, last, weight, scale, touched)
 
 
-class FastRound(_Sum):
+class FastRound(Round):
     """Adds contributions as they arrive. Closes when the policy says so of those that are waited for.
 
-    The first one is not copied if it is lent: the kernel that adds the second one reads it where it lies, unless it is to be
-    widened. Nor is the last one, if it is lent: the update may be applied later, from where it lies, by whoever asks for its
-    result first.
+    The contribution that completes it is not added if it is lent: the update is applied later, by whoever asks for its result
+    first.
 
     Attributes:
-        is_due: the round is complete, and yet to be applied.
+        sessions: by rank, of the contributions.
     """
 
-    def __init__(
-        self,
-        segment_count: int,
-        *,
-        is_mean: bool,
-        accumulators: Accumulators,
-        policy: Policy,
-        waited: Callable[[], int],
-    ) -> None:
-        super().__init__(segment_count, is_mean=is_mean)
-        self.is_due = False
-        self._accumulators = accumulators
-        self._policy = policy
-        self._waited = waited
+    def __init__(self, number: int, setting: RoundSetting) -> None:
+        super().__init__(number, setting)
+        self.sessions: dict[int, int] = {}
         self._contributors = 0
         self._voice: Voice | None = None  # the one that holds, of the contributors
         self._total_weight = 0.0
-        self._accumulator: NDArray[Any] | None = None
-        self._lent: Contribution | None = None
-        self._last: Contribution | None = None
+        self._sum = Sum(setting.accumulators)
 
     def standing(self, part: Contribution) -> Outcome | None:
         """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""
@@ -217,194 +253,57 @@ class FastRound(_Sum):
             return None
         return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
-    def is_complete_with(self, part: Contribution) -> bool:
+    def has_gradient_of(self, rank: int) -> bool:
         """See Round."""
-        return self._policy.closes(self._contributors | 1 << part.rank, self._waited())
+        return rank in self.sessions
 
-    def is_complete(self) -> bool:
+    def take(self, part: Contribution) -> Taken:
         """See Round."""
-        return self._contributors != 0 and self._policy.closes(self._contributors, self._waited())
-
-    def add(self, part: Contribution) -> None:
-        """See Round."""
-        is_first = self._accumulator is None and self._lent is None
-        values = self._values(part)
-        is_sum = values is not None and values.itemsize > HALF_BYTES and self._weight(part) == 1
-        if is_first and part.is_lent and is_sum:
-            self._lent = part
+        values, weight = self._values(part), self._weight(part)
+        if not self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited()):
+            self._sum.add(values, weight, part.loan)
+        elif part.loan is not None:
+            self._sum.complete(values, weight, part.loan)
+            self.is_due = True
         else:
-            self._add_values(part)
-        self._count(part)
-
-    def _add_values(self, part: Contribution) -> None:
-        values = self._values(part)
-        if values is None:
-            return
-        if self._lent is not None:
-            self.take_over(self._lent.rank)
-        if self._accumulator is not None:
-            psd_core.accumulate(self._accumulator, values, self._weight(part))
-        else:
-            self._begin_sum(values, self._weight(part))
-
-    def _count(self, part: Contribution) -> None:
+            return Taken.LAST
         self._touched = self._grown(self._touched, part)
         self._contributors |= 1 << part.rank
         self._voice = self._voice_with(part)
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
+        return Taken.DUE if self.is_due else Taken.OPEN
 
     def _voice_with(self, part: Contribution) -> Voice:
         return part.voice if self._voice is None else min(self._voice, part.voice)
 
-    def complete(self, part: Contribution) -> None:
-        """Take the contribution that completes the round; it is lent, and added when the round is applied."""
-        self._count(part)
-        self._last = part
-        self.is_due = True
-
-    def take_over(self, rank: int) -> None:
-        """Copy the gradient that this worker has lent. If it fails, nothing has changed."""
-        if self._lent is not None and self._lent.rank == rank:
-            assert self._lent.values is not None
-            self._begin_sum(self._lent.values, 1.0)
-            self._lent = None
-        if self._last is not None and self._last.rank == rank:
-            self._add_values(self._last)
-            self._last = None
-
-    def _begin_sum(self, values: NDArray[Any], weight: float) -> None:
-        accumulator = self._accumulators.lend()
-        psd_core.scaled_copy(accumulator, values, weight)
-        self._accumulator = accumulator
-
-    def gradient(self, last: Contribution | None) -> Gradient:
-        """See Round."""
-        sum_ = self._accumulator if self._lent is None else self._lent.values
-        voice = self._voice if last is None else self._voice_with(last)
-        self.scalars = () if voice is None else voice.scalars
-        if last is None:
-            return self._reduced(sum_, self._last, self._total_weight, self._touched)
-        touched = self._grown(self._touched, last)
-        return self._reduced(sum_, last, self._total_weight + last.weight, touched)
-
-    def missing(self) -> int:
-        """See Round."""
-        return self._waited() & ~self._contributors
-
-    def end(self) -> None:
-        """See Round."""
-        self._lent = self._last = None
-        if self._accumulator is not None:
-            self._accumulators.give_back(self._accumulator)
-            self._accumulator = None
-
-
-class ExactRound(_Sum):
-    """Keeps contributions apart until shard 0 has decided which of them count.
-
-    Attributes:
-        members: mask of the workers that were decided on; None: not known here yet.
-    """
-
-    def __init__(
-        self,
-        segment_count: int,
-        *,
-        is_mean: bool,
-        accumulators: Accumulators,
-        waited: Callable[[], int],
-    ) -> None:
-        super().__init__(segment_count, is_mean=is_mean)
-        self.members: int | None = None
-        self._accumulators = accumulators
-        self._waited = waited
-        self._parts: dict[int, Contribution] = {}
-        self._sum: NDArray[Any] | None = None
-
-    def standing(self, part: Contribution) -> Outcome | None:
-        """See Round. A half push of an earlier session does not count: its successor's replaces it, until that is decided."""
-        staged = self._parts.get(part.rank)
-        if self.members is not None and not self.members >> part.rank & 1:
-            return Outcome.LATE
-        if staged is not None and staged.session == part.session:
-            return Outcome.STAGED if self.members is None else Outcome.DUPLICATE
-        is_final = staged is not None and (staged.session > part.session or self.members is not None)
-        return Outcome.LATE if is_final else None
-
-    def is_complete_with(self, part: Contribution) -> bool:
-        """See Round."""
-        return self.members is not None and not self.members & ~(self._staged() | 1 << part.rank)
-
     def is_complete(self) -> bool:
-        """See Round."""
-        return self.members is not None and not self.members & ~self._staged()
+        """See Round. Of nobody, too, if it is void."""
+        if self.is_due:
+            return True
+        if self._contributors:
+            return self._setting.policy.closes(self._contributors, self.waited())
+        return self._setting.members.is_void(self._number)
 
-    def add(self, part: Contribution) -> None:
+    def update(self, last: Contribution | None) -> Update:
         """See Round."""
-        values = self._values(part)
-        kept = None
-        if values is not None:
-            kept = self._accumulators.lend()
-            psd_core.scaled_copy(kept, values)
-        self._drop(part.rank)
-        self._parts[part.rank] = Contribution(
-            part.rank, part.session, part.clock, part.weight, kept, part.present, part.scalars, since=part.since
-        )
-
-    def gradient(self, last: Contribution | None) -> Gradient:
-        """See Round. The sum runs in the order of the ranks, in double precision for the weights."""
-        assert self.members is not None
-        parts = dict(self._parts)
-        if last is not None:
-            parts[last.rank] = last
-        counted = [parts[rank] for rank in sorted(parts) if self.members >> rank & 1]
-        self.sessions = {part.rank: part.session for part in counted}
-        if counted:
-            self.scalars = min(part.voice for part in counted).scalars
-        touched = self._touched
-        for part in counted:
-            touched = self._grown(touched, part)
-        total_weight = sum(part.weight for part in counted)
-        summands = [(part, values) for part in counted if (values := self._values(part)) is not None]
-        if len(summands) < 2:
-            return self._reduced(None, summands[0][0] if summands else None, total_weight, touched)
-        if self._sum is None:
-            self._sum = self._accumulators.lend()
-        (first, first_values), *middle, (final, _) = summands
-        psd_core.scaled_copy(self._sum, first_values, self._weight(first))
-        for part, values in middle:
-            psd_core.accumulate(self._sum, values, self._weight(part))
-        return self._reduced(self._sum, final, total_weight, touched)
+        accumulator, values, weight = self._sum.terms
+        if last is None:
+            gradient = self._reduced(accumulator, values, weight, self._total_weight, self._touched)
+            return Update(gradient, () if self._voice is None else self._voice.scalars, self.sessions)
+        values, weight = self._values(last), self._weight(last)
+        total_weight, touched = self._total_weight + last.weight, self._grown(self._touched, last)
+        gradient = self._reduced(accumulator, values, weight, total_weight, touched)
+        return Update(gradient, self._voice_with(last).scalars, {**self.sessions, last.rank: last.session})
 
     def missing(self) -> int:
         """See Round."""
-        return (self._waited() if self.members is None else self.members) & ~self._staged()
+        return self.waited() & ~self._contributors
 
-    def loss(self, round_: int, waited: int) -> StateLost | None:
-        """The reason why the round can never close, or None: it lacks gradients of members that are no longer waited for."""
-        lost = 0 if self.members is None else self.members & ~self._staged() & ~waited
-        if not lost:
-            return None
-        ranks = [rank for rank in range(lost.bit_length()) if lost >> rank & 1]
-        return StateLost(
-            f"round {round_} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
-            "lost when this shard was killed, and those workers are gone",
-            ranks=ranks,
-        )
+    def take_over(self, loan: Loan) -> None:
+        """See Round."""
+        self._sum.take_over(loan)
 
     def end(self) -> None:
         """See Round."""
-        for rank in list(self._parts):
-            self._drop(rank)
-        if self._sum is not None:
-            self._accumulators.give_back(self._sum)
-            self._sum = None
-
-    def _staged(self) -> int:
-        return sum(1 << rank for rank in list(self._parts))  # of a copy: `missing` is asked without the lock
-
-    def _drop(self, rank: int) -> None:
-        part = self._parts.pop(rank, None)
-        if part is not None and part.values is not None:
-            self._accumulators.give_back(part.values)
+        self._sum.end()

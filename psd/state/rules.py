@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,8 @@ from psd.contract.custom_rules import CustomRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
+from psd.state.pages import Accumulators
 from psd_core.arena import Page
-
-if TYPE_CHECKING:
-    from psd.state.rounds import Accumulators
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +107,14 @@ class Rule(Protocol):
             SegmentFailed: a user's code did.
         """
         ...
+
+
+class BoundRule(NamedTuple):
+    """The rule of a group as its blocks apply it; its name, for messages; and what each of its slots begins with."""
+
+    rule: Rule
+    name: str
+    slot_starts: Sequence[float]
 
 
 class Elementwise:

@@ -23,10 +23,10 @@ from psd.state.counts import LaneCounts
 from psd.state.cuts import Cuts, Done, Snapshot, check_cuts
 from psd.state.exchange import Exchange
 from psd.state.job import Job
-from psd.state.measures import Measures
 from psd.state.membership import Worker, WorkerState
 from psd.state.restoration import Restoration
 from psd.state.schedule import CutSchedule
+from psd.state.settlement_desk import SettlementDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
@@ -76,7 +76,7 @@ class Shard:
         self.admission = Admission(self._core, wall, self.restoration.redeclare)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
-        self.measures = Measures(self._core)
+        self.settlement = SettlementDesk(self._core)
         self.is_draining = False
         self._started = now()
 

@@ -103,27 +103,32 @@ class Readers:
     keeping it costs no copy. They take at most one page, parameters and slots, per worker and block; workers that have read the
     same version share one. They end with the process: a gradient that was under way then is not compensated.
 
+    Args:
+        unpin: gives a page back.
+
     Attributes:
         ages: gradients by age_bucket of their age. age_total: the sum of these ages.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, unpin: Callable[[Page], None]) -> None:
         self.ages: list[int] = []
         self.age_total = 0
         self._block = block
+        self._unpin = unpin
         self._pages: dict[int, Page] = {}
 
-    def keep(self, rank: int, page: Page | None) -> Page | None:
-        """Keep a pinned page as the one that a worker has read, or None; return the previous one, to be unpinned."""
+    def keep(self, rank: int, page: Page | None) -> None:
+        """Keep a pinned page as what a worker has read, instead of the one before; None: keep none."""
         before = self._pages.pop(rank, None)
         if page is not None:
             self._pages[rank] = page
-        return before
+        if before is not None:
+            self._unpin(before)
 
-    def drop(self) -> list[Page]:
-        """Keep nothing any more; return the pages, to be unpinned."""
-        pages, self._pages = list(self._pages.values()), {}
-        return pages
+    def drop(self) -> None:
+        """Keep nothing any more."""
+        for rank in list(self._pages):
+            self.keep(rank, None)
 
     def look_up(self, rank: int, version_read: int | None, version: int) -> tuple[int | None, NDArray[Any] | None]:
         """The age of a gradient, None if its worker does not name the version it read; and the parameters of that version, if

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from psd.state.block import BlockState
+from psd.state.agreement import Scalars, Voice
 from psd.state.job import Job
+from psd.state.lent import Loan
 from psd.state.membership import Worker
 from psd.state.rounds import Outcome
-from psd.state.voices import Scalars, Voice
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 
@@ -31,7 +31,7 @@ class Push:
         is_finite: the worker has looked for NaN and infinity itself.
         since: see Voice.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
-        lent: the blocks that may read the gradient where the worker has it.
+        loan: of the gradient that blocks may read where the worker has it.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
     """
 
@@ -49,7 +49,7 @@ class Push:
     cuts: tuple[data_pb2.Cut, ...] = ()
     is_entered: bool = False
     versions: Mapping[int, int] = field(default_factory=dict)
-    lent: list[BlockState] = field(default_factory=list)
+    loan: Loan = field(default_factory=Loan)
     covered: set[int] = field(default_factory=set)
     arrived: int = 0
     outcomes: list[int] = field(default_factory=([0] * len(Outcome)).copy)

@@ -28,9 +28,10 @@ def declare(ps: ParameterServer) -> dict[str, Any]:
 @pytest.fixture
 def lost(cluster: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """lost(train, index=1) -> shards with a checkpoint; one of them has lost its memory after `train(servers)`."""
-    settings = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_steps": 5, "lease_s": 60}
+    settings: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_steps": 5, "lease_s": 60}
 
-    def make(train: Callable[[str], object], index: int = 1) -> Any:
+    def make(train: Callable[[str], object], index: int = 1, **others: Any) -> Any:
+        settings.update(others)
         job = cluster(2, **settings)
         train(job.servers)
         until(lambda: CheckpointDirectory(settings["checkpoint_dir"]).newest() is not None)
@@ -93,10 +94,11 @@ def test_declare_when_the_job_goes_back_meanwhile_then_begins_there(lost: Callab
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_push_pull_when_the_job_has_gone_back_then_nobody_waits_for_a_worker_that_had_ended(
-    lost: Callable[..., Any], index: int
+@pytest.mark.parametrize("end", ["left", "died"])
+def test_push_pull_when_the_job_has_gone_back_then_nobody_waits_for_a_worker_that_has_ended(
+    lost: Callable[..., Any], end: str, index: int
 ) -> None:
-    """The shard that lost its memory does not know; the others do."""
+    """The shard that lost its memory does not know; the others do. One that has just died has a lease to come back."""
     made: list[ParameterServer] = []
 
     def train(servers: str) -> None:
@@ -104,9 +106,14 @@ def test_push_pull_when_the_job_has_gone_back_then_nobody_waits_for_a_worker_tha
         in_threads(*(lambda ps=ps: declare(ps) for ps in made))
         for _ in range(8):
             in_threads(*(lambda ps=ps: ps.push_pull(gradient(1.0)) for ps in made))
-        made[1].close()
+        if end == "left":
+            made[1].close()
+        else:
+            made[1]._worker._heartbeats.stop()
+            made[1]._worker._shards.close()
+            assert made[1]._worker._ended.acquire(blocking=False)
 
-    lost(train, index)
+    lost(train, index, lease_s=2)
     with made[0] as ps:
         with pytest.raises(RolledBack):
             ps.push_pull(gradient(1.0))

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from psd.state.agreement import Agreement
+from psd.state.agreement import Agreement, Voice
 from psd.state.job import Job
 from psd.state.rounds import FastRound, Outcome
-from psd.state.voices import Voice
 from psd_client.exchange import ParameterExchange
 from psd_client.membership import Memberships
 from psd_client.sent_push import SentPush

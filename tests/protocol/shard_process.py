@@ -28,8 +28,8 @@ from psd.state import core as state_core
 from psd.state import locks
 from psd.state import restoration as state_restoration
 from psd.state import shard as state_shard
-from psd.state.decisions import KEPT
 from psd.state.membership import WorkerState
+from psd.state.settlement import KEPT
 from psd.state.shard import Shard
 from psd.state.storage import Storage
 from psd_core.arena import WORDS

@@ -165,10 +165,10 @@ class Target:
             assert page is not None
             blocks.append((state.version, page.parameter.tobytes(), [s.tobytes() for s in page.slots], page.steps.tobytes()))
             blocks.append((page.sessions.tobytes(), page.clocks.tobytes()))
-            if round_ is not None:
-                assert isinstance(round_, FastRound)
-                assert round_._accumulator is not None
-                sums = round_._accumulator.tobytes(), round_._touched.tobytes()
+            assert isinstance(round_, FastRound)
+            if round_._contributors:
+                assert round_._sum._sum is not None
+                sums = round_._sum._sum.tobytes(), round_._touched.tobytes()
                 blocks.append((round_._contributors, round_._total_weight, round_._voice, *sums))
         members = [(w.state, w.session, w.clock, w.floor, w.has_pushed, w.host, w.pid) for w in core.membership.workers]
         scalars = core.job.agreement.known()

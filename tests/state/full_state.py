@@ -17,15 +17,14 @@ def durable(driver):
     core = driver.core
     if core.job is None:
         return None
-    verdicts, decisions = core.job.verdicts, core.job.decisions
+    coordinator = core.job.coordinator
     pages = [core.job.arena.current(slot) for slot in range(len(core.job.blocks))]
     return (
         [(p.version, p.parameter.tobytes(), p.steps.tobytes(), p.sessions.tobytes(), p.clocks.tobytes()) for p in pages if p],
         [(w.state, w.session, w.clock) for w in core.members.workers],
         (core.run_id, core.timeline, core.restored_from, core.life.has_values),
         core.barriers._opened,
-        None if verdicts is None else verdicts._latest,
-        None if decisions is None else decisions.latest(),
+        None if coordinator is None else (coordinator._verdict, coordinator.latest()),
     )
 
 

@@ -181,7 +181,7 @@ class Sums(Holder):
         return [self._sum(round_).tobytes() for round_ in self._rounds]
 
     def _sum(self, round_: Any) -> Any:
-        return round_._accumulator
+        return round_._sum._sum
 
     def give_back(self) -> None:
         for index in range(BLOCKS):
@@ -213,7 +213,7 @@ class LentGradients(Holder):
 
     def give_back(self) -> None:
         for push in self._pushes:
-            self.driver.shard.exchange.take_over(push)
+            push.loan.end()
 
 
 class Backups(Holder):

@@ -23,14 +23,14 @@ def on_shard_1(spec, *, world_size=2, value=0.0, **arguments):
 
 
 def commit(driver, seat, clock, **fields):
-    exchange = driver.shard.exchange
-    ticket = exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
-    return ticket if ticket is not None else exchange.commit_reply(clock)
+    desk = driver.shard.settlement
+    ticket = desk.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
+    return ticket if ticket is not None else desk.commit_reply(clock)
 
 
 def measure(driver, seat, round_, *, clock=None, decisions=(), under=None):
     """The measure, or what it waits for."""
-    return driver.shard.measures.measure(
+    return driver.shard.settlement.measure(
         control_pb2.MeasureRequest(
             caller=seat.caller,
             clock=round_ + 1 if clock is None else clock,

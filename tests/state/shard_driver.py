@@ -342,7 +342,7 @@ class Driver:
                         round_._total_weight,
                         round_._touched.tobytes(),
                         round_._voice,
-                        None if round_._accumulator is None else round_._accumulator.tobytes(),
+                        None if round_._sum._sum is None else round_._sum._sum.tobytes(),
                     ),
                     None if page is None else (page.sessions.tobytes(), page.clocks.tobytes()),
                 )

@@ -15,6 +15,7 @@ from simulated_settlement import Sent, SettlingWorker
 
 from psd.contract.errors import SessionFenced, ShardRestarted
 from psd.state.block import BlockState
+from psd.state.lent import Loan
 from psd.state.rounds import Outcome
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -171,14 +172,13 @@ class ExchangingWorker(SettlingWorker):
                 world.check_alive(index, caller)
             for block in world.layout.blocks_of(index):
                 yield from self.read(index, shard, caller, answer, push.job.block(block.index))
-            push.lent.clear()
         except Killed:
-            push.lent.clear()  # the dead do nothing any more
+            push.loan = Loan()  # a process that is dead ends none
             raise
         finally:
             if world.shards[index] is shard:
                 try:
-                    exchange.take_over(push)
+                    push.loan.end()
                 except Killed:
                     world.kill(index)
             for gradient in lent:

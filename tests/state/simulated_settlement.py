@@ -59,12 +59,12 @@ class SettlingWorker:
 
     def decided(self, shard: Shard, request: control_pb2.CommitRequest) -> Iterator[Any]:
         """Commit, or only wait, and hear what was decided."""
-        ticket = shard.exchange.commit(request)
+        ticket = shard.settlement.commit(request)
         if ticket is not None:
             yield ticket
             ticket.future.result(0)
             self.world.check_alive(0, request.caller)
-        reply = shard.exchange.commit_reply(request.clock)
+        reply = shard.settlement.commit_reply(request.clock)
         self.on_commit(request.clock, reply)
         if not request.without_waiting:
             self.clock = max(self.clock, reply.clock)
@@ -115,8 +115,8 @@ class SettlingWorker:
                 measures=measures,
                 verdict=under if measures else None,
             )
-            assert shard.exchange.commit(request) is None
-            reply = shard.exchange.commit_reply(round_)
+            assert shard.settlement.commit(request) is None
+            reply = shard.settlement.commit_reply(round_)
             yield None
             self.on_commit(round_, reply)
 
@@ -143,6 +143,6 @@ class SettlingWorker:
             request = control_pb2.MeasureRequest(
                 caller=caller, clock=self.clock, decisions=self.decisions, round=round_, verdict=under
             )
-            return shard.measures.measure(request)
+            return shard.settlement.measure(request)
 
         replies[index] = yield from self.call(index, measure)

@@ -153,8 +153,8 @@ class Simulation:
 
     def learn_decisions(self) -> None:
         job = self.shards[0]._core.job if self.shards[0] is not None else None
-        if job is not None and job.decisions is not None:
-            self.oracle.on_decisions(job.decisions.latest())
+        if job is not None and job.coordinator is not None:
+            self.oracle.on_decisions(job.coordinator.latest())
 
     def has_unexpired_dead(self) -> bool:
         """A crashed worker whose lease still runs on some shard: time will help. Absent ones are started by their lives."""

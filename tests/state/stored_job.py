@@ -74,10 +74,10 @@ class Cluster:
     def close_round(self, clock: int) -> None:
         """Exact aggregation: commit for everybody, and tell all shards the decision."""
         for seats in self.seats:
-            self.drivers[0].shard.exchange.commit(control_pb2.CommitRequest(caller=seats[0].caller, clock=clock))
+            self.drivers[0].shard.settlement.commit(control_pb2.CommitRequest(caller=seats[0].caller, clock=clock))
         everybody = (1 << len(self.seats)) - 1
         for driver in self.drivers[1:]:
-            driver.core.declared().decide([(clock, everybody)])
+            driver.core.declared().participant.follow([(clock, everybody)])
 
     def train(self, clock: int) -> list[Any]:
         """One step of every worker; the shards' answers."""

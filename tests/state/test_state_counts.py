@@ -57,7 +57,7 @@ def test_a_straggler_is_waited_for_from_the_rounds_first_gradient_to_its_own(agg
         driver.push(seat, 0, 1.0)
     job = driver.core.declared()
     if aggregation == "exact":
-        job.decide([(0, 0b111)])
+        job.participant.follow([(0, 0b111)])
 
     assert [worker.awaited_s for worker in driver.core.members.workers] == [0.0, 1.0, 5.0]
     assert (job.round_times.total, sum(job.round_times.counts)) == (10.0, 2)

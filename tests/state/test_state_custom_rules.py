@@ -142,7 +142,7 @@ def test_sync_when_the_rule_raises_then_all_who_wait_are_told(aggregation):
 
     if aggregation == "exact":
         driver.push(b, 0, 1.0, **LR)
-        driver.core.job.decide([(0, 0b11)])
+        driver.core.job.participant.follow([(0, 0b11)])
     else:
         with pytest.raises(RuleFailed):
             driver.push(b, 0, 1.0, **LR)

@@ -26,9 +26,9 @@ def driver_of(tmp_path):
 
 def commit(driver, seat, clock, **fields):
     """The ticket that a commit waits with, or its reply."""
-    exchange = driver.shard.exchange
-    ticket = exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
-    return ticket if ticket is not None else exchange.commit_reply(clock)
+    desk = driver.shard.settlement
+    ticket = desk.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
+    return ticket if ticket is not None else desk.commit_reply(clock)
 
 
 def decision(round_, *ranks):
@@ -150,7 +150,7 @@ def test_a_worker_that_enters_after_an_open_round_waits_for_its_decision_without
 
     assert waits.future.done()
     assert outsider.future.done(), "who only waits takes part in the round after, and is not waited for"
-    assert list(driver.shard.exchange.commit_reply(0).decisions) == [decision(0, 0)]
+    assert list(driver.shard.settlement.commit_reply(0).decisions) == [decision(0, 0)]
     assert driver.values() == [-2.0] * 3
     assert list(commit(driver, again, 0, only_wait=True).decisions) == [decision(0, 0)], "decided already"
 
@@ -225,7 +225,7 @@ def test_a_decision_stands_wherever_the_shard_dies_after_it(driver_of, steps):
     with pytest.raises(Killed):
         commit(driver, b, 0)
     driver.restart(a, b)
-    decided = list(driver.core.job.decisions.latest())
+    decided = list(driver.core.job.coordinator.latest())
     for seat, value in ((a, 2.0), (b, 4.0)):
         driver.push(seat, 0, value)
     for seat in (a, b):
@@ -250,7 +250,7 @@ def test_a_decision_holds_against_those_that_come_after_the_restart(driver_of):
     with pytest.raises(Killed):
         commit(driver, a, 0)
     driver.restart(a, b)
-    assert list(driver.core.job.decisions.latest()) == [decision(0, 0)]
+    assert list(driver.core.job.coordinator.latest()) == [decision(0, 0)]
     assert driver.version() == 0
 
     driver.push(b, 0, 100.0)

@@ -58,7 +58,7 @@ def test_what_was_lent_is_widened_before_its_memory_changes(dtype):
     push = driver.begin_push(a, 0)
     memory = driver.lend_block(push, 0, VALUES[0])
 
-    driver.shard.exchange.take_over(push)
+    push.loan.end()
     memory.fill(0)
     driver.push(b, 0, VALUES[1])
 

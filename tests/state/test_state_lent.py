@@ -74,7 +74,7 @@ def test_a_call_that_ends_before_it_reads_takes_its_memory_with_it(leaver):
     a, b = driver.start()
     calls = [lend(driver, a, 2.0), lend(driver, b, 4.0)]
 
-    driver.shard.exchange.take_over(calls[leaver][0])
+    calls[leaver][0].loan.end()
     calls[leaver][1].fill(np.nan)
 
     assert read(driver, calls[1 - leaver][0]) == [-3.0] * 3
@@ -86,7 +86,7 @@ def test_the_last_call_to_end_applies_what_nobody_reads():
     calls = [lend(driver, seat, value) for seat, value in zip(driver.start(), (2.0, 4.0), strict=True)]
 
     for push, memory in calls:
-        driver.shard.exchange.take_over(push)
+        push.loan.end()
         memory.fill(np.nan)
 
     assert (driver.version(), driver.values()) == (1, [-3.0] * 3)
@@ -143,7 +143,7 @@ def test_when_there_is_no_space_then_the_reader_is_told_and_nothing_is_lost(monk
         full.setattr(arena, "spare", spare)
         with pytest.raises(OutOfSpace, match="block 0: no room"):
             read(driver, second)
-        driver.shard.exchange.take_over(second)
+        second.loan.end()
         memory.fill(np.nan)
         with pytest.raises(OutOfSpace, match="block 0: no room"):
             read(driver, first)

@@ -15,7 +15,7 @@ from psd.contract.errors import (
     SpecMismatch,
     WrongShard,
 )
-from psd.state.membership import WorkerState
+from psd.state.membership import Membership, WorkerState, tick_s
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 
@@ -348,3 +348,21 @@ def test_draining_fails_waits_now_and_later():
     with pytest.raises(PsdError, match="shutting down"):
         driver.shard.check_draining()
     assert driver.core.waiting.open() == []
+
+
+def test_a_worker_that_was_live_before_the_job_went_back_is_awaited_for_a_lease():
+    """Refused heartbeats of one that is in the middle of a step show that it lives; one that never came is awaited for ever."""
+    members = Membership(4, lease_s=10)
+    members.on_gone_back([WorkerState.LIVE, WorkerState.LIVE, WorkerState.FINISHED], 100.0)
+    assert members.waited_in(0) == 0b1011
+
+    now, expired = 100.0, {}
+    while now < 125:
+        if now < 110:
+            members.on_heard_again(1, now)
+        expired |= {worker.rank: now for worker in members.on_tick(now)}
+        now += tick_s(10)
+
+    assert list(expired) == [0, 1]
+    assert 110 < expired[0] <= 110 + 2 * tick_s(10) < 119 < expired[1]
+    assert members.waited_in(0) == 0b1000

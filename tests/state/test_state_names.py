@@ -9,7 +9,7 @@ from psd.v1 import control_pb2
 
 
 def commit(driver: Driver, seat, clock: int) -> None:
-    driver.shard.exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, without_waiting=True))
+    driver.shard.settlement.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, without_waiting=True))
 
 
 def test_a_gradient_that_was_acknowledged_counts_when_its_worker_is_replaced_within_the_round():

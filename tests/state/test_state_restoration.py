@@ -114,11 +114,11 @@ def test_exact_rounds_go_on_at_the_restored_step(directory):
         for seat in seats:
             driver.push(seat, clock, 1.0, scalars=MOMENTUM)
         for seat in seats:
-            driver.shard.exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock))
+            driver.shard.settlement.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock))
     store(driver, directory, 4)
     fresh = Driver(spec_of(aggregation="exact"), directory=directory)
 
-    assert fresh.core.job.decisions.next_round == 4
+    assert fresh.core.job.coordinator.next_round == 4
 
 
 def test_going_back_again_to_the_same_timeline_changes_nothing(directory):
@@ -290,7 +290,7 @@ def with_a_lost_gradient(directory, tmp_path, *, is_stored):
         driver.push(seat, 0, 2.0, scalars=MOMENTUM)
     driver.restart(a, b, directory=directory)
     driver.push(b, 0, 2.0, scalars=MOMENTUM)
-    driver.core.declared().decide([(0, 0b11)])
+    driver.core.declared().participant.follow([(0, 0b11)])
     return driver, a, b, name
 
 

@@ -84,7 +84,7 @@ def test_the_order_does_not_matter(order, aggregation):
     for rank in order:
         driver.push(seats[rank], 0, 1.0, scalars=sgd([8.0, 4.0, 2.0][rank]), since=[1, 1, 0][rank])
     if aggregation == "exact":
-        driver.core.declared().decide([(0, 0b111)])
+        driver.core.declared().participant.follow([(0, 0b111)])
 
     assert (driver.values(0), driver.values(1)) == ([-2.0] * 3, [-2.0] * 3)
 
@@ -97,7 +97,7 @@ def test_a_round_of_some_has_the_scalars_of_those_whose_gradients_it_counts():
     for seat in seats:
         driver.push(seat, 0, 1.0, scalars=sgd([8.0, 4.0, 2.0][seat.rank]), since=[0, 1, 1][seat.rank])
     for seat in (newest, seats[1]):
-        driver.shard.exchange.commit(control_pb2.CommitRequest(caller=seat.caller, clock=0))
+        driver.shard.settlement.commit(control_pb2.CommitRequest(caller=seat.caller, clock=0))
 
     assert driver.values() == [-4.0] * 3
     assert oldest.rank == 0
@@ -224,7 +224,7 @@ def test_a_round_that_is_measured_has_the_same_scalars_in_its_measure_and_in_its
         job = driver.core.declared()
         driver.push(back, 0, 1.0, scalars=LAMB if since == 0 else (0.5, 0.5, 0.5, 1e-6, 0.25), since=since)
         driver.push(stayed, 0, 1.0, scalars=LAMB)
-        job.decide([(0, 0b11)])
+        job.participant.follow([(0, 0b11)])
         measures.append(job.blocks[0].measure(0, Verdict(0, scale=1.0)))
 
     assert isinstance(measures[0], list)

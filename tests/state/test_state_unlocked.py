@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from stored_job import begun, store, trained
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import NotDeclared, StateLost
 from psd.state.block import BlockState
+from psd.state.exact_rounds import ExactRound
 from psd.state.life import Life
-from psd.state.rounds import Contribution, ExactRound
+from psd.state.rounds import Contribution, FastRound
 
 
 class GoneAtASecondLook(BlockState):
@@ -34,7 +37,8 @@ def test_a_round_that_closes_while_a_reader_asks_for_it_is_no_defect():
     assert due.is_due
 
     del block.__dict__["_round"]
-    block.__dict__["rounds"] = [due, None, None]
+    opened = FastRound(1, block._setting)
+    block.__dict__["rounds"] = [due, opened, opened]
     block.__class__ = GoneAtASecondLook
 
     assert block.read(1) is None
@@ -88,9 +92,13 @@ class FreshArrays:
 
 def test_who_is_missing_from_a_round_can_be_asked_while_gradients_come_and_go():
     """Status asks without the block's lock."""
+    driver = Driver()
+    driver.start()
+    block = driver.core.job.blocks[0]
     workers = 200
     waited = (1 << workers) - 1
-    round_ = ExactRound(1, is_mean=True, accumulators=FreshArrays(), waited=lambda: waited)
+    setting = replace(block._setting, accumulators=FreshArrays(), members=SimpleNamespace(waited_in=lambda _: waited))
+    round_ = ExactRound(0, setting)
     done = threading.Event()
     faults: list[Exception] = []
 
@@ -109,7 +117,7 @@ def test_who_is_missing_from_a_round_can_be_asked_while_gradients_come_and_go():
         asking.start()
         for _ in range(10):
             for rank in range(workers):
-                round_.add(Contribution(rank, 1, 0, 1.0, np.ones(3), None, ()))
+                round_.take(Contribution(rank, 1, 0, 1.0, np.ones(3), None, ()))
             round_.end()
     finally:
         done.set()

@@ -1,0 +1,204 @@
+"""The open round of a block with exact aggregation: it keeps gradients apart until it is settled how they count.
+
+`ExactRound` takes them only from the workers that shard 0 has decided on, and adds them in the order of the ranks, so that the
+result depends on nothing else. `MeasuredRound` also waits for a verdict, where updates need norms over the whole gradient. See
+psd/state/settlement.py for who decides and judges. Under the block's lock; must not know versions, workers' leases or shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd.contract.errors import StateLost
+from psd.contract.verdicts import Squares, Verdict
+from psd.state.consistency import ranks_in
+from psd.state.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update
+from psd.state.rules import Gradient, Layerwise
+from psd_core.arena import Page
+
+
+class ExactRound(Round):
+    """Keeps contributions apart until it is decided which of them count."""
+
+    def __init__(self, number: int, setting: RoundSetting) -> None:
+        super().__init__(number, setting)
+        self.is_staging = True
+        self._decided: int | None = None  # mask of the workers that count; None: not known here yet
+        self._parts: dict[int, Contribution] = {}
+        self._sum: NDArray[Any] | None = None
+
+    def decide(self, members: int) -> None:
+        """See Round."""
+        self._decided, self.is_staging = members, False
+
+    def standing(self, part: Contribution) -> Outcome | None:
+        """See Round. A half push of an earlier session does not count: its successor's replaces it, until that is decided."""
+        if self._decided is not None and not self._decided >> part.rank & 1:
+            return Outcome.LATE
+        staged = self._parts.get(part.rank)
+        if staged is None:
+            return None
+        if staged.session == part.session:
+            return Outcome.STAGED if self._decided is None else Outcome.DUPLICATE
+        return Outcome.LATE if staged.session > part.session or self._decided is not None else None
+
+    def take(self, part: Contribution) -> Taken:
+        """See Round."""
+        if self._decided is not None and not self._decided & ~(self._staged() | 1 << part.rank):
+            return Taken.LAST
+        self._keep(part)
+        return Taken.OPEN
+
+    def _keep(self, part: Contribution) -> None:
+        values = self._values(part)
+        kept = None
+        if values is not None:
+            kept = self._setting.accumulators.lend()
+            psd_core.scaled_copy(kept, values)
+        self._drop(part.rank)
+        self._parts[part.rank] = part._replace(values=kept, loan=None)
+
+    def is_complete(self) -> bool:
+        """See Round."""
+        return self._decided is not None and not self._decided & ~self._staged()
+
+    def update(self, last: Contribution | None) -> Update:
+        """See Round. The sum runs in the order of the ranks, in double precision for the weights."""
+        assert self._decided is not None
+        parts = dict(self._parts)
+        if last is not None:
+            parts[last.rank] = last
+        counted = [parts[rank] for rank in sorted(parts) if self._decided >> rank & 1]
+        scalars = min(part.voice for part in counted).scalars if counted else ()
+        touched = self._touched
+        for part in counted:
+            touched = self._grown(touched, part)
+        total_weight = sum(part.weight for part in counted)
+        summands = [(values, self._weight(part)) for part in counted if (values := self._values(part)) is not None]
+        final, weight = summands.pop() if summands else (None, 0.0)
+        sum_ = None
+        if summands:
+            if self._sum is None:
+                self._sum = self._setting.accumulators.lend()
+            sum_ = self._sum
+            psd_core.scaled_copy(sum_, *summands[0])
+            for summand in summands[1:]:
+                psd_core.accumulate(sum_, *summand)
+        gradient = self._reduced(sum_, final, weight, total_weight, touched)
+        return Update(gradient, scalars, {part.rank: part.session for part in counted})
+
+    def missing(self) -> int:
+        """See Round."""
+        return (self.waited() if self._decided is None else self._decided) & ~self._staged()
+
+    def loss(self) -> StateLost | None:
+        """See Round."""
+        lost = 0 if self._decided is None else self._decided & ~self._staged() & ~self.waited()
+        if not lost:
+            return None
+        ranks = ranks_in(lost)
+        return StateLost(
+            f"round {self._number} cannot be completed: the gradients of workers {ranks} were decided to count, but were "
+            "lost when this shard was killed, and those workers are gone",
+            ranks=ranks,
+        )
+
+    def end(self) -> None:
+        """See Round."""
+        for rank in list(self._parts):
+            self._drop(rank)
+        if self._sum is not None:
+            self._setting.accumulators.give_back(self._sum)
+            self._sum = None
+
+    def _staged(self) -> int:
+        return sum(1 << rank for rank in list(self._parts))  # of a copy: `missing` is asked without the lock
+
+    def _drop(self, rank: int) -> None:
+        part = self._parts.pop(rank, None)
+        if part is not None and part.values is not None:
+            self._setting.accumulators.give_back(part.values)
+
+
+class MeasuredRound(ExactRound):
+    """Also waits for a verdict: with all members' gradients it can be measured, and with the verdict it is complete."""
+
+    def __init__(self, number: int, setting: RoundSetting) -> None:
+        super().__init__(number, setting)
+        self._verdict: Verdict | None = None
+        self._whole: Update | None = None
+        self._squares: dict[bool, Squares] = {}
+
+    def judge(self, verdict: Verdict) -> None:
+        """See Round."""
+        self._verdict = verdict
+
+    def take(self, part: Contribution) -> Taken:
+        """See Round. Never the last: all gradients have to be measured together."""
+        self._keep(part)
+        return Taken.COMPLETE if self.is_complete() else Taken.OPEN
+
+    def is_complete(self) -> bool:
+        """See Round. A round without members changes nothing and needs no verdict."""
+        return super().is_complete() and (self._decided == 0 or self._verdict is not None)
+
+    def update(self, last: Contribution | None) -> Update:
+        """See Round: follows the verdict."""
+        assert last is None
+        whole, verdict = self._gathered(), self._verdict
+        if verdict is None:
+            return whole
+        if verdict.skip:
+            return whole._replace(gradient=replace(whole.gradient, accumulator=None))
+        places = self._setting.ratio_places
+        ratios = None if places is None else np.array(verdict.ratios)[places]
+        return whole._replace(gradient=replace(whole.gradient, scale=verdict.scale, ratios=ratios))
+
+    def measure(self, page: Page, under: Verdict | None) -> Squares | Unmeasured:
+        """See Round."""
+        if not super().is_complete():
+            return Unmeasured.OPEN
+        setting, of_gradient = self._setting, under is None
+        if of_gradient not in self._squares:
+            gradient, scalars, _ = self._gathered()
+            if under is not None:
+                assert isinstance(setting.rule, Layerwise)
+                judged = replace(gradient, scale=under.scale)
+                found = setting.rule.squares(page, judged, setting.segment_ends, scalars, setting.accumulators)
+                self._squares[of_gradient] = found
+            elif gradient.accumulator is None:
+                self._squares[of_gradient] = [0]
+            else:
+                total = psd_core.square_sum(gradient.accumulator)
+                self._squares[of_gradient] = None if total is None else [total]
+        return self._squares[of_gradient]
+
+    def end(self) -> None:
+        """See Round."""
+        self._whole = None
+        super().end()
+
+    def _gathered(self) -> Update:
+        """The round, its gradient reduced to one array; the same numbers that a step would reduce it to."""
+        if self._whole is None:
+            found = super().update(None)
+            gradient = Gradient(self._reduced_to_one(found.gradient), None, 1.0, 1.0, found.gradient.touched)
+            self._whole = found._replace(gradient=gradient)
+        return self._whole
+
+    def _reduced_to_one(self, found: Gradient) -> NDArray[Any] | None:
+        values, last = found.accumulator, found.last
+        if last is None or (values is None and (found.weight, found.scale) == (1.0, 1.0)):
+            return values if last is None else last
+        if values is None:
+            values = self._sum = self._setting.accumulators.lend()
+            psd_core.scaled_copy(values, last, found.weight)
+        else:
+            psd_core.accumulate(values, last, found.weight)
+        psd_core.scaled_copy(values, values, found.scale)
+        return values

@@ -1,0 +1,304 @@
+"""Settlement of the rounds of exact aggregation: the members of a round, and how it is applied, the same on all shards.
+
+    1. commit     a worker tells shard 0 that all shards have its whole push
+    2. decision   shard 0: the members of the round, when the policy says so of those that have committed
+    3. measure    each shard: sums of squares of its part of the round
+    4. verdict    shard 0: by which scale and trust ratios the round is applied, or not at all
+    5. the blocks apply the round
+
+3 and 4 are for jobs whose updates need norms over the whole gradient. As in a two-phase commit, shard 0 is the coordinator, and
+each shard a participant; workers carry messages between them. A half push leaves no trace. It does not matter which worker
+asks, how often, or in which incarnation of a shard: measures follow from the decision, the gradients and the current pages
+alone, to the bit. A decision is recorded in the arena, and a final verdict beside it, before anybody hears of it: once a
+verdict is known, some shard may have applied it, and could not measure that round again.
+
+Rounds are settled one after the other. Under the shard's lock, but for what says that it takes none. Must not know sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from psd.contract.errors import InvalidRequest
+from psd.contract.jobspec import JobSpec
+from psd.contract.verdicts import Squares, Verdict, judged, measure_message, measures_gradients, members_mask
+from psd.state import locks
+from psd.state.block import BlockState
+from psd.state.consistency import Policy, ranks_in
+from psd.state.membership import Membership, Worker
+from psd.state.rounds import Unmeasured
+from psd.state.storage import Storage
+from psd.state.tickets import Ticket
+from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_core.arena import Arena
+
+KEPT = 8
+"""Decisions that the arena keeps. Shards are at most one round apart; two would do."""
+
+_WORD = "decided"
+
+Decided = tuple[int, int]
+"""A decision: a round and the bit mask of its members."""
+
+
+@locks.guarded_by(locks.Level.SHARD, but=("judge",))
+class Coordinator:
+    """Shard 0's part: who has committed the next round, what was decided, and the verdict on the latest round that has one.
+
+    Args:
+        measuring: how many shards have something to measure.
+    """
+
+    def __init__(
+        self, spec: JobSpec, policy: Policy, members: Membership, arena: Arena, storage: Storage, measuring: int
+    ) -> None:
+        self._spec = spec
+        self._policy = policy
+        self._members = members
+        self._arena = arena
+        self._storage = storage
+        self._measuring = measuring
+        self._committed = 0
+        self._skipping = 0
+        self._waiting: list[Ticket] = []
+        self._news: list[Decided] = []
+        stored = storage.load_verdict() if spec.has_verdicts else b""
+        self._verdict = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def next_round(self) -> int:
+        """The first round that is not decided."""
+        return self._arena.word(_WORD)
+
+    def entry_clock(self, rank: int) -> int:
+        """The clock at which a new session of a rank takes part. If its last one had committed the open round, that stands."""
+        return self.next_round + (self._committed >> rank & 1)
+
+    def latest(self) -> list[job_pb2.Decision]:
+        """The decisions that are kept, oldest first."""
+        size = (len(self._members.workers) + 7) // 8
+        found = []
+        for round_ in range(max(0, self.next_round - KEPT), self.next_round):
+            mask = self._arena.decision(round_)
+            if mask is not None:
+                found.append(job_pb2.Decision(round=round_, members=mask.to_bytes(size, "little")))
+        return found
+
+    def check(self, request: control_pb2.CommitRequest) -> None:
+        """Raise InvalidRequest for a commit that no worker of this job sends."""
+        if request.skip and self._spec.nan_policy != "skip":
+            raise InvalidRequest(f"skip: the job's nan_policy is {self._spec.nan_policy}, not skip")
+        if request.skip and request.only_wait:
+            raise InvalidRequest("skip: a worker that sets only_wait has no gradient in the round")
+        if request.measures and not self._spec.has_verdicts:
+            raise InvalidRequest("measures: only a job with rounds that has clip_norm or a layer-wise rule is measured")
+        if request.measures and request.clock >= self.next_round:
+            raise InvalidRequest(f"measures: round {request.clock} is not decided yet")
+
+    def on_commit(self, worker: Worker, clock: int, *, skip: bool = False, only_wait: bool = False) -> bool:
+        """Note that all shards have the worker's push of `clock`; True if that round is already decided.
+
+        Args:
+            skip: the worker's gradient is not finite: the round is decided to be made of nobody, and so changes nothing.
+            only_wait: there is no such push; the worker takes part after that round, and has not heard what it is made of.
+
+        Raises:
+            InvalidRequest: the round before is not decided, so that the worker cannot have pushed this one.
+        """
+        if clock > self.next_round:
+            raise InvalidRequest(f"clock: {clock} cannot be committed before round {self.next_round} is decided")
+        if clock < self.next_round:
+            return True
+        if only_wait:
+            self._members.on_clock(worker, clock + 1)
+        else:
+            self._committed |= 1 << worker.rank
+            self._skipping |= skip << worker.rank
+        self._decide_complete()
+        return clock < self.next_round
+
+    def wait(self, ticket: Ticket) -> None:
+        """Resolve the ticket when its round is decided."""
+        if ticket.clock < self.next_round:
+            ticket.resolve()
+            return
+        self._waiting = [t for t in self._waiting if not t.future.done()]
+        self._waiting.append(ticket)
+
+    def missing(self) -> int:
+        """Mask of the workers that the next decision waits for."""
+        return self._members.waited_in(self.next_round) & ~self._committed
+
+    def settle(self) -> list[Decided]:
+        """Decide the rounds that are complete now, and those that everybody skips.
+
+        Returns:
+            All decisions since the last call; this shard's own blocks have not been told yet.
+        """
+        self._decide_complete()
+        news, self._news = self._news, []
+        return news
+
+    def _decide_complete(self) -> None:
+        while self._committed or self._members.is_void(self.next_round):
+            if self._committed and not self._policy.closes(self._committed, self._members.waited_in(self.next_round)):
+                return
+            self._decide(self.next_round)
+
+    def _decide(self, round_: int) -> None:
+        mask = 0 if self._skipping else self._committed
+        self._committed = self._skipping = 0
+        self._arena.record_decision(round_, mask)
+        self._arena.set_word(_WORD, round_ + 1)
+        self._news.append((round_, mask))
+        waiting, self._waiting = self._waiting, []
+        for ticket in waiting:
+            ticket.resolve()
+
+    # -- verdicts ------------------------------------------------------------------------------------------------------
+
+    def verdict_on(self, round_: int) -> Verdict | None:
+        """The verdict on a round, or None."""
+        return self._verdict if self._verdict is not None and self._verdict.round == round_ else None
+
+    def judge(self, round_: int, under: Verdict | None, measures: Sequence[job_pb2.Measure]) -> Verdict | None:
+        """The verdict that follows from the measures of a round; None if one is known that needs no more. Takes no lock.
+
+        Raises:
+            InvalidRequest: the measures are not those of all shards.
+        """
+        if self._is_judged(round_):
+            return None
+        if len(measures) != self._measuring:
+            raise InvalidRequest(f"measures: expected those of {self._measuring} shards, got {len(measures)}")
+        if under is not None and under.round != round_:
+            raise InvalidRequest(f"verdict.round: the measures are of round {round_}, got {under.round}")
+        return judged(self._spec, round_, under, measures)
+
+    def record(self, verdict: Verdict | None) -> None:
+        """Keep a verdict; the first one stands, and all others equal it."""
+        if verdict is None or self._is_judged(verdict.round):
+            return
+        if verdict.is_final:
+            self._storage.save_verdict(verdict.to_message().SerializeToString())
+        self._verdict = verdict
+
+    def _is_judged(self, round_: int) -> bool:
+        latest = self._verdict
+        return latest is not None and (latest.round > round_ or (latest.round == round_ and latest.is_final))
+
+
+@locks.guarded_by(locks.Level.SHARD, only=("on_staged", "count"))
+class Participant:
+    """Each shard's part: it tells its blocks what has been settled, measures them, and counts pushes as they turn out.
+
+    Args:
+        blocks: those that every push must cover.
+    """
+
+    def __init__(self, spec: JobSpec, blocks: Sequence[BlockState]) -> None:
+        self._spec = spec
+        self._blocks = blocks
+        self._decided_round = self._judged_round = -1
+        self._staged: dict[int, int] = {}  # by round, the workers whose whole push has come, and may not count
+        self._members: dict[int, int] = {}
+
+    def check(self, decisions: Sequence[job_pb2.Decision]) -> list[Decided]:
+        """The decisions that a worker brings. Takes no lock.
+
+        Raises:
+            InvalidRequest: there are too many, one names a worker that there is not, or the job has none.
+        """
+        if len(decisions) > KEPT:
+            raise InvalidRequest(f"decisions: {len(decisions)} are more than the {KEPT} that shards keep")
+        found = []
+        world_size = self._spec.world_size
+        bytes_max = (world_size + 7) // 8
+        for decision in decisions:
+            if len(decision.members) > bytes_max:
+                raise InvalidRequest(
+                    f"decisions.members: has {len(decision.members)} bytes, {bytes_max} are enough for world_size {world_size}"
+                )
+            mask = members_mask(decision.members)
+            if mask >> world_size:
+                raise InvalidRequest(f"decisions.members: names worker {mask.bit_length() - 1}, world_size is {world_size}")
+            found.append((decision.round, mask))
+        if found and self._spec.aggregation != "exact":
+            kind = self._spec.aggregation
+            raise InvalidRequest(f"decisions: only rounds of exact aggregation are decided, and the job's is {kind}")
+        return found
+
+    def verdict_of(
+        self, request: control_pb2.CommitRequest | control_pb2.MeasureRequest | data_pb2.PullRequest
+    ) -> Verdict | None:
+        """The verdict that a worker brings; InvalidRequest if it cannot be one. Takes no lock."""
+        return Verdict.from_message(request.verdict, self._spec) if request.HasField("verdict") else None
+
+    def follow(self, decisions: Iterable[Decided], verdict: Verdict | None = None) -> None:
+        """Tell the blocks what rounds are made of, and how one is applied. Repeating it changes nothing. Takes no lock.
+
+        Raises:
+            InvalidRequest: a round that nobody can have decided yet; those that come would be taken for old ones.
+        """
+        for round_, members in decisions:
+            if round_ > self._decided_round + 1:
+                self._check_round("decisions.round", round_)
+            # A block that had not closed the round when it was first told has kept the decision, unless the process has died
+            # since; therefore the last one is told again.
+            if round_ >= self._decided_round:
+                self._decided_round = round_
+                for block in self._blocks:
+                    block.decide(round_, members)
+        if verdict is not None and verdict.round >= self._judged_round:
+            self._check_round("verdict.round", verdict.round)
+            self._judged_round = verdict.round
+            for block in self._blocks:
+                block.judge(verdict)
+
+    def _check_round(self, field: str, round_: int) -> None:
+        furthest = max((block.version for block in self._blocks), default=round_)
+        if round_ > furthest + KEPT:
+            raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {furthest}")
+
+    def measure(self, round_: int, under: Verdict | None, rank: int) -> control_pb2.MeasureReply:
+        """Measure this shard's part of a round, for a worker of that rank. Takes no lock."""
+        if not measures_gradients(self._spec, under):
+            under = under or Verdict(round_)
+        totals: Squares = [0] * (1 if under is None else 2 * len(self._spec.layerwise_tensors))
+        blocks = [block for block in self._blocks if under is None or block.ratio_places is not None]
+        # Workers that measure at the same time begin at different blocks, and so share the work.
+        start = rank * len(blocks) // self._spec.world_size
+        for block in blocks[start:] + blocks[:start]:
+            found = block.measure(round_, under)
+            if found is Unmeasured.CLOSED:
+                return control_pb2.MeasureReply(is_closed=True)
+            if found is Unmeasured.OPEN:
+                return control_pb2.MeasureReply(is_open=True, missing=ranks_in(block.missing_in(round_)))
+            if found is None or totals is None:
+                totals = None
+            elif under is None or block.ratio_places is None:
+                totals[0] += found[0]
+            else:
+                for segment, place in enumerate(block.ratio_places.tolist()):
+                    totals[2 * place] += found[2 * segment]
+                    totals[2 * place + 1] += found[2 * segment + 1]
+        return control_pb2.MeasureReply(measure=measure_message(totals))
+
+    def on_staged(self, round_: int, rank: int) -> None:
+        """Note that a whole push has come of which it is not known here yet whether it counts."""
+        self._staged[round_] = self._staged.get(round_, 0) | 1 << rank
+
+    def count(self, decisions: Sequence[Decided]) -> tuple[int, int]:
+        """Numbers of staged pushes found, also by these decisions, to count and not to count. A round of nobody has neither."""
+        self._members.update(decisions)
+        for old in sorted(self._members)[:-KEPT]:
+            del self._members[old]
+        counted = left_out = 0
+        for round_ in [r for r in self._staged if r in self._members or r < min(self._members, default=0)]:
+            ranks, members = self._staged.pop(round_), self._members.get(round_, 0)
+            if members:
+                counted += (ranks & members).bit_count()
+                left_out += (ranks & ~members).bit_count()
+        return counted, left_out

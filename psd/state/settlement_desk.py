@@ -1,0 +1,74 @@
+"""The desk at which workers settle the rounds of exact aggregation: they commit, and have shards measure. See settlement.py.
+
+Must not know how rules compute, or what is in a block.
+"""
+
+from __future__ import annotations
+
+from psd.contract.errors import InvalidRequest, WrongShard
+from psd.state.core import ShardCore
+from psd.state.settlement import Coordinator
+from psd.state.tickets import Ticket, WaitKind
+from psd.v1 import control_pb2
+
+
+class SettlementDesk:
+    """Answers ControlService.Commit and ControlService.Measure."""
+
+    def __init__(self, core: ShardCore) -> None:
+        self._core = core
+
+    def commit(self, request: control_pb2.CommitRequest) -> Ticket | None:
+        """Note that all shards have a push; a ticket if its round is not decided yet. See ControlService.Commit."""
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            coordinator, participant = self._coordinator(), self._core.declared().participant
+            coordinator.check(request)
+        found = None
+        if request.measures:
+            found = coordinator.judge(request.clock, participant.verdict_of(request), request.measures)
+        with self._core.lock:
+            self._core.check_caller(request.caller)
+            ticket = None
+            is_decided = coordinator.on_commit(worker, request.clock, skip=request.skip, only_wait=request.only_wait)
+            if not is_decided and not request.without_waiting:
+                ticket = self._core.ticket(worker, request.caller.session, WaitKind.ROUND, request.clock, coordinator.missing)
+                coordinator.wait(ticket)
+            coordinator.record(found)
+        self._core.settle()
+        return ticket
+
+    def commit_reply(self, clock: int) -> control_pb2.CommitReply:
+        """The decision, for a worker that had committed `clock`."""
+        with self._core.lock:
+            coordinator = self._coordinator()
+            verdict = coordinator.verdict_on(clock)
+            return control_pb2.CommitReply(
+                decisions=coordinator.latest(),
+                clock=max(clock + 1, coordinator.next_round),
+                verdict=verdict.to_message() if verdict is not None else None,
+            )
+
+    def _coordinator(self) -> Coordinator:
+        job = self._core.initialized()
+        if not job.is_exact:
+            raise InvalidRequest("clock: only a job with exact aggregation has commits")
+        if job.coordinator is None:
+            raise WrongShard(f"rounds are decided by shard 0, this is shard {self._core.config.shard_index}")
+        return job.coordinator
+
+    def measure(self, request: control_pb2.MeasureRequest) -> control_pb2.MeasureReply:
+        """Measure a round; see ControlService.Measure."""
+        with self._core.lock:
+            worker = self._core.check_caller(request.caller)
+            job = self._core.initialized()
+            participant = job.participant
+            if not job.spec.has_verdicts:
+                raise InvalidRequest("round: only a job with rounds that has clip_norm or a layer-wise rule is measured")
+            decisions, under = participant.check(request.decisions), participant.verdict_of(request)
+            self._core.check_clock(worker, request.clock)
+            skipped = self._core.members.on_clock(worker, request.clock)
+        participant.follow(decisions)
+        if skipped:
+            self._core.settle()
+        return participant.measure(request.round, under, worker.rank)
