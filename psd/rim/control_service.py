@@ -114,7 +114,7 @@ class ControlService:
         ticket = self._shard.settlement.commit(request)
         if ticket is not None:
             Waiter(self._shard, context).wait(ticket)
-        return self._shard.settlement.commit_reply(request.clock)
+        return self._shard.settlement.commit_reply(request.caller.rank, request.clock)
 
     def measure(self, request: control_pb2.MeasureRequest, context: grpc.ServicerContext) -> control_pb2.MeasureReply:
         """See ControlService.Measure."""

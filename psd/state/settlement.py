@@ -62,6 +62,7 @@ class Coordinator:
         self._skipping = 0
         self._waiting: list[Ticket] = []
         self._news: list[Decided] = []
+        self._last: dict[int, Decided] = {}
         stored = storage.load_verdict() if spec.has_verdicts else b""
         self._verdict = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
 
@@ -78,13 +79,22 @@ class Coordinator:
 
     def latest(self) -> list[job_pb2.Decision]:
         """The decisions that are kept, oldest first."""
-        size = (len(self._members.workers) + 7) // 8
-        found = []
-        for round_ in range(max(0, self.next_round - KEPT), self.next_round):
-            mask = self._arena.decision(round_)
-            if mask is not None:
-                found.append(job_pb2.Decision(round=round_, members=mask.to_bytes(size, "little")))
+        rounds = range(max(0, self.next_round - KEPT), self.next_round)
+        return [self._message((each, mask)) for each in rounds if (mask := self._arena.decision(each)) is not None]
+
+    def latest_for(self, rank: int) -> list[job_pb2.Decision]:
+        """The latest decisions, with the last one that a worker of this rank had committed: it may have been busy since.
+
+        Known as long as this process lives; a later one knows the latest alone.
+        """
+        found, last = self.latest(), self._last.get(rank)
+        if last is not None and found and last[0] < found[0].round:
+            found = [self._message(last), *found[1 - KEPT :]]
         return found
+
+    def _message(self, decided: Decided) -> job_pb2.Decision:
+        round_, mask = decided
+        return job_pb2.Decision(round=round_, members=mask.to_bytes((len(self._members.workers) + 7) // 8, "little"))
 
     def check(self, request: control_pb2.CommitRequest) -> None:
         """Raise InvalidRequest for a commit that no worker of this job sends."""
@@ -149,6 +159,7 @@ class Coordinator:
 
     def _decide(self, round_: int) -> None:
         mask = 0 if self._skipping else self._committed
+        self._last.update(dict.fromkeys(ranks_in(self._committed), (round_, mask)))
         self._committed = self._skipping = 0
         self._arena.record_decision(round_, mask)
         self._arena.set_word(_WORD, round_ + 1)
@@ -293,12 +304,12 @@ class Participant:
     def count(self, decisions: Sequence[Decided]) -> tuple[int, int]:
         """Numbers of staged pushes found, also by these decisions, to count and not to count. A round of nobody has neither."""
         self._members.update(decisions)
-        for old in sorted(self._members)[:-KEPT]:
-            del self._members[old]
         counted = left_out = 0
         for round_ in [r for r in self._staged if r in self._members or r < min(self._members, default=0)]:
             ranks, members = self._staged.pop(round_), self._members.get(round_, 0)
             if members:
                 counted += (ranks & members).bit_count()
                 left_out += (ranks & ~members).bit_count()
+        for old in sorted(self._members)[:-KEPT]:
+            del self._members[old]
         return counted, left_out

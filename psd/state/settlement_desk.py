@@ -38,13 +38,13 @@ class SettlementDesk:
         self._core.settle()
         return ticket
 
-    def commit_reply(self, clock: int) -> control_pb2.CommitReply:
-        """The decision, for a worker that had committed `clock`."""
+    def commit_reply(self, rank: int, clock: int) -> control_pb2.CommitReply:
+        """The decision, for a worker of that rank that had committed `clock`."""
         with self._core.lock:
             coordinator = self._coordinator()
             verdict = coordinator.verdict_on(clock)
             return control_pb2.CommitReply(
-                decisions=coordinator.latest(),
+                decisions=coordinator.latest_for(rank),
                 clock=max(clock + 1, coordinator.next_round),
                 verdict=verdict.to_message() if verdict is not None else None,
             )

@@ -25,7 +25,7 @@ def on_shard_1(spec, *, world_size=2, value=0.0, **arguments):
 def commit(driver, seat, clock, **fields):
     desk = driver.shard.settlement
     ticket = desk.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
-    return ticket if ticket is not None else desk.commit_reply(clock)
+    return ticket if ticket is not None else desk.commit_reply(seat.caller.rank, clock)
 
 
 def measure(driver, seat, round_, *, clock=None, decisions=(), under=None):

@@ -64,7 +64,7 @@ class SettlingWorker:
             yield ticket
             ticket.future.result(0)
             self.world.check_alive(0, request.caller)
-        reply = shard.settlement.commit_reply(request.clock)
+        reply = shard.settlement.commit_reply(request.caller.rank, request.clock)
         self.on_commit(request.clock, reply)
         if not request.without_waiting:
             self.clock = max(self.clock, reply.clock)
@@ -116,7 +116,7 @@ class SettlingWorker:
                 verdict=under if measures else None,
             )
             assert shard.settlement.commit(request) is None
-            reply = shard.settlement.commit_reply(round_)
+            reply = shard.settlement.commit_reply(self.caller(0).rank, round_)
             yield None
             self.on_commit(round_, reply)
 

@@ -10,6 +10,7 @@ import pytest
 from shard_driver import Driver, Fuse, Killed, job_spec
 
 from psd.contract.errors import InvalidRequest, StateLost, WrongShard
+from psd.state.settlement import KEPT
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
@@ -28,7 +29,7 @@ def commit(driver, seat, clock, **fields):
     """The ticket that a commit waits with, or its reply."""
     desk = driver.shard.settlement
     ticket = desk.commit(control_pb2.CommitRequest(caller=seat.caller, clock=clock, **fields))
-    return ticket if ticket is not None else desk.commit_reply(clock)
+    return ticket if ticket is not None else desk.commit_reply(seat.caller.rank, clock)
 
 
 def decision(round_, *ranks):
@@ -150,7 +151,7 @@ def test_a_worker_that_enters_after_an_open_round_waits_for_its_decision_without
 
     assert waits.future.done()
     assert outsider.future.done(), "who only waits takes part in the round after, and is not waited for"
-    assert list(driver.shard.settlement.commit_reply(0).decisions) == [decision(0, 0)]
+    assert list(driver.shard.settlement.commit_reply(0, 0).decisions) == [decision(0, 0)]
     assert driver.values() == [-2.0] * 3
     assert list(commit(driver, again, 0, only_wait=True).decisions) == [decision(0, 0)], "decided already"
 
@@ -168,6 +169,28 @@ def test_with_a_quorum_late_committers_are_answered_at_once_and_count_nowhere():
     assert (list(reply.decisions), reply.clock) == ([decision(0, 0)], 1)
     assert driver.values() == [-2.0] * 3
     assert driver.push(b, 0, 100.0).blocks_late == 1
+
+
+@pytest.mark.parametrize("rounds", [1, KEPT, KEPT + 1, 3 * KEPT])
+def test_a_worker_that_was_busy_for_many_rounds_hears_what_has_become_of_its_last_commit(rounds):
+    """With a quorum the others go on; what it is told must not depend on how far."""
+    driver = Driver(exact(3, quorum=2))
+    a, b, c = driver.start()
+    for seat in (a, b):
+        driver.push(seat, 0, 1.0)
+        commit(driver, seat, 0, without_waiting=True)
+    for clock in range(1, 1 + rounds):
+        for seat in (b, c):
+            driver.push(seat, clock, 1.0)
+            commit(driver, seat, clock, without_waiting=True)
+
+    told = commit(driver, a, 0).decisions
+
+    assert decision(0, 0, 1) in told
+    assert len(told) <= KEPT
+    learn(driver, a, rounds + 1, *told)
+    counters = driver.core.counters
+    assert (counters.pushes_accepted, counters.pushes_late) == (2 + 2 * rounds, 0)
 
 
 def test_another_shard_closes_a_round_when_it_hears_of_the_decision_and_has_the_members():

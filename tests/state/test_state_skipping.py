@@ -24,7 +24,7 @@ def test_one_infinite_gradient_skips_the_round_on_this_shard():
     waits = [commit(driver, seat, 0, skip=seat is seats[1]) for seat in seats]
 
     assert all(ticket.future.done() for ticket in waits[:2])
-    reply = driver.shard.settlement.commit_reply(0)
+    reply = driver.shard.settlement.commit_reply(0, 0)
     assert list(reply.decisions) == [job_pb2.Decision(round=0, members=b"\0")]
     page = driver.core.job.blocks[0]._page
     assert (driver.version(0), driver.version(1)) == (1, 1)
