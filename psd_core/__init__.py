@@ -5,7 +5,7 @@ Each is a C kernel that runs without the GIL, allocates nothing and keeps nothin
 must not know of shards, sessions, rounds or messages: it imports NumPy and nothing of psd, and no gRPC.
 
 Invariants:
-  * An argument that does not fit is refused with InvalidTensor, naming it, before anything is written.
+  * An argument that does not fit is refused with InvalidArray, naming it, before anything is written.
   * Results are the same bits on every instruction set: IEEE operations element by element in the array's type, no fused
     multiply-add, no order that depends on threads or vector width. (Only which NaN a NaN is may differ.)
   * An input is never modified; an output may be its own input, and else overlaps nothing.
@@ -34,13 +34,13 @@ import numpy as np
 import numpy.typing as npt
 
 from psd_core import _kernels
-from psd_core._kernels import InvalidTensor
+from psd_core._kernels import InvalidArray
 from psd_core._norms import RUN, square_root, square_sum, trust_ratio
 from psd_core._step_block import GradientArray, RealArray, step_block
 from psd_core.rules import RULES
 
 __all__ = [
-    "InvalidTensor",
+    "InvalidArray",
     "RULES",
     "RUN",
     "accumulate",
@@ -66,7 +66,7 @@ def accumulate(acc: RealArray, grad: GradientArray, weight: float = 1.0) -> None
         weight: rounded to the arrays' type; a weight of 1 adds the gradient exactly as it is.
 
     Raises:
-        InvalidTensor: type, shape, layout, alignment, length or overlap; ``acc`` is untouched.
+        InvalidArray: type, shape, layout, alignment, length or overlap; ``acc`` is untouched.
 
     Cost: O(n), no allocation, GIL released. Two roundings per element (product, sum).
     """
@@ -82,7 +82,7 @@ def scaled_copy(out: RealArray, grad: GradientArray, weight: float = 1.0) -> Non
         weight: rounded to the arrays' type.
 
     Raises:
-        InvalidTensor: type, shape, layout, alignment, length or overlap; ``out`` is untouched.
+        InvalidArray: type, shape, layout, alignment, length or overlap; ``out`` is untouched.
 
     Cost: O(n), no allocation, GIL released.
     """
@@ -96,7 +96,7 @@ def first_nonfinite(x: GradientArray) -> int:
         x: (n,) float32|float64|float16|uint16.
 
     Raises:
-        InvalidTensor: type, shape, layout or alignment.
+        InvalidArray: type, shape, layout or alignment.
 
     Cost: O(index of the answer), no allocation, GIL released; tests the exponent bits, 1 KiB at a time.
     """
@@ -113,7 +113,7 @@ def widened(x: GradientArray) -> RealArray:
         A new array, aligned as those of ``aligned_empty``; ``x`` itself, not a copy, if it is float32 or float64.
 
     Raises:
-        InvalidTensor: type, shape, layout or alignment.
+        InvalidArray: type, shape, layout or alignment.
 
     Cost: O(n), one allocation, GIL released.
     """

@@ -54,7 +54,7 @@ class Place:
 
     __slots__ = ("_views", "kind", "mapping", "offset", "start")
 
-    def __init__(self, kind: Kind, offset: int, mapping: mmap.mmap, start: int) -> None:
+    def __init__(self, kind: PageKind, offset: int, mapping: mmap.mmap, start: int) -> None:
         self.kind = kind
         self.offset = offset
         self.mapping = mapping
@@ -76,7 +76,7 @@ class Place:
         return views
 
 
-class Kind:
+class PageKind:
     """All places of one size."""
 
     def __init__(self, index: int, size: int) -> None:
@@ -106,7 +106,7 @@ class Pool:
         crash_point: Callable[[str], None],
     ) -> None:
         self.lock = threading.Lock()
-        self.kinds = [Kind(i, size) for i, size in enumerate(page_sizes)]
+        self.kinds = [PageKind(i, size) for i, size in enumerate(page_sizes)]
         self.places: dict[int, Place] = {}  # by page number
         self.file_end = front_bytes
         self.backed_bytes = front_bytes
@@ -147,7 +147,7 @@ class Pool:
         """True after `close`."""
         return self._is_closed
 
-    def add_extent(self, kind: Kind, count: int, *, publish: bool) -> list[Place]:
+    def add_extent(self, kind: PageKind, count: int, *, publish: bool) -> list[Place]:
         """Map the next extent, and record it if `publish`. Its places are the caller's to put on a list."""
         index, start = self._record_count, self.file_end
         if index >= self._records.count:
@@ -186,7 +186,7 @@ class Pool:
         for kind in self.kinds:
             kind.holes.reverse()
 
-    def take(self, kind: Kind) -> Place:
+    def take(self, kind: PageKind) -> Place:
         """A free place that can be written to, handed out. Raises ArenaFull, ArenaClosed."""
         with self.lock:
             self.hand_out()
@@ -209,7 +209,7 @@ class Pool:
         files.populate(place.mapping, place.start, kind.size)
         return place
 
-    def _pop(self, kind: Kind) -> tuple[Place, bool]:
+    def _pop(self, kind: PageKind) -> tuple[Place, bool]:
         """A free place, and whether it is backed; a place that is not is counted as if it were."""
         if kind.backed:
             place = kind.backed.pop()
@@ -261,7 +261,7 @@ class Pool:
                     self._can_punch = False
                     place.kind.backed.appendleft(place)
 
-    def _cut(self, kind: Kind, count: int) -> list[Place]:
+    def _cut(self, kind: PageKind, count: int) -> list[Place]:
         """Remove up to `count` of the coldest backed places, and leave SPARE_PAGES_KEPT."""
         if self._is_closed or not self._can_punch:
             return []

@@ -73,7 +73,7 @@ _TYPE_NAMES = {
 }
 
 
-class InvalidTensor(ValueError):
+class InvalidArray(ValueError):
     """An argument is not the array that a kernel needs: the message names it, what was expected and what came."""
 
     __module__ = "psd_core"
@@ -130,7 +130,7 @@ cdef class _Borrow:
     cdef Py_buffer *as_long(self, str name, Py_buffer *view, Py_buffer *model) except NULL:
         """Return `view` if it has the length of `model`."""
         if view.shape[0] != model.shape[0]:
-            raise InvalidTensor(
+            raise InvalidArray(
                 f"{name}: expected length {model.shape[0]}, that of {self.names[model - &self.views[0]]}, got {view.shape[0]}"
             )
         return view
@@ -148,7 +148,7 @@ cdef class _Borrow:
                 if j == i or (j == self.twins[i] and a.buf == b.buf and a.len == b.len):
                     continue
                 if _overlap(a, b):
-                    raise InvalidTensor(f"{self.names[i]}: expected memory of its own, got some that overlaps {self.names[j]}")
+                    raise InvalidArray(f"{self.names[i]}: expected memory of its own, got some that overlaps {self.names[j]}")
         return 0
 
 
@@ -185,7 +185,7 @@ cdef object _invalid(str name, object array, char letter, bint writable, str pro
     got = f"{type(array).__name__} of {array.dtype}" if hasattr(array, "dtype") else type(array).__name__
     writable_ = "writable " if writable else ""
     expected = f"a {writable_}1-D C-contiguous aligned {_TYPE_NAMES[chr(letter)]} array"
-    return InvalidTensor(f"{name}: expected {expected}, got {got}: {problem}")
+    return InvalidArray(f"{name}: expected {expected}, got {got}: {problem}")
 
 
 def accumulate(object acc, object grad, double weight):
@@ -280,7 +280,7 @@ def step_block(
         arrays.slots_in[i] = borrow.like(slot_names[i] + "_in", slots_in[i], model, False)
         arrays.slots_out[i] = borrow.like(slot_names[i] + "_out", slots_out[i], model, True, borrow.count - 1)
     if acc is None and grad is None:
-        raise InvalidTensor("grad: expected an array where acc is None, got None")
+        raise InvalidArray("grad: expected an array where acc is None, got None")
     if acc is not None:
         arrays.acc = borrow.like("acc", acc, model, False)
     if grad is not None:
@@ -304,7 +304,7 @@ def step_block(
 cdef void *_segment_array(_Borrow borrow, str name, object array, char letter, bint writable, Py_buffer *ends) except? NULL:
     cdef Py_buffer *view = borrow.take(name, array, letter, writable, borrow.count - 1)
     if view.shape[0] != ends.shape[0]:
-        raise InvalidTensor(f"{name}: expected length {ends.shape[0]}, that of segment_ends, got {view.shape[0]}")
+        raise InvalidArray(f"{name}: expected length {ends.shape[0]}, that of segment_ends, got {view.shape[0]}")
     return view.buf
 
 
@@ -313,8 +313,8 @@ cdef int _check_ends(psd_segments *segments, intptr_t n) except -1:
     cdef uint32_t end = 0
     for i in range(segments.count):
         if segments.ends[i] < end:
-            raise InvalidTensor(f"segment_ends: expected ends that never fall, got {segments.ends[i]} after {end}")
+            raise InvalidArray(f"segment_ends: expected ends that never fall, got {segments.ends[i]} after {end}")
         end = segments.ends[i]
     if end != n:
-        raise InvalidTensor(f"segment_ends: expected {n}, the length of param_in, as the last end, got {end}")
+        raise InvalidArray(f"segment_ends: expected {n}, the length of param_in, as the last end, got {end}")
     return 0

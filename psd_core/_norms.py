@@ -25,7 +25,7 @@ def square_sum(x: GradientArray, offset: int = 0) -> int | None:
         An integer in units of 2**-1074, see ``square_root``; None if ``x`` holds NaN or infinity, or a square overflows.
 
     Raises:
-        InvalidTensor: type, shape, layout or alignment.
+        InvalidArray: type, shape, layout or alignment.
         ValueError: ``offset`` is out of range.
 
     Cost: O(n), no allocation but the result's, GIL released.

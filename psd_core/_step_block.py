@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from psd_core import _kernels
 from psd_core._c_headers import checksum
-from psd_core._kernels import InvalidTensor
+from psd_core._kernels import InvalidArray
 from psd_core.rules import RULES
 
 RealArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
@@ -71,7 +71,7 @@ def step_block(
         flags: names, of ``RULES[rule].flags``.
 
     Raises:
-        InvalidTensor: type, shape, layout, alignment, length, overlap or ends, or a missing array; nothing is written.
+        InvalidArray: type, shape, layout, alignment, length, overlap or ends, or a missing array; nothing is written.
         ValueError: a rule, a flag or a number of scalars that there is not; a momentum without the flag that gives it a slot.
 
     Cost: O(n + k), no allocation, GIL released. Neighbours that are at the same step as far as the rule can tell are one
@@ -80,10 +80,10 @@ def step_block(
     plan = _planned(rule, tuple(flags))
     for argument, slots in (("slots_in", slots_in), ("slots_out", slots_out)):
         if len(slots) != len(plan.slots):
-            raise InvalidTensor(f"{argument}: expected {len(plan.slots)} arrays ({', '.join(plan.slots)}), got {len(slots)}")
+            raise InvalidArray(f"{argument}: expected {len(plan.slots)} arrays ({', '.join(plan.slots)}), got {len(slots)}")
         for name, slot in zip(plan.slots, slots, strict=True):
             if slot is None:
-                raise InvalidTensor(f"{name}_{argument.removeprefix('slots_')}: expected an array, got None")
+                raise InvalidArray(f"{name}_{argument.removeprefix('slots_')}: expected an array, got None")
     if len(scalars) != len(plan.scalars):
         raise ValueError(f"scalars: expected {len(plan.scalars)} ({', '.join(plan.scalars)}), got {len(scalars)}")
     for place in plan.zeros:

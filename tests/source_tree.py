@@ -20,7 +20,6 @@ class Import:
     module: str
     line: int
     is_lazy: bool
-    is_for_types: bool
 
 
 @functools.cache
@@ -36,15 +35,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def _walk(node: ast.AST, *, is_lazy: bool, is_for_types: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+def _walk(node: ast.AST, *, is_lazy: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child, is_lazy, is_for_types
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            yield from _walk(child, is_lazy=is_lazy, is_for_types=True)
+            yield child, is_lazy
         else:
             inside = is_lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            yield from _walk(child, is_lazy=inside, is_for_types=is_for_types)
+            yield from _walk(child, is_lazy=inside)
 
 
 @functools.cache
@@ -59,7 +56,7 @@ def imports() -> tuple[Import, ...]:
     known = modules()
     found = []
     for name, path in known.items():
-        for node, is_lazy, is_for_types in _walk(tree(path), is_lazy=False, is_for_types=False):
+        for node, is_lazy in _walk(tree(path), is_lazy=False):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             else:
@@ -68,7 +65,7 @@ def imports() -> tuple[Import, ...]:
                 base = node.module
                 inner = [f"{base}.{alias.name}" for alias in node.names]
                 targets = [i if i in known or i.startswith("psd.v1.") else base for i in inner]
-            found += [Import(name, target, node.lineno, is_lazy, is_for_types) for target in dict.fromkeys(targets)]
+            found += [Import(name, target, node.lineno, is_lazy) for target in dict.fromkeys(targets)]
     return tuple(found)
 
 

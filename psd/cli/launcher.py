@@ -22,7 +22,7 @@ from pathlib import Path
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.output import Lines, Prefixes
-from psd.cli.policy import Action, Name, Phase, Policy, Say, Send
+from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
 from psd.cli.server import DONE_PATTERN, READY_PATTERN
 from psd.cli.state import StateDirectory, shard_path
@@ -74,7 +74,7 @@ class Launcher:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._policy = Policy(
+        self._policy = JobPolicy(
             state_dirs=[str(shard_path(plan.state_dir, index)) for index in range(plan.shards)],
             workers=plan.workers,
             restarts_max=plan.restarts_max,

@@ -94,7 +94,7 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
-class Policy:
+class JobPolicy:
     """The decisions on one job.
 
     Args:

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 @dataclass(frozen=True)
-class CustomRule:
+class ListedRule:
     """A rule that has been imported and checked.
 
     Attributes:
@@ -70,7 +70,7 @@ def name_problem(names: Sequence[str]) -> str | None:
     return None if len(set(names)) == len(names) else "a name is given twice"
 
 
-def load_rule(path: str) -> CustomRule:
+def load_rule(path: str) -> ListedRule:
     """Import a rule and check its form.
 
     Raises:
@@ -95,10 +95,10 @@ def load_rule(path: str) -> CustomRule:
     except Exception as error:
         expected = "a class without arguments that has apply(self, param, grad, slots, hyper)"
         raise ConfigError(f"rule {path!r}: expected {expected}: {describe(error)}") from error
-    return CustomRule(path, found, **numbers)
+    return ListedRule(path, found, **numbers)
 
 
-def load_rules(paths: Sequence[str], directory: str) -> dict[str, CustomRule]:
+def load_rules(paths: Sequence[str], directory: str) -> dict[str, ListedRule]:
     """Import several rules by path; `directory` is searched for their modules after Python's own places.
 
     Raises:

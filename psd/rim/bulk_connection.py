@@ -32,7 +32,7 @@ BLOCKS_FOR_TWO_THREADS = 4
 """Blocks of the shard from which answers leave from a thread of their own; with fewer, handing them over costs more."""
 
 MessageT = TypeVar("MessageT", bound=Message)
-Admit = Callable[["WorkerConnection", bytes], int]
+Admit = Callable[["ServedConnection", bytes], int]
 
 HELLO_BYTES_MAX = 1024
 """Longest head until the ticket has been shown."""
@@ -40,7 +40,7 @@ HELLO_BYTES_MAX = 1024
 _PUSHES = (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
 
 
-class WorkerConnection:
+class ServedConnection:
     """One worker's connection.
 
     Args:
@@ -371,7 +371,7 @@ class _Pushed:
 class _Deadline:
     """A call's deadline, with the interface that Waiter expects of a gRPC context."""
 
-    def __init__(self, connection: WorkerConnection, timeout_s: float) -> None:
+    def __init__(self, connection: ServedConnection, timeout_s: float) -> None:
         self.add_callback = connection.add_callback
         self._end = time.monotonic() + timeout_s
 

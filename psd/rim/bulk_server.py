@@ -24,7 +24,7 @@ from psd.contract.errors import InvalidRequest, Overloaded
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
-from psd.rim.bulk_connection import HELLO_BYTES_MAX, WorkerConnection
+from psd.rim.bulk_connection import HELLO_BYTES_MAX, ServedConnection
 from psd.rim.bulk_watch import Watch
 from psd.rim.calls import CallGuard
 from psd.rim.data_plane import DataPlane
@@ -95,8 +95,8 @@ class BulkServer:
         self._lock = threading.Lock()
         self._ticket_given = threading.Condition(self._lock)
         self._tickets: dict[bytes, _Ticket] = {}
-        self._by_rank: dict[int, WorkerConnection] = {}
-        self._connections: dict[int, WorkerConnection] = {}  # by file descriptor
+        self._by_rank: dict[int, ServedConnection] = {}
+        self._connections: dict[int, ServedConnection] = {}  # by file descriptor
         self._strangers = Strangers(STRANGERS_MAX)
         self._refused = {"shm": 0, "tcp": 0}
         self._threads: set[threading.Thread] = set()
@@ -195,7 +195,7 @@ class BulkServer:
             return True
         stream, descriptor = Stream(secured, HELLO_BYTES_MAX), secured.fileno()
         lane = "tcp" if stream.is_tcp else "shm"
-        connection = WorkerConnection(
+        connection = ServedConnection(
             stream, self._shard, self._planes[lane], self._guard, lambda: len(self._by_rank) < self._cores
         )
         thread = threading.Thread(
@@ -228,7 +228,7 @@ class BulkServer:
             sock.close()
             raise
 
-    def _serve(self, connection: WorkerConnection, sock: socket.socket | TlsSocket, descriptor: int, lane: str) -> None:
+    def _serve(self, connection: ServedConnection, sock: socket.socket | TlsSocket, descriptor: int, lane: str) -> None:
         try:
             self._watch.add(descriptor)
             if isinstance(sock, TlsSocket):
@@ -240,7 +240,7 @@ class BulkServer:
             self._watch.forget(descriptor)
             self._forget(connection, descriptor, lane, threading.current_thread())
 
-    def _forget(self, connection: WorkerConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
+    def _forget(self, connection: ServedConnection, descriptor: int, lane: str, thread: threading.Thread) -> None:
         with self._lock:
             del self._connections[descriptor]
             self._strangers.leave(connection)
@@ -250,7 +250,7 @@ class BulkServer:
             self._threads.discard(thread)
         connection.close()
 
-    def _admit(self, connection: WorkerConnection, key: bytes) -> int:
+    def _admit(self, connection: ServedConnection, key: bytes) -> int:
         """The rank to which a ticket belongs; InvalidRequest if there is none."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
@@ -268,7 +268,7 @@ class BulkServer:
                     raise Overloaded(f"worker {ticket.rank} has an earlier call under way that does not end")
         return ticket.rank
 
-    def _is_current(self, connection: WorkerConnection) -> bool:
+    def _is_current(self, connection: ServedConnection) -> bool:
         """False if its worker has left, or has begun a session that has not called on it."""
         return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from psd.rim.bulk_connection import WorkerConnection
+from psd.rim.bulk_connection import ServedConnection
 
 LOOK_S = 5.0
 """Seconds between two looks at all connections. A worker takes a silence of three of them for the end."""
@@ -30,12 +30,12 @@ class Watch:
     """
 
     def __init__(
-        self, connections: dict[int, WorkerConnection], is_current: Callable[[WorkerConnection], bool], look_s: float = LOOK_S
+        self, connections: dict[int, ServedConnection], is_current: Callable[[ServedConnection], bool], look_s: float = LOOK_S
     ) -> None:
         self._connections = connections
         self._is_current = is_current
         self._look_s = look_s
-        self._forsaken: set[WorkerConnection] = set()
+        self._forsaken: set[ServedConnection] = set()
         self._poll: select.epoll | None = None  # elsewhere than on Linux a wait ends at its deadline
         self._pair: tuple[socket.socket, socket.socket] | None = None  # to end the thread: read from the first
         self._thread = threading.Thread(target=self._run, name="psd-bulk-watch", daemon=True)

@@ -93,7 +93,7 @@ class BlockState:
             bound.rule,
             services.is_mean,
             services.policy,
-            pages.Accumulators(services.arena, slot),
+            pages.BlockAccumulators(services.arena, slot),
             services.members,
             ratio_places,
         )

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.custom_rules import CustomRule
+from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
@@ -57,7 +57,7 @@ class Job:
         membership: Membership,
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
         on_lost: Callable[[StateLost], bool],
-        rules: Mapping[str, CustomRule],
+        rules: Mapping[str, ListedRule],
         storage: Storage,
         now: Callable[[], float],
     ) -> None:

@@ -53,7 +53,7 @@ def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) ->
         after.clocks[rank] = clock + 1
 
 
-class Accumulators:
+class BlockAccumulators:
     """Memory of the arena to sum the gradients of one block in."""
 
     def __init__(self, arena: Arena, slot: int) -> None:

@@ -22,7 +22,7 @@ from psd.state.agreement import Voice
 from psd.state.consistency import Policy
 from psd.state.lent import Loan, Sum
 from psd.state.membership import Membership
-from psd.state.pages import Accumulators
+from psd.state.pages import BlockAccumulators
 from psd.state.rules import Gradient, Rule
 from psd_core.arena import Page
 
@@ -117,7 +117,7 @@ class RoundSetting:
     rule: Rule
     is_mean: bool
     policy: Policy
-    accumulators: Accumulators
+    accumulators: BlockAccumulators
     members: Membership
     ratio_places: NDArray[np.intp] | None = None
 

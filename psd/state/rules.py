@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
-from psd.contract.custom_rules import CustomRule, describe
+from psd.contract.custom_rules import ListedRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
-from psd.state.pages import Accumulators
+from psd.state.pages import BlockAccumulators
 from psd_core.arena import Page
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Layerwise(Elementwise):
         gradient: Gradient,
         segment_ends: NDArray[np.uint32],
         scalars: Sequence[float],
-        accumulators: Accumulators,
+        accumulators: BlockAccumulators,
     ) -> Squares:
         """Sums of squares, two for each segment: of its parameters and of its direction; zeros where nothing is touched."""
         sums = [0] * (2 * len(segment_ends))
@@ -213,7 +213,7 @@ class Custom:
 
     needs_backup = False
 
-    def __init__(self, group: GroupSpec, rule: CustomRule) -> None:
+    def __init__(self, group: GroupSpec, rule: ListedRule) -> None:
         self._rule = rule.kind()
         self._slots = group.slots
         self._scalars = group.scalars
@@ -249,7 +249,7 @@ def _check_returned(value: object) -> None:
         raise TypeError(f"apply must update param and slots in place and return None, got {type(value).__name__}")
 
 
-def check_listed(spec: JobSpec, listed: Mapping[str, CustomRule]) -> None:
+def check_listed(spec: JobSpec, listed: Mapping[str, ListedRule]) -> None:
     """Raise InvalidRequest if a job names a rule that is not listed on this shard, or differs from the one listed."""
     for index, group in enumerate(spec.groups):
         if not group.info.is_custom:
@@ -269,7 +269,7 @@ def check_listed(spec: JobSpec, listed: Mapping[str, CustomRule]) -> None:
             )
 
 
-def rule_of(group: GroupSpec, listed: Mapping[str, CustomRule]) -> Rule:
+def rule_of(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
     """The rule of a group; the spec has been checked, so that it exists."""
     if group.is_static:
         return Static()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.custom_rules import CustomRule
+from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import ADAPTIVE, NONE, RATE
@@ -86,7 +86,7 @@ class Compensated:
         self._rule.apply(before, after, gradient, segment_ends, scalars)
 
 
-def bound_rule(group: GroupSpec, listed: Mapping[str, CustomRule]) -> Rule:
+def bound_rule(group: GroupSpec, listed: Mapping[str, ListedRule]) -> Rule:
     """The rule of a group as its blocks apply it; the spec has been checked, so that it exists."""
     rule = rule_of(group, listed)
     if group.staleness == NONE:

@@ -10,9 +10,9 @@ from psd.cli.policy import (
     SHARD_STARTS_MAX,
     SHARDS_END_S,
     Action,
+    JobPolicy,
     Name,
     Phase,
-    Policy,
     Say,
     Send,
     Start,
@@ -22,9 +22,9 @@ SHARDS = [Name("shard", 0), Name("shard", 1)]
 WORKERS = [Name("worker", 0), Name("worker", 1)]
 
 
-def starting(restarts_max: int = 0, shard_restarts_max: int = 10) -> Policy:
+def starting(restarts_max: int = 0, shard_restarts_max: int = 10) -> JobPolicy:
     """A job of two shards and two workers, before anything is started."""
-    return Policy(
+    return JobPolicy(
         state_dirs=["/state/shard-0", "/state/shard-1"],
         workers=2,
         restarts_max=restarts_max,
@@ -33,7 +33,7 @@ def starting(restarts_max: int = 0, shard_restarts_max: int = 10) -> Policy:
     )
 
 
-def running(restarts_max: int = 0, shard_restarts_max: int = 10) -> Policy:
+def running(restarts_max: int = 0, shard_restarts_max: int = 10) -> JobPolicy:
     """The same, all of whose processes run."""
     policy = starting(restarts_max, shard_restarts_max)
     policy.on_start(0)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from psd_client.lanes.transport import Cancelled
-from psd_client.worker.membership import Membership, Memberships
+from psd_client.worker.membership import JobMembership, Memberships
 
 
-def made(session: int, *incarnations: int) -> Membership:
-    return Membership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=9, timeline=0)
+def made(session: int, *incarnations: int) -> JobMembership:
+    return JobMembership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=9, timeline=0)
 
 
 def held(session: int = 5, *incarnations: int) -> Memberships:
@@ -56,10 +56,10 @@ def test_resume_when_the_session_is_being_made_then_it_begins_with_that() -> Non
     memberships.on_joined(6, 1, 22, lease_s=3)
     memberships.complete()
 
-    assert memberships.held == Membership(0, "r", 6, (12, 22), lease_s=3, timeline=0)
+    assert memberships.held == JobMembership(0, "r", 6, (12, 22), lease_s=3, timeline=0)
 
 
-def _joining(memberships: Memberships) -> Membership:
+def _joining(memberships: Memberships) -> JobMembership:
     latest = memberships.latest
     assert latest is not None
     assert latest.is_joining
@@ -90,7 +90,7 @@ def joined_anew(memberships: Memberships) -> Iterator[None]:
     yield
 
 
-def resumed_by_another_thread(memberships: Memberships) -> Iterator[Membership | None]:
+def resumed_by_another_thread(memberships: Memberships) -> Iterator[JobMembership | None]:
     seen = memberships.latest
     assert seen is not None
     yield seen

@@ -16,7 +16,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.transport import Cancelled
 from psd_client.lanes.waiting import ShardHealth, WaitReporter, merge
 from psd_client.worker.heartbeat import Heartbeats
-from psd_client.worker.membership import Membership, Memberships
+from psd_client.worker.membership import JobMembership, Memberships
 
 BEHIND = control_pb2.WorkerStatus(rank=3, state=control_pb2.WORKER_STATE_LIVE, clock=40, last_seen_s=12)
 ABSENT = control_pb2.WorkerStatus(rank=1, state=control_pb2.WORKER_STATE_ABSENT, last_seen_s=-1)
@@ -204,8 +204,8 @@ class FakeLane:
         return reply
 
 
-def membership(session: int = 5, incarnations: tuple[int, ...] = (11, 22), lease_s: float = 9) -> Membership:
-    return Membership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=lease_s, timeline=0)
+def membership(session: int = 5, incarnations: tuple[int, ...] = (11, 22), lease_s: float = 9) -> JobMembership:
+    return JobMembership(rank=0, run_id="r", session=session, incarnations=incarnations, lease_s=lease_s, timeline=0)
 
 
 class Rig:

@@ -65,7 +65,7 @@ def step(momentum_in, momentum_out, **arguments):
 def test_a_bad_gradient_is_refused(kernel, name, bad, message):
     acc = np.ones(4, F32)
 
-    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
+    with pytest.raises(psd_core.InvalidArray, match=f"^{name}: .*{message}"):
         kernel(acc, bad)
 
     assert acc.tolist() == [1, 1, 1, 1]
@@ -75,14 +75,14 @@ def test_a_bad_gradient_is_refused(kernel, name, bad, message):
 @pytest.mark.parametrize("bad", [read_only(4), misaligned(4), np.zeros(4, int), np.zeros((4, 1), F32), None])
 def test_a_bad_destination_is_refused(kernel, name, bad):
     with pytest.raises(
-        psd_core.InvalidTensor, match=f"^{name}: expected a writable 1-D C-contiguous aligned float32 or float64"
+        psd_core.InvalidArray, match=f"^{name}: expected a writable 1-D C-contiguous aligned float32 or float64"
     ):
         kernel(bad, np.zeros(4, F32))
 
 
 @pytest.mark.parametrize("bad", [np.zeros(4, np.int32), np.zeros((2, 2)), misaligned(4, np.float64), None])
 def test_first_nonfinite_of_a_bad_array_is_refused(bad):
-    with pytest.raises(psd_core.InvalidTensor, match=r"^x: "):
+    with pytest.raises(psd_core.InvalidArray, match=r"^x: "):
         psd_core.first_nonfinite(bad)
 
 
@@ -95,7 +95,7 @@ def test_first_nonfinite_of_a_bad_array_is_refused(bad):
 def test_a_bad_array_of_a_block_is_refused(name, bad, message):
     arguments = block(**{name: bad})
 
-    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
+    with pytest.raises(psd_core.InvalidArray, match=f"^{name}: .*{message}"):
         step(**arguments)
 
     assert arguments["steps_out"].tolist() == [99, 99]
@@ -118,7 +118,7 @@ def test_a_bad_array_of_a_block_is_refused(name, bad, message):
 def test_a_bad_array_of_segments_is_refused(name, bad, message):
     arguments = block(**{name: bad})
 
-    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: .*{message}"):
+    with pytest.raises(psd_core.InvalidArray, match=f"^{name}: .*{message}"):
         step(**arguments)
 
     assert arguments["param_out"].tolist() == [0, 0, 0, 0]
@@ -127,19 +127,19 @@ def test_a_bad_array_of_segments_is_refused(name, bad, message):
 def test_a_block_without_segments_must_be_empty():
     none = {"touched": np.ones(0, np.uint8), "steps_in": np.ones(0, np.uint64), "steps_out": np.ones(0, np.uint64)}
 
-    with pytest.raises(psd_core.InvalidTensor, match=r"^segment_ends: expected 4"):
+    with pytest.raises(psd_core.InvalidArray, match=r"^segment_ends: expected 4"):
         step(**block(segment_ends=np.ones(0, np.uint32), **none))
 
 
 def test_a_block_without_any_gradient_is_refused():
-    with pytest.raises(psd_core.InvalidTensor, match=r"^grad: expected an array where acc is None"):
+    with pytest.raises(psd_core.InvalidArray, match=r"^grad: expected an array where acc is None"):
         step(**block(acc=None, grad=None))
 
 
 def test_memory_that_overlaps_by_a_part_is_refused():
     memory = np.zeros(5, F32)
 
-    with pytest.raises(psd_core.InvalidTensor, match=r"^acc: expected memory of its own, got some that overlaps grad"):
+    with pytest.raises(psd_core.InvalidArray, match=r"^acc: expected memory of its own, got some that overlaps grad"):
         psd_core.accumulate(memory[:4], memory[1:])
 
 
@@ -148,5 +148,5 @@ def test_an_output_that_is_not_its_own_input_is_refused(other):
     arguments = block()
     arguments["param_out"] = arguments[other]
 
-    with pytest.raises(psd_core.InvalidTensor, match=f"overlaps ({other}|param_out)"):
+    with pytest.raises(psd_core.InvalidArray, match=f"overlaps ({other}|param_out)"):
         step(**arguments)

@@ -26,7 +26,7 @@ def test_beside_float64_half_precision_is_refused(kernel, name, kind):
     out = np.ones(4)
 
     with pytest.raises(
-        psd_core.InvalidTensor, match=r"^grad: expected a 1-D C-contiguous aligned float64 array, got ndarray of"
+        psd_core.InvalidArray, match=r"^grad: expected a 1-D C-contiguous aligned float64 array, got ndarray of"
     ):
         kernel(out, gradient(kind, 4))
 
@@ -40,7 +40,7 @@ def test_an_output_in_half_precision_is_refused(kernel, name, kind):
 
     for grad in (np.ones(4, F32), out.copy()):
         with pytest.raises(
-            psd_core.InvalidTensor, match=rf"^{name}: expected a writable .* float32 or float64 array, got ndarray"
+            psd_core.InvalidArray, match=rf"^{name}: expected a writable .* float32 or float64 array, got ndarray"
         ):
             kernel(out, grad)
 
@@ -57,7 +57,7 @@ def test_whatever_is_no_gradient_of_a_block_is_refused_in_half_precision(name, k
         block[name] = gradient(kind, 4)
 
     with pytest.raises(
-        psd_core.InvalidTensor, match=rf"^{name}: expected a .*aligned float32( or float64)? array, got ndarray of"
+        psd_core.InvalidArray, match=rf"^{name}: expected a .*aligned float32( or float64)? array, got ndarray of"
     ):
         psd_core.step_block(**block)
 
@@ -70,7 +70,7 @@ def test_a_block_of_float64_refuses_a_half_gradient(kind):
     block |= {"param_in": np.ones(4), "param_out": np.zeros(4)}
 
     with pytest.raises(
-        psd_core.InvalidTensor, match=r"^grad: expected a 1-D C-contiguous aligned float64 array, got ndarray of"
+        psd_core.InvalidArray, match=r"^grad: expected a 1-D C-contiguous aligned float64 array, got ndarray of"
     ):
         psd_core.step_block(**block)
 
@@ -85,7 +85,7 @@ def test_a_half_gradient_in_the_memory_of_its_sum_is_refused(kernel, name, start
     memory = np.ones(8, F32)
     half = memory.view(typed(kind, []).dtype)[start : start + 8]
 
-    with pytest.raises(psd_core.InvalidTensor, match=f"^{name}: expected memory of its own, got some that overlaps grad"):
+    with pytest.raises(psd_core.InvalidArray, match=f"^{name}: expected memory of its own, got some that overlaps grad"):
         kernel(memory, half)
 
     assert memory.tolist() == [1] * 8
@@ -96,7 +96,7 @@ def test_a_half_gradient_in_the_memory_of_a_block_is_refused(kind):
     block = half_block(PLAIN, [8], [1], [0], None, acc=False)
     block["grad"] = block["param_out"].view(typed(kind, []).dtype)[:8]
 
-    with pytest.raises(psd_core.InvalidTensor, match=r"^param_out: expected memory of its own, got some that overlaps grad"):
+    with pytest.raises(psd_core.InvalidArray, match=r"^param_out: expected memory of its own, got some that overlaps grad"):
         psd_core.step_block(**block)
 
 
@@ -117,12 +117,12 @@ def test_a_half_gradient_in_the_memory_of_a_block_is_refused(kind):
 def test_a_bad_half_gradient_is_refused(bad, message):
     for kernel in (psd_core.accumulate, psd_core.scaled_copy):
         out = np.ones(4, F32)
-        with pytest.raises(psd_core.InvalidTensor, match=message):
+        with pytest.raises(psd_core.InvalidArray, match=message):
             kernel(out, bad)
         assert out.tolist() == [1, 1, 1, 1]
 
     block = half_block(PLAIN, [4], [1], [0], bad, acc=False)
-    with pytest.raises(psd_core.InvalidTensor, match=message):
+    with pytest.raises(psd_core.InvalidArray, match=message):
         psd_core.step_block(**block)
     assert block["steps_out"].tolist() == [99]
 
@@ -132,5 +132,5 @@ def test_a_bad_half_gradient_is_refused(bad, message):
     "bad", [np.zeros(4, np.int16), np.zeros((2, 2), np.uint16), other_alignment("float16", 4), [0.5], None]
 )
 def test_an_array_that_cannot_be_read_is_refused(function, bad):
-    with pytest.raises(psd_core.InvalidTensor, match=f"^x: expected a {ANY}, got "):
+    with pytest.raises(psd_core.InvalidArray, match=f"^x: expected a {ANY}, got "):
         function(bad)

@@ -90,5 +90,5 @@ def test_squares_that_overflow_have_no_sum_and_sums_that_do_have_no_finite_root(
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match="offset: expected 0 to 15, got 16"):
         psd_core.square_sum(np.zeros(3), 16)
-    with pytest.raises(psd_core.InvalidTensor, match="x: expected a 1-D"):
+    with pytest.raises(psd_core.InvalidArray, match="x: expected a 1-D"):
         psd_core.square_sum(np.zeros((3, 3)))

@@ -17,7 +17,7 @@ from malformed_target import LAYOUT, ME, Target
 from psd.contract import frames
 from psd.contract.errors import PsdError
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
-from psd.rim.bulk_connection import WorkerConnection
+from psd.rim.bulk_connection import ServedConnection
 from psd.rim.calls import CallGuard, Frame, frame_parser
 from psd.rim.data_plane import DataPlane
 from psd.rim.pace import Pace
@@ -124,12 +124,12 @@ def test_what_a_worker_sends(target: Callable[[], Target], data: st.DataObject) 
     sent = data.draw(sent_by_a_worker(shard))
     guard = StrictGuard(shard.shard)
 
-    def admit(connection: WorkerConnection, key: bytes) -> int:
+    def admit(connection: ServedConnection, key: bytes) -> int:
         connection.is_welcome = lambda: True
         return ME
 
     with fed(packed(Kind.HELLO, b"") + b"".join(sent)) as stream:
-        connection = WorkerConnection(stream, shard.shard, DataPlane(shard.shard, "tcp"), guard, lambda: False)
+        connection = ServedConnection(stream, shard.shard, DataPlane(shard.shard, "tcp"), guard, lambda: False)
         connection.serve(admit, 5.0)
         connection.close()
 

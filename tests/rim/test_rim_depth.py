@@ -12,7 +12,7 @@ import pytest
 
 import psd_client
 import psd_core
-from psd.rim.bulk_connection import WorkerConnection
+from psd.rim.bulk_connection import ServedConnection
 
 FRAMES_MAX = 10
 KERNELS = ("accumulate", "scaled_copy", "step_block")
@@ -24,7 +24,7 @@ def frames() -> tuple[str, ...]:
     found, frame = [], sys._getframe(2)
     while frame is not None:
         found.append(f"{frame.f_globals['__name__']}: {frame.f_code.co_qualname}")
-        if frame.f_code is WorkerConnection.serve.__code__:
+        if frame.f_code is ServedConnection.serve.__code__:
             return tuple(reversed(found))
         frame = frame.f_back
     return ()

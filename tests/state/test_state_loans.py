@@ -9,7 +9,7 @@ from psd.state.lent import Loan, Sum
 
 
 class Arrays:
-    """Accumulators that count what is out, and may have no memory."""
+    """BlockAccumulators that count what is out, and may have no memory."""
 
     def __init__(self):
         self.out = 0

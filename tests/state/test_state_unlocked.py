@@ -81,7 +81,7 @@ def test_a_shard_whose_job_is_given_up_is_asked_whether_it_trains(monkeypatch):
 
 
 class FreshArrays:
-    """Accumulators that keep nothing."""
+    """BlockAccumulators that keep nothing."""
 
     def lend(self):
         return np.empty(3)

@@ -18,7 +18,7 @@ from psd_client.optimizers import scalar_values
 
 
 @dataclass(frozen=True, eq=False)
-class Declaration:
+class KerasDeclaration:
     """The declaration of one model and optimizer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Declaration:
         return trained + [[] for _ in self.groups[len(trained) :]]
 
 
-def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], bool]) -> Declaration:
+def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], bool]) -> KerasDeclaration:
     """Read and check the declaration. `decays`: whether the optimizer applies its weight decay to a variable.
 
     Raises:
@@ -67,7 +67,7 @@ def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], 
         TensorSpec(name, tuple(variable.shape), _dtype(variable), group)
         for name, variable, group in zip(names, variables, group_of, strict=True)
     ]
-    return Declaration(variables, tensors, len(trained), specs, [values for _, values in groups])
+    return KerasDeclaration(variables, tensors, len(trained), specs, [values for _, values in groups])
 
 
 def _frozen(model: Any, trained: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from psd_client.client import ParameterServer, worker_of
-from psd_client.keras.declaration import Declaration
+from psd_client.keras.declaration import KerasDeclaration
 from psd_client.lanes.flat import FlatBuffers
 
 
@@ -29,7 +29,7 @@ class Link(ABC):
         is_scaled: the loss is scaled dynamically, by one who knows of rounds that are skipped.
     """
 
-    def __init__(self, declaration: Declaration, connection: ParameterServer, **arguments: Any) -> None:
+    def __init__(self, declaration: KerasDeclaration, connection: ParameterServer, **arguments: Any) -> None:
         self.declaration = declaration
         self.ps = connection
         self.worker = worker_of(connection)

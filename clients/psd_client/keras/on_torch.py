@@ -12,7 +12,7 @@ import torch
 
 from psd_client.keras.link import Link
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.torch.declaration import Declaration
+from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.gradients import Gradients
 from psd_client.torch.parameters import as_tensors
 
@@ -26,7 +26,7 @@ class TorchLink(Link):
         self._parameters = [variable.value for variable in declared.variables]
         self._views = as_tensors(self.worker.parameters)
         trained = list(range(declared.trained))
-        in_torch = Declaration(self._parameters, declared.tensors, declared.groups, (), trained, [])
+        in_torch = TorchDeclaration(self._parameters, declared.tensors, declared.groups, (), trained, [])
         self._gradients = Gradients(in_torch, self.worker.gradients, None)
 
     @torch.no_grad()

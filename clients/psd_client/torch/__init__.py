@@ -28,7 +28,7 @@ from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
-from psd_client.torch.declaration import Declaration, Options, check_optimizer, read_declaration
+from psd_client.torch.declaration import Options, TorchDeclaration, check_optimizer, read_declaration
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors
@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # see amp.py
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: Declaration, *, overlap: bool | str
+        self, optimizer: torch.optim.Optimizer, ps: ParameterServer, declaration: TorchDeclaration, *, overlap: bool | str
     ) -> None:
         self._is_declared = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))  # the groups' dicts themselves, not copies

@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Declaration:
+class TorchDeclaration:
     """The declaration of one model and optimizer.
 
     Attributes:
@@ -59,7 +59,7 @@ class Options(torch.optim.Optimizer):
 
 def read_declaration(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...]
-) -> Declaration:
+) -> TorchDeclaration:
     """Read and check the declaration. `template`: the rule."""
     groups = [group_spec(template, always, group) for group in optimizer.param_groups]
     named = _named_parameters(model)
@@ -89,7 +89,7 @@ def read_declaration(
     _check_memory(named)
     if len(trained) < len(tensors):
         groups.append(GroupSpec(STATIC.name))
-    return Declaration([parameter for _, parameter in named], tensors, groups, always, trained, frozen)
+    return TorchDeclaration([parameter for _, parameter in named], tensors, groups, always, trained, frozen)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:

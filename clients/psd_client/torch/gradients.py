@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient, RolledBack
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.torch.declaration import Declaration
+from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.parameters import as_tensors, is_alike
 from psd_client.torch.places import Places
 
@@ -56,7 +56,7 @@ class Gradients:
         overlap: None: nothing leaves before the step.
     """
 
-    def __init__(self, declaration: Declaration, buffers: FlatBuffers, overlap: Overlap | None) -> None:
+    def __init__(self, declaration: TorchDeclaration, buffers: FlatBuffers, overlap: Overlap | None) -> None:
         self._declaration = declaration
         self._buffers = buffers
         self._overlap = overlap

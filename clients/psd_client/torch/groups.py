@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from psd.contract.errors import InvalidRequest
 from psd_client.optimizers import group_spec, scalar_values
-from psd_client.torch.declaration import Declaration
+from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.options import check_no_slots
 from psd_client.torch.schedule import DistributedScheduler
 
@@ -32,7 +32,7 @@ class SharedGroups:
         schedule: what keeps their learning rates at the job's clock, if the program has asked for that.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, declaration: Declaration) -> None:
+    def __init__(self, given: torch.optim.Optimizer, declaration: TorchDeclaration) -> None:
         self.schedule: DistributedScheduler | None = None
         self._given = given
         self._declaration = declaration

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.torch.declaration import Declaration
+from psd_client.torch.declaration import TorchDeclaration
 
 
 def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
@@ -43,7 +43,7 @@ class Parameters:
         versions: by block, of what is in the model.
     """
 
-    def __init__(self, declaration: Declaration, buffers: FlatBuffers) -> None:
+    def __init__(self, declaration: TorchDeclaration, buffers: FlatBuffers) -> None:
         self._buffers = buffers
         views = as_tensors(buffers)
         self._pairs = {index: (declaration.parameters[index], views[index]) for index in declaration.trained}

@@ -12,22 +12,30 @@ import threading
 import weakref
 from multiprocessing import parent_process
 from multiprocessing import util as multiprocessing_util
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from psd_client.worker.worker import WorkerConnection
-
-_open_workers: weakref.WeakSet[WorkerConnection] = weakref.WeakSet()
+from typing import Protocol
 
 
-def remember(worker: WorkerConnection) -> None:
+class Endable(Protocol):
+    """A connection that can be ended."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End as one that has finished, or failed by `error`. Idempotent."""
+
+    def abort_feed(self) -> None:
+        """Let go of the threads of a push whose gradient nobody will complete."""
+
+
+_open_workers: weakref.WeakSet[Endable] = weakref.WeakSet()
+
+
+def remember(worker: Endable) -> None:
     """Close this worker at the end of the program."""
     _open_workers.add(worker)
     if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
         multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
 
 
-def close_in_thread(worker: WorkerConnection) -> None:
+def close_in_thread(worker: Endable) -> None:
     """Close a worker that the program has forgotten, which may have pushed last.
 
     In a thread of its own: Python frees objects anywhere, also in a thread that holds one of gRPC's locks.

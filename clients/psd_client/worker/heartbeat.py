@@ -20,7 +20,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.shards import RETRIED
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
-from psd_client.worker.membership import Membership
+from psd_client.worker.membership import JobMembership
 from psd_client.worker.session import Session
 
 logger = logging.getLogger("psd_client")
@@ -85,7 +85,7 @@ class Heartbeats:
             pauses.append(due_in_s)
         return max(min(pauses), 0.01)
 
-    def _beat(self, membership: Membership, timeout_s: float) -> list[control_pb2.Wait]:
+    def _beat(self, membership: JobMembership, timeout_s: float) -> list[control_pb2.Wait]:
         """Send heartbeats at once to all shards that know the session; return the waits that they report for this worker."""
         began = self._clock()
         # Where a session takes part is known only when all shards have let it in.
@@ -123,7 +123,7 @@ class Heartbeats:
         if self._logged.pop(lane.shard, None) is not None:
             logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
 
-    def _on_error(self, lane: Lane, error: PsdError, membership: Membership, began: float) -> None:
+    def _on_error(self, lane: Lane, error: PsdError, membership: JobMembership, began: float) -> None:
         if self._stopped:
             return
         if isinstance(error, ShardUnavailable):
@@ -137,7 +137,7 @@ class Heartbeats:
                 "psd: worker %d: shard %d at %s rejects its heartbeat: %s", self._rank, lane.shard, lane.address, error
             )
 
-    def _is_latest(self, membership: Membership) -> bool:
+    def _is_latest(self, membership: JobMembership) -> bool:
         latest = self._session.memberships.latest
         return latest is not None and latest.session == membership.session
 

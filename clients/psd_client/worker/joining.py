@@ -17,7 +17,7 @@ from psd.contract.printable import printable
 from psd.v1 import control_pb2
 from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Cancelled, Lane
-from psd_client.worker.membership import Membership, Memberships
+from psd_client.worker.membership import JobMembership, Memberships
 from psd_client.worker.timeline import join_one_timeline
 
 logger = logging.getLogger("psd_client")
@@ -63,7 +63,7 @@ class Entrance:
             incarnation = 0 if reply.is_tentative else reply.incarnation
             if lane.shard == 0:
                 incarnations = (incarnation, *(0 for _ in lanes[1:]))
-                first = Membership(
+                first = JobMembership(
                     request.rank, reply.run_id, reply.session, incarnations, reply.lease_s, timeline=reply.timeline
                 )
                 self._memberships.begin(first)

@@ -16,7 +16,7 @@ from psd_client.lanes.transport import Cancelled
 
 
 @dataclass(frozen=True)
-class Membership:
+class JobMembership:
     """The shards' replies when the worker joined.
 
     Attributes:
@@ -38,7 +38,7 @@ class Membership:
         """The caller of a request to that shard."""
         return job_pb2.Caller(run_id=self.run_id, incarnation=self.incarnations[shard], rank=self.rank, session=self.session)
 
-    def with_incarnation(self, shard: int, incarnation: int) -> Membership:
+    def with_incarnation(self, shard: int, incarnation: int) -> JobMembership:
         """The same session, known to that life of a shard."""
         incarnations = list(self.incarnations)
         incarnations[shard] = incarnation
@@ -54,18 +54,18 @@ class Memberships:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: Membership | None = None
-        self._joining: Membership | None = None
+        self._held: JobMembership | None = None
+        self._joining: JobMembership | None = None
         self.on_joining: Callable[[], None] = _nothing
 
     @property
-    def latest(self) -> Membership | None:
+    def latest(self) -> JobMembership | None:
         """The membership whose leases are to be renewed; None before the worker has joined anywhere, and after it has left."""
         with self._lock:
             return self._joining if self._joining is not None else self._held
 
     @property
-    def held(self) -> Membership:
+    def held(self) -> JobMembership:
         """The membership for the worker's calls; Cancelled if another thread has left the job."""
         held = self._held
         if held is None:
@@ -77,7 +77,7 @@ class Memberships:
         """True if the worker has joined, and not left."""
         return self._held is not None
 
-    def begin(self, first: Membership) -> None:
+    def begin(self, first: JobMembership) -> None:
         """Begin a membership with the session that shard 0 has issued; an earlier one in the making is given up."""
         with self._lock:
             self._joining = replace(first, is_joining=True)
@@ -92,7 +92,7 @@ class Memberships:
                 self._joining = replace(joining, lease_s=min(joining.lease_s, lease_s))
         self.on_joining()
 
-    def complete(self) -> Membership:
+    def complete(self) -> JobMembership:
         """Make the session in the making the worker's: all shards know it."""
         with self._lock:
             if self._joining is None:
@@ -105,11 +105,11 @@ class Memberships:
         with self._lock:
             self._joining = None
 
-    def on_resumed(self, seen: Membership, shard: int, incarnation: int) -> bool:
+    def on_resumed(self, seen: JobMembership, shard: int, incarnation: int) -> bool:
         """Note that another life of a shard has taken over the session of `seen`; False if that is no longer the worker's, or
         another thread has been faster."""
 
-        def changed(membership: Membership | None) -> Membership | None:
+        def changed(membership: JobMembership | None) -> JobMembership | None:
             if membership is None or membership.session != seen.session:
                 return membership
             if membership.incarnations[shard] != seen.incarnations[shard]:
@@ -121,13 +121,13 @@ class Memberships:
             self._held, self._joining = changed(self._held), changed(self._joining)
             return before != (self._held, self._joining)
 
-    def end(self) -> Callable[[int], Membership | None]:
+    def end(self) -> Callable[[int], JobMembership | None]:
         """Leave: drop both memberships. Returns as whom each shard has known the worker last."""
         with self._lock:
             held, joining = self._held, self._joining
             self._held = self._joining = None
 
-        def known_as(shard: int) -> Membership | None:
+        def known_as(shard: int) -> JobMembership | None:
             return joining if joining is not None and joining.incarnations[shard] else held
 
         return known_as

@@ -21,7 +21,7 @@ from psd_client.lanes.shards import Shards
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope, Share
 from psd_client.worker.declaration import JobDeclaration
 from psd_client.worker.joining import JOIN_TIMEOUT_S, Entrance
-from psd_client.worker.membership import Membership, Memberships
+from psd_client.worker.membership import JobMembership, Memberships
 
 logger = logging.getLogger("psd_client")
 
@@ -333,7 +333,7 @@ class Attempts:
         self._begin_limit = Limit(session.now, timeout_s) if is_beginning else self._limit
         self._is_begun = False
         self._error: PsdError | None = None
-        self._before: Membership | None = None
+        self._before: JobMembership | None = None
         self._rejoins = 0
 
     def __iter__(self) -> Attempts:
