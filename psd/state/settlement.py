@@ -63,6 +63,7 @@ class Coordinator:
         self._waiting: list[Ticket] = []
         self._news: list[Decided] = []
         self._last: dict[int, Decided] = {}
+        self._began_at = self.next_round
         stored = storage.load_verdict() if spec.has_verdicts else b""
         self._verdict = Verdict.from_message(job_pb2.Verdict.FromString(stored), spec) if stored else None
 
@@ -91,6 +92,11 @@ class Coordinator:
         if last is not None and found and last[0] < found[0].round:
             found = [self._message(last), *found[1 - KEPT :]]
         return found
+
+    def has_left_out(self, rank: int, round_: int) -> bool:
+        """True if a round was decided without the worker's push, in the time of this process."""
+        last = self._last.get(rank)
+        return self._began_at <= round_ < self.next_round and (last is None or last[0] != round_)
 
     def _message(self, decided: Decided) -> job_pb2.Decision:
         round_, mask = decided

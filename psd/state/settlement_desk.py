@@ -46,6 +46,7 @@ class SettlementDesk:
             return control_pb2.CommitReply(
                 decisions=coordinator.latest_for(rank),
                 clock=max(clock + 1, coordinator.next_round),
+                is_left_out=coordinator.has_left_out(rank, clock),
                 verdict=verdict.to_message() if verdict is not None else None,
             )
 

@@ -33,9 +33,14 @@ class Faults:
         """The call ends with an error before anything is sent."""
         self.run_before(method, shard=shard, action=lambda: _raise(error))
 
-    def lose_reply(self, method: str, *, shard: int) -> None:
-        """The shard does what was asked; the worker does not hear of it."""
-        self._after.append((method, shard, lambda: _raise(ShardUnavailable("the reply was lost"))))
+    def lose_reply(self, method: str, *, shard: int, after: Callable[[], object] = lambda: None) -> None:
+        """The shard does what was asked; the worker does not hear of it, and something else happens."""
+
+        def lose() -> None:
+            after()
+            raise ShardUnavailable("the reply was lost")
+
+        self._after.append((method, shard, lose))
 
     def run_before(self, method: str, *, shard: int, action: Callable[[], object]) -> None:
         """Something else happens first."""

@@ -274,6 +274,35 @@ def test_stats_with_a_quorum_and_exact_aggregation_then_say_what_counted(cluster
         ps.close()
 
 
+@pytest.mark.parametrize("strike", ["before", "after"])
+@pytest.mark.parametrize("rounds", [1, 30])
+def test_stats_when_the_others_went_far_ahead_during_a_commit_then_say_what_counted(
+    cluster: Start, strike: str, rounds: int
+) -> None:
+    """The decision is kept for some rounds only; the worker hears all the same whether its gradient is in one."""
+    servers = cluster(2).servers
+    ps, faults = connect_faulty(servers, 0, 2)
+    with ps, connect(servers, 1, 2) as other:
+        in_threads(*(lambda each=each: declare(each, aggregation="exact", quorum=1) for each in (ps, other)))
+
+        def train() -> None:
+            for _ in range(rounds):
+                other.push_pull(gradient(0))
+
+        if strike == "after":
+            faults.lose_reply("commit", shard=0, after=train)
+        else:
+            faults.run_before("commit", shard=0, action=train)
+
+        ps.push(gradient(2))
+        counted = everywhere(ps.pull()) == {-2}
+
+    assert counted is (strike == "after")
+    assert [ps.stats()[name] for name in ("blocks_counted", "blocks_late", "blocks_staged")] == (
+        [2, 0, 0] if counted else [0, 2, 0]
+    )
+
+
 def test_fed_push_that_has_failed_when_fed_again_then_goes_on_if_the_gradient_is_the_same(cluster: Start) -> None:
     """With overlap the gradient is only known when back-propagation ends: nothing leaves before it is compared."""
     for value, expected, dropped in ((1.0, -1.0, 0), (10.0, None, 1)):

@@ -15,7 +15,6 @@ from green import Fiber
 from published import History
 from wire import Outcome, Request
 
-from psd.contract.errors import PsdError
 from psd.rim.calls import Waiter
 from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
@@ -26,7 +25,7 @@ from psd.v1 import control_pb2, data_pb2
 DEADLINE_S = 600.0
 
 
-class Broken(PsdError):
+class Broken(Exception):
     """The connection of the call that runs."""
 
 

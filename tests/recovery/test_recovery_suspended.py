@@ -82,7 +82,7 @@ def test_worker_when_a_shard_is_suspended_then_names_it_and_ends_by_ctrl_c(
     shards = shard_processes(count)
     with training(tmp_path, servers_of(shards), transport, str(SIZE)) as program:
         shards[-1].signal(signal.SIGSTOP)
-        named = f"shard {count - 1} at {shards[-1].address} does not"
+        named = f"shard {count - 1} at {shards[-1].address} has not answered"
         while named not in program.errors.get(timeout=ENDS_IN_S):
             pass
 

@@ -72,7 +72,7 @@ def until(fact: Callable[[], bool]) -> None:
         threading.Event().wait(0.05)
 
 
-@pytest.mark.parametrize("only_bulk", [True, False], ids=["bulk", "all"])
+@pytest.mark.parametrize("only_bulk", [pytest.param(True, marks=pytest.mark.chaos, id="bulk"), pytest.param(False, id="all")])
 def test_worker_when_the_shard_vanishes_while_it_sends_then_goes_on_over_another_connection(
     shard: ShardProcess, proxy: Proxy, only_bulk: bool
 ) -> None:
@@ -88,7 +88,7 @@ def test_worker_when_the_shard_vanishes_while_it_sends_then_goes_on_over_another
         assert pushing.result() == {1.0}
 
 
-@pytest.mark.parametrize("only_bulk", [True, False], ids=["bulk", "all"])
+@pytest.mark.parametrize("only_bulk", [pytest.param(True, marks=pytest.mark.chaos, id="bulk"), pytest.param(False, id="all")])
 def test_worker_when_the_shard_vanishes_while_it_waits_then_goes_on_over_another_connection(
     shard: ShardProcess, proxy: Proxy, only_bulk: bool
 ) -> None:

@@ -22,6 +22,10 @@ from raw_client import TIMEOUT_S
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+COUNT = 5
+"""Connections that the system takes at once for a listener with socketserver's backlog."""
+
+
 def test_prometheus_clients_server_keeps_a_thread_for_each_silent_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and for as long as they like. Ours: test_rim_metrics.py."""
     server, _ = start_http_server(0, "127.0.0.1", CollectorRegistry())
@@ -36,10 +40,10 @@ def test_prometheus_clients_server_keeps_a_thread_for_each_silent_connection(mon
     with ExitStack() as connections:
         connections.callback(server.server_close)
         connections.callback(server.shutdown)
-        for _ in range(100):
+        for _ in range(COUNT):
             connections.enter_context(socket.create_connection(server.server_address[:2])).sendall(b"GET /metrics HTTP/1.1\r\n")  # type: ignore[arg-type]
 
-        assert all(in_thread.acquire(timeout=TIMEOUT_S) for _ in range(100))
+        assert all(in_thread.acquire(timeout=TIMEOUT_S) for _ in range(COUNT))
         assert server.RequestHandlerClass.timeout is None
 
 
@@ -69,13 +73,13 @@ def test_grpcs_health_service_keeps_every_name_that_it_was_asked_about() -> None
     """Also when the watchers have gone; anybody may send names without end. Ours keeps watchers alone."""
     servicer = health.HealthServicer()
     hang_up: list[Callable[[], None]] = []
-    for index in range(100):
+    for index in range(COUNT):
         request = health_pb2.HealthCheckRequest(service=f"no such service {index}")
         servicer.Watch(request, SimpleNamespace(add_callback=hang_up.append), lambda _: None)
     for each in hang_up:
         each()
 
-    assert len(servicer._send_response_callbacks) == 100
+    assert len(servicer._send_response_callbacks) == COUNT
 
 
 def test_grpcs_bound_on_calls_keeps_those_that_say_nothing_and_refuses_those_that_come() -> None:

@@ -373,6 +373,8 @@ class ParameterExchange:
             self._counts.on_decision(sent, is_member=bool(members >> self._rank & 1), is_skipped=is_skipped)
             self.is_skipped = is_skipped
             self.counts["rounds_skipped"] += self.is_skipped
+        elif reply.is_left_out:  # so long ago that the decision is no longer kept
+            self._counts.on_decision(sent, is_member=False, is_skipped=False)
         if not without_waiting:
             self._session.clock = max(self._session.clock, reply.clock)
             sent.is_decided = True
