@@ -33,7 +33,7 @@ def test_a_face_loads_its_own_framework_alone(modules, expected):
 @pytest.mark.parametrize(("backend", "other"), [("tensorflow", "torch"), ("torch", "tensorflow")])
 def test_the_keras_face_loads_what_keras_loads(backend, other):
     """Keras by itself loads JAX, too, where it is installed."""
-    loaded = loaded_by(f"psd_client.keras, psd_client.keras_{backend}", backend)
+    loaded = loaded_by(f"psd_client.keras, psd_client.keras.on_{backend}", backend)
 
     assert loaded == loaded_by("keras", backend)
     assert {"keras", backend} <= loaded
