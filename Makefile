@@ -27,7 +27,7 @@ help:
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
-	@echo "make check-protocol   the real client and shards in every order of a small world's events, PROTOCOL_SECONDS for each search"
+	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, and for PROTOCOL_SECONDS each with two (an hour)"
 	@echo "make fuzz    every decoder with FUZZ_EXAMPLES random inputs each, 2000 by default: minutes to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
@@ -88,7 +88,7 @@ chaos: $(INSTALLED)
 jepsen: $(INSTALLED)
 	@$(BIN)/python tests/jepsen/run_jepsen.py --seconds $(SECONDS) --seed $(SEED) $(JEPSEN_FLAGS)
 
-# What `make test` has for seconds and one fault, for minutes and two.
+# What `make test` has for some hundred states, with one fault: all of them; with two: for a while.
 check-protocol: $(INSTALLED)
 	@$(BIN)/python tests/protocol/check_protocol.py --seconds $(PROTOCOL_SECONDS)
 
