@@ -20,15 +20,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import secrets
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-HOST = "127.0.0.2"
-"""Not the shards'. Linux has all of 127.0.0.0/8."""
 
 PIECE_BYTES = 1 << 16
 BULK_BYTES = 1 << 13
@@ -57,11 +55,14 @@ class Proxy:
 
     def __init__(self, target: str, bulk_port: int | None = None) -> None:
         host, _, port = target.rpartition(":")
-        listener = socket.create_server((HOST, 0))
-        self.address = f"{HOST}:{listener.getsockname()[1]}"
-        self._ways = [(listener, (host, int(port)))]
+        # Where the shard's port is free; Linux has all of 127.0.0.0/8.
+        own = f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
+        self._ways = []
         if bulk_port is not None:
-            self._ways.append((socket.create_server((HOST, bulk_port)), (host, bulk_port)))
+            self._ways.append((socket.create_server((own, bulk_port)), (host, bulk_port)))
+        listener = socket.create_server((own, 0))
+        self.address = f"{own}:{listener.getsockname()[1]}"
+        self._ways.append((listener, (host, int(port))))
         self.fired: list[Fault] = []
         self._armed: deque[Fault] = deque()
         self._changed = threading.Condition()
