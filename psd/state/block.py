@@ -401,12 +401,6 @@ class BlockState:
             return 0
         return self._round.missing()
 
-    def counted_clock(self, rank: int, session: int) -> int:
-        """The clock up to which pushes of this session have been counted here: the window's, 0 for another session."""
-        with self.lock:
-            page = self._page
-            return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
-
     @property
     def _page(self) -> Page:
         page = self._arena.current(self._slot)

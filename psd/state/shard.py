@@ -271,11 +271,6 @@ class Shard:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)
 
-    @property
-    def is_initialized(self) -> bool:
-        """True if the job is declared and has its initial values."""
-        return self._core.life.has_values
-
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""
         with self._core.lock:
