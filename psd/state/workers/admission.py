@@ -23,10 +23,10 @@ from psd.contract.errors import (
 from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
-from psd.state.cuts import TIME_S_MAX
+from psd.state.durability.cuts import TIME_S_MAX
 from psd.state.life import Life
-from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import control_pb2, job_pb2
 from psd_core.arena import Page
 
