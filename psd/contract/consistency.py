@@ -1,4 +1,7 @@
-"""The consistency word: "sync", "async", "ssp:3". Parsing and printing only; psd/state/consistency.py acts on it."""
+"""The consistency word: "sync", "async", "ssp:3". Parses and prints it; acts on nothing.
+
+psd/state/aggregation/consistency.py does.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The job spec: the workers' declaration, as frozen values that are valid once they exist.
 
 Knows its message form, how to check it against the limits, and how to name the first difference between two specs. Must not
-know where tensors live (layout.py) nor how rules compute (psd/state/rules.py).
+know where tensors live (layout.py) nor how rules compute (psd/state/aggregation/rules.py).
 """
 
 from __future__ import annotations

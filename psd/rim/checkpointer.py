@@ -1,8 +1,8 @@
 """Checkpoints of one shard: the thread that writes them, and their outcomes.
 
-The shard says when a cut is due (psd/state/schedule.py) and collects its pages (psd/state/cuts.py); here they are written, and
-whichever shard is last makes the checkpoint valid. Training is not stopped: pages are pinned, and given back as they are
-written. A failure costs that checkpoint only; it is logged, shown by status, and what was valid stays.
+The shard says when a cut is due (psd/state/durability/schedule.py) and collects its pages (psd/state/durability/cuts.py);
+here they are written, and whichever shard is last makes the checkpoint valid. Training is not stopped: pages are pinned, and
+given back as they are written. A failure costs that checkpoint only; it is logged, shown by status, and what was valid stays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
-from psd.state.cuts import Snapshot, new_id
+from psd.state.durability.cuts import Snapshot, new_id
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from psd.rim.calls import Waiter
-from psd.state.block import BlockState
+from psd.state.aggregation.block import BlockState
 from psd.state.shard import Shard
 from psd.state.transfers import Found, Pull, Push
 from psd.v1 import data_pb2

@@ -18,7 +18,7 @@ from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeo
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
 from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
 from psd.rim.strangers import CALLS_MAX, Strangers
-from psd.state.cuts import Done
+from psd.state.durability.cuts import Done
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 

@@ -19,10 +19,10 @@ from psd.rim.bulk_server import LaneConnections
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import SECONDS, Histogram
 from psd.state.job import Job
-from psd.state.membership import Worker, WorkerState
 from psd.state.shard import Shard
 from psd.state.status import ShardState, ShardStatus
 from psd.state.tickets import WaitKind
+from psd.state.workers.membership import Worker, WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

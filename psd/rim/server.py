@@ -34,9 +34,9 @@ from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
-from psd.state.membership import tick_s
 from psd.state.shard import Shard
 from psd.state.status import ShardState
+from psd.state.workers.membership import tick_s
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import psd
 from psd.rim.checkpointer import CheckpointProgress
-from psd.state.membership import Worker
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
+from psd.state.workers.membership import Worker
 from psd.v1 import control_pb2
 
 MISSING_MAX = 64

@@ -28,17 +28,17 @@ from psd.contract.errors import (
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state import locks
-from psd.state.barriers import Barriers
-from psd.state.block import BlockState
+from psd.state.aggregation.block import BlockState
 from psd.state.counts import Counters
-from psd.state.cuts import ClientStates
-from psd.state.initial import InitialValues
+from psd.state.durability.cuts import ClientStates
+from psd.state.durability.storage import Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
-from psd.state.membership import Membership, Worker, WorkerState
-from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
+from psd.state.workers.barriers import Barriers
+from psd.state.workers.initial import InitialValues
+from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
 

@@ -15,16 +15,16 @@ from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
-from psd.state.agreement import Voice
-from psd.state.block import BlockState
+from psd.state.aggregation.agreement import Voice
+from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.rounds import Contribution, Outcome
 from psd.state.core import ShardCore, check_begun_as
-from psd.state.cuts import Cuts, check_client_state, check_cuts
+from psd.state.durability.cuts import Cuts, check_client_state, check_cuts
+from psd.state.durability.schedule import CutSchedule
 from psd.state.job import Job
-from psd.state.membership import WorkerState
-from psd.state.rounds import Contribution, Outcome
-from psd.state.schedule import CutSchedule
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
+from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed
 

@@ -16,17 +16,17 @@ from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
-from psd.state.agreement import Agreement, Scalars
-from psd.state.block import BlockServices, BlockState
-from psd.state.consistency import policy_of
+from psd.state.aggregation.agreement import Agreement, Scalars
+from psd.state.aggregation.block import BlockServices, BlockState
+from psd.state.aggregation.consistency import policy_of
+from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
+from psd.state.aggregation.rounds import FastRound
+from psd.state.aggregation.rules import BoundRule, check_listed
+from psd.state.aggregation.settlement import Coordinator, Participant
+from psd.state.aggregation.staleness import bound_rule
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.exact_rounds import ExactRound, MeasuredRound
-from psd.state.membership import Membership
-from psd.state.rounds import FastRound
-from psd.state.rules import BoundRule, check_listed
-from psd.state.settlement import Coordinator, Participant
-from psd.state.staleness import bound_rule
-from psd.state.storage import Storage
+from psd.state.durability.storage import Storage
+from psd.state.workers.membership import Membership
 from psd_core.arena import Arena, BlockShape, Page
 
 

@@ -17,19 +17,19 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, PsdError, WrongShard
-from psd.state.admission import Admission
+from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.cuts import Cuts, Done, Snapshot, check_cuts
+from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
+from psd.state.durability.restoration import Restoration
+from psd.state.durability.schedule import CutSchedule
+from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
-from psd.state.membership import Worker, WorkerState
-from psd.state.restoration import Restoration
-from psd.state.schedule import CutSchedule
-from psd.state.settlement_desk import SettlementDesk
 from psd.state.status import STATES, ShardState, ShardStatus
-from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.workers.admission import Admission
+from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 ABANDONED_LEASES = 6
@@ -270,11 +270,6 @@ class Shard:
         if self.is_draining:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)
-
-    @property
-    def is_initialized(self) -> bool:
-        """True if the job is declared and has its initial values."""
-        return self._core.life.has_values
 
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""

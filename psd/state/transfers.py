@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from psd.state.agreement import Scalars, Voice
+from psd.state.aggregation.agreement import Scalars, Voice
+from psd.state.aggregation.lent import Loan
+from psd.state.aggregation.rounds import Outcome
 from psd.state.job import Job
-from psd.state.lent import Loan
-from psd.state.membership import Worker
-from psd.state.rounds import Outcome
+from psd.state.workers.membership import Worker
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 

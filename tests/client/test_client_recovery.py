@@ -13,7 +13,7 @@ import pytest
 from client_faults import Restartable, Thread, connect_faulty, expire, until
 
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
-from psd.state.membership import WorkerState
+from psd.state.workers.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
 from psd_client.worker.session import REJOINS_MAX
 
@@ -139,9 +139,7 @@ def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_close
     job = restartable()
     with connect(job.servers, 1, 2) as peer:
         ps = connect(job.servers, 0, 2)
-        other = Thread(lambda: declare(peer, aggregation=aggregation))
-        declare(ps, aggregation=aggregation)
-        other.result()
+        declare_both(ps, peer, aggregation=aggregation)
         ps.push(gradient(2.0))
         del ps
         until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
@@ -291,7 +289,7 @@ def test_declare_when_shard_zero_has_lost_its_part_then_is_told_and_nothing_is_m
     with connect(job.servers, 0, 1) as ps, pytest.raises(StateLost, match=r"shard 1 at .* shard 0 has lost its part"):
         declare(ps)
 
-    assert not blank.shard.is_initialized
+    assert not blank.shard._core.life.has_values
     first.close()
 
 

@@ -26,12 +26,12 @@ from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
 from psd.state import core as state_core
 from psd.state import locks
-from psd.state import restoration as state_restoration
 from psd.state import shard as state_shard
-from psd.state.membership import WorkerState
-from psd.state.settlement import KEPT
+from psd.state.aggregation.settlement import KEPT
+from psd.state.durability import restoration as state_restoration
+from psd.state.durability.storage import Storage
 from psd.state.shard import Shard
-from psd.state.storage import Storage
+from psd.state.workers.membership import WorkerState
 from psd_core.arena import WORDS
 
 Key = tuple[Any, ...]

@@ -14,11 +14,11 @@ from psd.contract.config import ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
-from psd.state.membership import tick_s
-from psd.state.rounds import FastRound
+from psd.state.aggregation.rounds import FastRound
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.transfers import Push
+from psd.state.workers.membership import tick_s
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 SGD = (1.0, 0.0, 0.0, 0.0)  # lr, momentum, dampening, weight_decay

@@ -8,7 +8,14 @@ import pytest
 from shard_driver import Driver, job_spec
 
 from psd.contract.errors import InvalidRequest
-from psd.state.cuts import CLIENT_STATE_BYTES_MAX, CLIENT_STATES_KEPT, CUTS_MAX, ClientStates, check_client_state, check_cuts
+from psd.state.durability.cuts import (
+    CLIENT_STATE_BYTES_MAX,
+    CLIENT_STATES_KEPT,
+    CUTS_MAX,
+    ClientStates,
+    check_client_state,
+    check_cuts,
+)
 from psd.v1 import data_pb2
 
 

@@ -10,7 +10,7 @@ import pytest
 from shard_driver import Driver, Fuse, Killed, job_spec
 
 from psd.contract.errors import InvalidRequest, StateLost, WrongShard
-from psd.state.settlement import KEPT
+from psd.state.aggregation.settlement import KEPT
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2, job_pb2
 

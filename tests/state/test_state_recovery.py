@@ -10,9 +10,9 @@ from shard_driver import INCARNATION, Driver, Fuse, Killed, job_spec
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import NotDeclared, RolledBack, SessionFenced, ShardRestarted, StateLost
 from psd.state.life import Life
-from psd.state.membership import WorkerState
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
+from psd.state.workers.membership import WorkerState
 from psd.v1 import control_pb2
 
 
@@ -370,7 +370,7 @@ def test_client_states_come_again_with_the_pushes(driver_of):
 
 def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, monkeypatch):
     """Whole arenas at once; directories in which none was made yet only when nobody can be about to lock them."""
-    monkeypatch.setattr("psd.state.storage.memory_directory", lambda: tmp_path)
+    monkeypatch.setattr("psd.state.durability.storage.memory_directory", lambda: tmp_path)
     driver = Driver()
     driver.start()
     left = driver.core.storage.directory

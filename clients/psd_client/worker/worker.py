@@ -115,11 +115,7 @@ class WorkerConnection:
             return
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            feed = self._feed
-            if feed is not None and feed.in_background and feed.is_finished and is_success:
-                feed.ended.wait()
-            elif feed is not None:
-                feed.abort()
+            self._end_feed(is_success)
             untold, self._untold = self._untold, None
             if untold is not None and is_success:
                 is_success = False
@@ -149,10 +145,14 @@ class WorkerConnection:
 
         One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
         """
+        if os.getpid() == self._pid:
+            self._end_feed(is_success=getattr(sys, "last_value", None) is None)
+
+    def _end_feed(self, is_success: bool) -> None:
         feed = self._feed
-        if feed is None or os.getpid() != self._pid:
+        if feed is None:
             return
-        if feed.in_background and feed.is_finished and getattr(sys, "last_value", None) is None:
+        if feed.in_background and feed.is_finished and is_success:
             feed.ended.wait()
         else:
             feed.abort()

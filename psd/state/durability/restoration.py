@@ -29,11 +29,11 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.state.aggregation.rules import check_listed
 from psd.state.core import ShardCore
-from psd.state.cuts import Cuts
+from psd.state.durability.cuts import Cuts
 from psd.state.life import Life
-from psd.state.membership import Membership
-from psd.state.rules import check_listed
+from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 
 logger = logging.getLogger(__name__)

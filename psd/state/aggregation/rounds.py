@@ -1,7 +1,7 @@
 """The open round of a block: the gradients that it has, and how they are summed.
 
-`Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/exact_rounds.py keeps them apart until
-shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
+`Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/aggregation/exact_rounds.py keeps
+them apart until shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.agreement import Voice
-from psd.state.consistency import Policy
-from psd.state.lent import Loan, Sum
-from psd.state.membership import Membership
-from psd.state.pages import BlockAccumulators
-from psd.state.rules import Gradient, Rule
+from psd.state.aggregation.agreement import Voice
+from psd.state.aggregation.consistency import Policy
+from psd.state.aggregation.lent import Loan, Sum
+from psd.state.aggregation.pages import BlockAccumulators
+from psd.state.aggregation.rules import Gradient, Rule
+from psd.state.workers.membership import Membership
 from psd_core.arena import Page
 
 

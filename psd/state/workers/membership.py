@@ -247,10 +247,12 @@ class Membership:
     def on_gone_back(self, states: Sequence[int], now: float) -> None:
         """Note the states, by rank, of the workers before the job went back. Those that were live have a lease to come back."""
         for worker, state in zip(self.workers, states, strict=False):
-            if worker.state is WorkerState.ABSENT and state in (WorkerState.EXPIRED, WorkerState.FINISHED):
+            if worker.state is not WorkerState.ABSENT:
+                continue
+            if state in (WorkerState.EXPIRED, WorkerState.FINISHED):
                 worker.state = WorkerState(state)
                 self._changed(worker)
-            elif worker.state is WorkerState.ABSENT and state == WorkerState.LIVE:
+            elif state == WorkerState.LIVE:
                 self.on_seen(worker, now)
         self._refresh()
 

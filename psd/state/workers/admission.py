@@ -23,10 +23,10 @@ from psd.contract.errors import (
 from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
-from psd.state.cuts import TIME_S_MAX
+from psd.state.durability.cuts import TIME_S_MAX
 from psd.state.life import Life
-from psd.state.membership import Membership, Worker, WorkerState
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import control_pb2, job_pb2
 from psd_core.arena import Page
 
@@ -122,7 +122,7 @@ class Admission:
                 session=session,
                 clock=worker.clock,
                 lease_s=config.lease_s,
-                decisions=self._latest_decisions(request.rank),
+                decisions=self._latest_decisions(),
                 timeline=self._core.timeline,
                 checkpoint=self._core.restored_from,
                 is_tentative=self._core.is_tentative,
@@ -156,9 +156,9 @@ class Admission:
         self._last_session = max(self._last_session + 1, known + 1, int(self._wall() * 1e6))
         return self._last_session
 
-    def _latest_decisions(self, rank: int) -> list[job_pb2.Decision]:
+    def _latest_decisions(self) -> list[job_pb2.Decision]:
         job = self._core.job
-        return job.coordinator.latest_for(rank) if job is not None and job.coordinator is not None else []
+        return job.coordinator.latest() if job is not None and job.coordinator is not None else []
 
     def _entry_clock(self, worker: Worker, *, is_awaited: bool) -> int:
         """The clock at which a joining worker takes part: the open round, or beside the slowest of the others.

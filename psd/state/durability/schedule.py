@@ -11,8 +11,8 @@ from collections.abc import Callable
 from psd.contract.errors import NotDeclared
 from psd.state import locks
 from psd.state.core import ShardCore
-from psd.state.cuts import AHEAD, FINAL_ID, Cuts, new_id
-from psd.state.membership import WorkerState
+from psd.state.durability.cuts import AHEAD, FINAL_ID, Cuts, new_id
+from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 
 

@@ -22,16 +22,17 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state import locks, pages
-from psd.state.consistency import Policy
+from psd.state import locks
+from psd.state.aggregation import pages
+from psd.state.aggregation.consistency import Policy
+from psd.state.aggregation.lent import Loan
+from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update, segments
+from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
+from psd.state.aggregation.staleness import Readers
+from psd.state.aggregation.version_waits import VersionWaits
 from psd.state.counts import RoundTimes
-from psd.state.lent import Loan
-from psd.state.membership import Membership
-from psd.state.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update, segments
-from psd.state.rules import BoundRule, Gradient, SegmentFailed
-from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
-from psd.state.version_waits import VersionWaits
+from psd.state.workers.membership import Membership
 from psd_core.arena import Arena, ArenaClosed, ArenaFull, Page
 
 
@@ -400,12 +401,6 @@ class BlockState:
         if round_ < self.version:
             return 0
         return self._round.missing()
-
-    def counted_clock(self, rank: int, session: int) -> int:
-        """The clock up to which pushes of this session have been counted here: the window's, 0 for another session."""
-        with self.lock:
-            page = self._page
-            return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
 
     @property
     def _page(self) -> Page:
