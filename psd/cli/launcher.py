@@ -24,7 +24,7 @@ from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
-from psd.cli.server import DONE_PATTERN, READY_PATTERN
+from psd.cli.server import DONE_PATTERN, READY_PATTERN, STORED_PATTERN
 from psd.cli.state import StateDirectory, shard_path
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
@@ -93,6 +93,7 @@ class Launcher:
         self._prefixes = Prefixes(["psd-run", *names], colour=colour and sys.stdout.isatty())
         self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and sys.stderr.isatty())
         self._reader_is_gone = False
+        self._checkpoint = ""  # the last one that a shard has told of
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
@@ -250,6 +251,8 @@ class Launcher:
     # -- output --
 
     def _show(self, name: Name, lines: Sequence[bytes]) -> None:
+        if name.kind == "shard":
+            lines = [line for line in lines if not self._is_repeated(line)]
         self._write([self._prefixes.line(str(name), line) for line in lines])
         if name.kind != "shard":
             return
@@ -263,6 +266,14 @@ class Launcher:
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
+
+    def _is_repeated(self, line: bytes) -> bool:
+        """True for the news of a checkpoint that another shard has told."""
+        stored = re.fullmatch(STORED_PATTERN, line.decode(errors="replace"))
+        if stored is None:
+            return False
+        earlier, self._checkpoint = self._checkpoint, stored[1]
+        return earlier == stored[1]
 
     def _say_what_runs(self) -> None:
         servers = ",".join(self._addresses[index] for index in range(self._plan.shards))

@@ -64,8 +64,9 @@ TIMEOUT_S = 30.0
 
 
 @pytest.mark.process
-def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job):
-    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum")
+def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job, tmp_path):
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-steps", "1")
+    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints)
 
     assert run.end() == 0
     for rank in range(3):
@@ -73,6 +74,9 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
     for index in range(2):
         assert f"[shard {index}]  psd-server: shard {index}/2 done: all workers have left" in run.output
     assert all(re.match(r"\[(psd-run|shard \d|worker \d)\] ", line) for line in run.lines)
+    stored = re.findall(r"stored checkpoint (\S+)", run.output)
+    assert stored[-1].endswith("-final")
+    assert len(set(stored)) == len(stored), "one line each, whichever shards were last"
     run.assert_nothing_left()
 
 
