@@ -4,7 +4,8 @@ psd/cli/kubernetes.py on a cluster.
     run.py        flags, help, the commands and environments of shards and workers
     launcher.py   the loop: output, deaths, signals
     policy.py     what to do about a death, a signal, a deadline
-    processes.py  one child;  output.py  its lines;  watchdog.py, sweep.py  no orphans;  state.py  the shards' state directories
+    processes.py  one child;  output.py  its lines;  display.py  the terminal;  state.py  the shards' state directories
+    watchdog.py, sweep.py  no orphans
 
 Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
 """
@@ -80,7 +81,8 @@ LOCAL_RANK and WORLD_SIZE, too; not MASTER_ADDR and MASTER_PORT, since psd needs
 script that wants one beside it names them. Unless they are set, psd-run also sets OMP_NUM_THREADS, so that all
 workers together have as many threads as there are cores; PYTHONUNBUFFERED=1; and malloc thresholds that spare
 fresh memory for each message. All output goes to standard output, psd-run's own messages to standard error.
-NO_COLOR=1 turns colours off.
+On a terminal progress bars are redrawn in place, below the lines; a file gets one state a second. NO_COLOR=1
+turns colours off.
 
 The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
 of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the
