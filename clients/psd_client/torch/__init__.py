@@ -38,6 +38,10 @@ from psd_core.optimizer import Optimizer
 __all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Optimizer,
