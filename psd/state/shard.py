@@ -167,7 +167,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
-        snapshot.client_states.update(self._core.client_states.at(step))
+        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages)))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""

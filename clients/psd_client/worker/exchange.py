@@ -48,7 +48,7 @@ class ParameterExchange:
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
         parameters: what the last pull brought; undefined after one that failed.
-        client_state: goes to shard 0 with the next push.
+        client_state: goes with the next push, to the shard that keeps it.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
         counts: see ParameterServer.stats.
