@@ -231,9 +231,9 @@ class Job:
         """The last push of a rank that counts in the first block here; others may be a round behind or ahead. Takes no lock."""
         return self._trained[0].last_counted(rank)
 
-    def counted_on(self, job_pages: Mapping[int, Page]) -> list[Counted]:
-        """By rank, the last push that some of these pages count, of all blocks."""
-        trained = [job_pages[block.plan.index] for block in self._trained]
+    def counted_on(self, of_blocks: Mapping[int, Page]) -> list[Counted]:
+        """The last push of each rank that some of these pages, of all blocks, count."""
+        trained = [of_blocks[block.plan.index] for block in self._trained]
         return pages.counted(trained) if trained else [(0, 0)] * self.spec.world_size
 
     def settle(self) -> None:

@@ -57,7 +57,7 @@ def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) ->
 
 
 def counted(pages: Sequence[Page]) -> list[Counted]:
-    """By rank, the last push that any of these pages counts: its session, and the clock after it."""
+    """The last push of each rank that any of these pages counts."""
     sessions = np.max([page.sessions for page in pages], axis=0)
     clocks = np.max([np.where(page.sessions == sessions, page.clocks, 0) for page in pages], axis=0)
     return list(zip(sessions.tolist(), clocks.tolist(), strict=True))
