@@ -79,7 +79,7 @@ class Snapshot:
         why_missed: why they cannot; empty if they are there.
         pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         worker_clocks, client_states: by rank.
-        awaits_buffers: no round says when they are there, and not all that are to bring them have. since: when that was noticed.
+        awaits_buffers: no round says when they are there, and they have not been brought. since: when that was noticed.
     """
 
     cut: data_pb2.Cut
