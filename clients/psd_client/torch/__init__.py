@@ -132,7 +132,7 @@ def distribute(
     def initialize(flat: FlatBuffers) -> None:
         with torch.no_grad():
             torch._foreach_copy_(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
-        Buffers(declaration, flat).send()
+        Buffers(declaration, flat).write()
 
     try:
         worker_of(connection).declare_tensors(
@@ -180,9 +180,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         register(self, self, optimizer)
         self._declaration = declaration
         self._parameters = Parameters(declaration, worker.parameters)
-        self._buffers = Buffers(declaration, worker.parameters)
+        self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
         self._buffers.receive()
-        self._times_gone_back = worker.times_gone_back
         if declaration.buffers:
             worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
@@ -258,9 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.settle()
         self._worker.pull_flat()
         self._parameters.copy()
-        if self._worker.times_gone_back != self._times_gone_back:
-            self._times_gone_back = self._worker.times_gone_back
-            self._buffers.receive()
+        self._buffers.follow(self._worker.times_gone_back)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -53,7 +53,6 @@ class ParameterExchange:
             worker's. Known after the pull.
         counts: see ParameterServer.stats.
         buffers: what the worker computes beside the parameters.
-        times_gone_back: how often the job has gone back to a checkpoint.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class ParameterExchange:
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.parameters = FlatBuffers(layout, segment=segment)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
-        self.times_gone_back = 0
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.parameters)
@@ -114,7 +112,7 @@ class ParameterExchange:
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
-        self.times_gone_back += 1
+        self.buffers.times_gone_back += 1
 
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
