@@ -248,6 +248,7 @@ class Driver:
         versions: Sequence[int] = (),
         session: int = 0,
         since: int = 0,
+        client_state: bytes = b"",
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
@@ -258,6 +259,7 @@ class Driver:
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
             versions=versions,
             since=since,
+            client_state=client_state,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:

@@ -218,6 +218,9 @@ class Admission:
             if self._core.config.shard_index == 0 and not self._core.life.has_values and not choice:
                 ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
+            client_state = b""
+            if self._core.life.has_values and self._core.config.shard_index == job.layout.client_state_shard:
+                client_state = self._core.client_states.settle(worker.rank, job.counted(worker.rank))
             if self._core.life.has_values and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker, is_awaited=True)))
             reply = control_pb2.DeclareReply(
@@ -226,7 +229,7 @@ class Admission:
                 choice=choice,
                 initialized=self._core.life.has_values,
                 clock=worker.clock,
-                client_state=self._core.client_states.at(None).get(worker.rank, b""),
+                client_state=client_state,
             )
         return reply, ticket
 
@@ -241,7 +244,8 @@ class Admission:
         """Take one block's values aside."""
         plan = self._core.declared().block(block).plan
         values = frames.numbers(payload, plan.dtype, plan.length, f"block {block}")
-        self._core.check_finite(values, plan.index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
+        if not self._core.declared().spec.groups[plan.group].is_of_buffers:
+            self._core.check_finite(values, plan.index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
         if init.is_accepted:
             init.values[block] = values
 
