@@ -21,6 +21,8 @@ from psd.contract.printable import printable
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_CHECKPOINT = 74
+"""All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
 
 
 def exit_status(signum: int) -> int:

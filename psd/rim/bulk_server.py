@@ -272,6 +272,12 @@ class BulkServer:
         """False if its worker has left, or has begun a session that has not called on it."""
         return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
 
+    @property
+    def ranks(self) -> set[int]:
+        """The workers that have a connection."""
+        with self._lock:
+            return set(self._by_rank)
+
     def connections(self) -> dict[str, LaneConnections]:
         """The connections by lane."""
         with self._lock:
