@@ -104,7 +104,7 @@ def distribute(
         raise InvalidRequest(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
-    if overlap and clip_norm is not None and mode.mode != "sync":
+    if overlap and clip_norm is not None and not mode.has_rounds:
         raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
     if overlap == "forward" and staleness.startswith("dc"):
         raise InvalidRequest(
