@@ -27,7 +27,7 @@ DIRECTORY = "ends"
 
 @dataclass(frozen=True)
 class EndNote:
-    """What one shard holds at its end.
+    """Facts about one shard at its end.
 
     Attributes:
         nonce: differs from end to end, so that no two ends make a cut of one name.

@@ -24,6 +24,9 @@ EXIT_USAGE = 2
 EXIT_CHECKPOINT = 74
 """All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
 
+LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
+"""Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
+
 
 def exit_status(signum: int) -> int:
     """The exit status that shells report for a signal: 130 for SIGINT, 143 for SIGTERM."""

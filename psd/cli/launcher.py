@@ -24,7 +24,7 @@ from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
-from psd.cli.server import DONE_PATTERN, READY_PATTERN
+from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, READY_PATTERN
 from psd.cli.state import StateDirectory, shard_path
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
@@ -47,6 +47,7 @@ class Plan:
     Attributes:
         run_id: of this run only; processes are found by it.
         shards, workers, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        has_checkpoints: the shards have a place for them.
         state_dir: where the shards' state directories are made.
         is_state_private: it is removed in any case.
         shard_command: the command of a shard, by index, address to listen at, and state directory.
@@ -61,6 +62,7 @@ class Plan:
     restarts_max: int
     shard_restarts_max: int
     grace_s: float
+    has_checkpoints: bool
     state_dir: Path
     is_state_private: bool
     shard_command: Callable[[int, str, Path], Sequence[str]]
@@ -80,6 +82,7 @@ class Launcher:
             restarts_max=plan.restarts_max,
             shard_restarts_max=plan.shard_restarts_max,
             grace_s=plan.grace_s,
+            has_checkpoints=plan.has_checkpoints,
         )
         self._selector = selectors.DefaultSelector()
         self._children: dict[Name, Child] = {}
@@ -263,6 +266,8 @@ class Launcher:
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
+            elif re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
+                self._perform(self._policy.on_saved(time.monotonic()))
 
     def _say_what_runs(self) -> None:
         servers = ",".join(self._addresses[index] for index in range(self._plan.shards))

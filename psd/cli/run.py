@@ -91,8 +91,10 @@ when something dies or is told to end:
                        has its parameters. Workers wait for it and repeat unanswered requests. When
                        --max-shard-restarts are used up, or it could not be started {starts} times in a
                        row, or has never served, the job is stopped in the same way. Status: 1
-  Ctrl-C, SIGTERM,     the job is stopped in the same way, the shards after the workers. A second one
-  SIGHUP               kills everything at once. Status: 128 + the signal's number
+  Ctrl-C, SIGTERM,     with --checkpoint-dir, a last checkpoint is taken while the workers train, within
+  SIGHUP               --grace; a second one skips that. Then the job is stopped in the same way, the
+                       shards after the workers; if there was no checkpoint, they store what they hold.
+                       Another one kills everything at once. Status: 128 + the signal's number
   psd-run is killed    its watchdog (a small process) ends all others, and removes their state, within
                        seconds
   the watchdog dies    psd-run says so and starts another
@@ -113,6 +115,7 @@ exit status:
   N      the status of the first worker that failed for good; 128 + N if signal N killed it
   1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
+  74     all is well, or psd-run got a signal, but the last checkpoint could not be stored
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 
@@ -148,7 +151,9 @@ _FAULTS: Options = {
         "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
     ),
     "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
-    "grace_s": Option("SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards", seconds),
+    "grace_s": Option(
+        "SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards, and for the last checkpoint before", seconds
+    ),
 }
 
 _WATCHING: Options = {
@@ -257,6 +262,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         restarts_max=args.max_restarts,
         shard_restarts_max=shard_restarts,
         grace_s=args.grace_s,
+        has_checkpoints=bool(args.checkpoint_dir),
         state_dir=state_dir,
         is_state_private=not args.state_dir,
         shard_command=shard_command,

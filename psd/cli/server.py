@@ -23,6 +23,7 @@ from psd.cli.arguments import (
     EXIT_CHECKPOINT,
     EXIT_FAILURE,
     EXIT_OK,
+    LAST_CHECKPOINT_SIGNAL,
     SERVER_DEFAULTS,
     Option,
     Options,
@@ -50,11 +51,10 @@ READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 """The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
-LAST_CHECKPOINT_PATTERN = r"psd-server: shard 0/\d+ (has stored the last checkpoint: .*|takes no last checkpoint now: .*)"
+LAST_CHECKPOINT_PATTERN = (
+    r"psd-server: shard 0/\d+ (has stored the last checkpoint: .*|takes no checkpoint while workers train: .*)"
+)
 """Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
-
-LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
-"""Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
 
 FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
@@ -283,11 +283,21 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     if config.exit_when_done:
         threading.Thread(target=watch, daemon=True).start()
 
+    has_said = False
+
     def take_last_checkpoint() -> None:
         try:
-            say(f"{name} has stored the last checkpoint: {server.take_last_checkpoint(config.grace_s)}")
+            server.take_last_checkpoint(config.grace_s)
         except PsdError as error:
-            say(f"{name} takes no last checkpoint now: {error}")
+            say(f"{name} takes no checkpoint while workers train: {error}")
+        else:
+            say_what_is_stored()
+
+    def say_what_is_stored() -> None:
+        nonlocal has_said
+        if server.last_checkpoint and not has_said:
+            has_said = True
+            say(f"{name} has stored the last checkpoint: {server.last_checkpoint}")
 
     taking = threading.Thread(target=take_last_checkpoint, daemon=True)
     while not (words := [word for word in wakeups.wait() if word != LAST_CHECKPOINT_SIGNAL]):
@@ -318,6 +328,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     if second < FIRST_WORD:
         say(f"{name} got {signal_name(second)}: ending at once")
         os._exit(exit_status(second))  # no clean-up that could wait for anything
+    say_what_is_stored()
     if second == _DRAINED and server.has_failed_to_store:
         return EXIT_CHECKPOINT
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE

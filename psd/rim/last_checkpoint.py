@@ -16,15 +16,25 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from psd.checkpoint import CheckpointDirectory, EndNote, common_cut
-from psd.checkpoint.cut import CutName
+from psd.checkpoint.cut import name_of
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.rim.checkpointer import POLL_S, Checkpointer
 from psd.state.durability.cuts import new_id
 from psd.state.job import Job
 from psd.state.shard import Shard
+from psd.v1 import data_pb2
 
 logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+"""Seconds for which an end note stays after a failure, for the others to read it."""
+
+_PREFIX = "last"
+"""First letters of the ids of cuts that are announced because the job ends."""
+
+FRESH_S = 30.0
+"""Seconds by which shards may be told of the end of one job at different times, and their clocks differ."""
 
 LONELY_S = 1.0
 """Seconds without any worker's connection after which none is waited for: one may have lost it, and open another."""
@@ -37,7 +47,7 @@ class LastCheckpoint:
         has_workers: tells whether a worker is there that may train.
 
     Attributes:
-        is_taken: it is stored, by all shards.
+        name: of the checkpoint, once all shards have stored it; empty before.
     """
 
     def __init__(
@@ -48,17 +58,19 @@ class LastCheckpoint:
         checkpointer: Checkpointer,
         has_workers: Callable[[], bool],
         now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        self.is_taken = False
+        self.name = ""
         self._shard = shard
         self._config = config
         self._directory = directory
         self._checkpointer = checkpointer
         self._has_workers = has_workers
         self._now = now
+        self._wall = wall
+        self._told_at: float | None = None  # seconds since 1970
         self._lock = threading.Lock()
         self._is_given_up = threading.Event()
-        self._name = ""  # of the checkpoint that this shard has stored its part of
 
     def begin(self) -> None:
         """Remove the note that an earlier process of this shard may have left: the shard has not ended."""
@@ -73,40 +85,44 @@ class LastCheckpoint:
         with self._lock:
             pass
 
-    def take(self, timeout_s: float) -> str:
-        """Take a checkpoint while workers train; returns its name.
+    def take(self, timeout_s: float) -> None:
+        """Take a checkpoint while workers train.
 
         Any shard may be the one that is told to end: shard 0 announces the cut at once, another one when none comes from there.
 
         Raises:
             CheckpointFailed: there is nothing to store, or it was not stored in time.
         """
-        with self._lock:
-            self._take(timeout_s)
-            return self._name
-
-    def _take(self, timeout_s: float) -> None:
-        schedule, cuts = self._shard.schedule, self._shard.cuts
+        schedule, began = self._shard.schedule, self._now()
         if not schedule.is_training:
             raise CheckpointFailed("there is nothing to store yet")
-        known = {cut.id for cut in cuts.latest()}
-        began = heard_at = self._now()
+        heard_at = began
         announces_at = began if self._config.shard_index == 0 else began + timeout_s / 4
-        while self._now() < began + timeout_s and not self._is_given_up.is_set():
-            if self._now() >= announces_at and {cut.id for cut in cuts.latest()} <= known:
-                schedule.announce(new_id())
-            last = CutName.of(self._checkpointer.progress.last)
-            if last is not None and last[2] not in known:
-                self._name = self._checkpointer.progress.last
-                if self._checkpointer.why_incomplete(self._name) is None:
-                    self.is_taken = True
+        with self._lock:
+            while self._now() < began + timeout_s and not self._is_given_up.is_set():
+                if self._is_taken():
                     return
-            if self._has_workers():
-                heard_at = self._now()
-            elif self._now() > heard_at + LONELY_S:
-                raise CheckpointFailed("there is no worker left to train up to it")
-            self._is_given_up.wait(POLL_S)
+                if self._now() >= announces_at and not self._last_cuts():
+                    schedule.announce(_PREFIX + new_id())
+                if self._has_workers():
+                    heard_at = self._now()
+                elif self._now() > heard_at + LONELY_S:
+                    raise CheckpointFailed("there is no worker left to train up to it")
+                self._is_given_up.wait(POLL_S)
         raise CheckpointFailed(f"the workers have not trained up to it, or not all shards have stored it, in {timeout_s:g} s")
+
+    def _last_cuts(self) -> list[data_pb2.Cut]:
+        """The cuts that were announced because the job ends, by any shard: a worker may be here with one before the signal."""
+        if self._told_at is None:
+            self._told_at = self._wall()
+        since = self._told_at - FRESH_S
+        return [cut for cut in self._shard.cuts.latest() if cut.id.startswith(_PREFIX) and cut.created_at > since]
+
+    def _is_taken(self) -> bool:
+        timeline = self._shard.status().timeline
+        names = [name_of(timeline, cut.step, cut.id) for cut in self._last_cuts()]
+        self.name = next((name for name in names if self._checkpointer.why_incomplete(name) is None), "")
+        return self.name != ""
 
     def settle(self, timeout_s: float) -> None:
         """Store what the shards hold, unless `take` has succeeded; when nothing changes this shard any more.
@@ -114,16 +130,17 @@ class LastCheckpoint:
         A cut that was begun before is then complete, older than this one, or removed. A failure is the checkpointer's to tell.
         """
         job, note = self._shard.job, self._shard.schedule.end_note()
-        if job is None or note is None or self.is_taken:
+        if job is None or note is None or self.name:
             return
         index, count = self._config.shard_index, self._config.shard_count
         try:
-            if self._name and self._checkpointer.why_incomplete(self._name) is None:
-                self.is_taken = True
+            if self._is_taken():
                 return
             try:
                 self._settle(job, note, timeout_s)
             finally:
+                if not self.name:
+                    time.sleep(min(LINGER_S, timeout_s))
                 self._directory.remove_end_note(index, count)
         except PsdError as error:
             self._checkpointer.fail(error)
@@ -154,4 +171,4 @@ class LastCheckpoint:
             except (FutureTimeoutError, CheckpointFailed) as error:
                 self._directory.discard(cut)
                 raise CheckpointFailed(f"{cut.name} was not stored by all shards within {timeout_s:g} s") from error
-        self.is_taken = True
+        self.name = cut.name

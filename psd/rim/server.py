@@ -245,19 +245,24 @@ class ShardServer:
         connected = self._bulk.ranks
         return any(worker.rank in connected or worker.transport in ("", "grpc") for worker in live)
 
+    @property
+    def last_checkpoint(self) -> str:
+        """Name of the checkpoint that was taken because the shard ends; empty before."""
+        return "" if self._last_checkpoint is None else self._last_checkpoint.name
+
     def expect_end(self) -> None:
         """Note that `take_last_checkpoint` is about to be called, so that `drain` does not do so."""
         self._was_told_before = True
 
-    def take_last_checkpoint(self, timeout_s: float) -> str:
-        """Take the checkpoint of a job that is about to end, while its workers train; return its name.
+    def take_last_checkpoint(self, timeout_s: float) -> None:
+        """Take the checkpoint of a job that is about to end, while its workers train.
 
         Raises:
             CheckpointFailed: there is none to take, or it was not stored in time.
         """
         if self._last_checkpoint is None:
             raise CheckpointFailed("this shard was started without --checkpoint-dir")
-        return self._last_checkpoint.take(timeout_s)
+        self._last_checkpoint.take(timeout_s)
 
     def drain(self, grace_s: float) -> None:
         """Take the last checkpoint, in the first half of `grace_s` seconds if workers train; refuse new work, end waits with
@@ -276,7 +281,7 @@ class ShardServer:
                 logger.info("no checkpoint was taken while workers train: %s", error)
         self.shard.drain()
         left_s = max(0.0, ends_at - time.monotonic())
-        self._stop(left_s if last is None or last.is_taken else left_s / 2, ends_at)
+        self._stop(left_s if last is None or last.name else left_s / 2, ends_at)
 
     def stop(self) -> None:
         """Stop at once; calls in progress are cut off."""
@@ -302,5 +307,6 @@ class ShardServer:
                 least_s = self._config.grace_s if self.done.is_set() else 0.0
                 self._last_checkpoint.settle(max(least_s, ends_at - time.monotonic()))
             self._checkpointer.stop()
-        # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
-        self.shard.close(keep=not self.done.is_set())
+        # A job that is done has been fetched by its workers, and is stored if it was to be; what is left of it would only be
+        # mistaken for the next one.
+        self.shard.close(keep=not self.done.is_set() or self.has_failed_to_store)

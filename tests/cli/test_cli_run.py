@@ -9,6 +9,7 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 import pytest
 
+from psd.checkpoint import CheckpointDirectory, CheckpointState
 from psd.cli.processes import python_command
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
@@ -53,6 +54,24 @@ while True:
 """
 """Does not end on SIGTERM."""
 
+
+ENDLESS = """
+import signal, sys
+import numpy as np
+import psd_client
+
+ps = psd_client.connect()
+params = ps.declare({"w": np.zeros(3000, np.float32)}, optimizer=psd_client.SGD(lr=0.5))
+for step in range(10**9):
+    params = ps.push_pull({"w": params["w"] - 1})
+    if step == 3:
+        if sys.argv[1:] == ["hang"]:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        print("training", flush=True)
+        while sys.argv[1:] == ["hang"]:
+            signal.pause()
+"""
+"""Trains until it is ended; or, if it is to hang, does nothing after four steps, and does not end on SIGTERM."""
 
 LEAVING = """
 import subprocess, sys
@@ -187,14 +206,34 @@ def test_job_when_psd_run_is_signalled_twice_then_everything_is_killed_at_once(j
 
 
 @pytest.mark.process
-def test_job_when_a_worker_ignores_sigterm_then_the_grace_bounds_its_end(job):
-    run = job(STUBBORN, "--grace", "0.3")
-    run.line(r"\[worker 0\] pid")
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_job_when_psd_run_is_signalled_in_training_then_it_ends_with_a_checkpoint(job, tmp_path, consistency):
+    place = tmp_path / "checkpoints"
+    run = job(ENDLESS, "--shards", "2", "--workers", "2", "--consistency", consistency, "--checkpoint-dir", str(place))
+    run.line("training")
+
+    run.signal(SIGINT)
+
+    assert run.end() == 128 + SIGINT
+    assert "has stored the last checkpoint" in run.output
+    assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
+    run.assert_nothing_left()
+
+
+@pytest.mark.process
+def test_job_when_its_workers_hang_and_ignore_sigterm_then_the_grace_bounds_its_end_and_shards_store_what_they_hold(
+    job, tmp_path
+):
+    place = tmp_path / "checkpoints"
+    run = job(ENDLESS, "--workers", "2", "--grace", "1", "--checkpoint-dir", str(place), args=("hang",))
+    run.line("training")
 
     run.signal(SIGTERM)
 
     assert run.end() == 128 + SIGTERM
-    assert "not ended within 0.3 s: shard 0, worker 0; killing" in run.output
+    assert "takes no checkpoint while workers train: the workers have not trained up to it" in run.output
+    assert re.search("not ended within 1 s: worker .*; killing", run.output)
+    assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
 
 
 @pytest.mark.process
