@@ -164,6 +164,10 @@ class ShardCore:
         if self.life.now is Life.UNREAD:
             self.become(Life.SERVING)
 
+    def new_members(self, world_size: int, clock: int = 0) -> Membership:
+        """A membership of workers that have yet to come."""
+        return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure)
+
     def new_initial(self) -> InitialValues:
         """Make the record of initial values that nobody has offered yet."""
         return InitialValues(self.life, chooses=self.config.shard_index == 0)
@@ -186,7 +190,7 @@ class ShardCore:
             return False
         stored, arena = found
         spec = JobSpec.from_message(stored.spec)
-        members = Membership(spec.world_size, self.config.lease_s)
+        members = self.new_members(spec.world_size)
         for rank in range(spec.world_size):
             session, clock, state = arena.member(rank)
             if state:

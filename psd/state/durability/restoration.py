@@ -162,7 +162,7 @@ class Restoration:
             for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
                 pass
         if members is None:
-            members = Membership(spec.world_size, core.config.lease_s)
+            members = core.new_members(spec.world_size)
         self._give_up(manifest, timeline, members)
         try:
             job = core.make_job(spec, members, manifest.name)

@@ -139,7 +139,7 @@ class Admission:
             and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
-            return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
+            return self._core.new_members(world_size, clock=self._core.began_at)
         if len(members.workers) != world_size:
             raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
         return members
@@ -318,7 +318,8 @@ class Admission:
         with self._core.lock:
             self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
-            if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
-                worker.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
-                self._core.on_session_end(worker)
+            if worker.session == caller.session:
+                for ended in self._core.members.on_leave(worker, failed=failed):
+                    ended.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
+                    self._core.on_session_end(ended)
         self._core.settle()
