@@ -55,6 +55,11 @@ class DataService:
                     message_parser(data_pb2.SmallPush),
                     data_pb2.SmallAnswer.SerializeToString,
                 ),
+                "StoreBuffers": grpc.unary_unary_rpc_method_handler(
+                    guard.unary(self.store_buffers),
+                    message_parser(data_pb2.BuffersRequest),
+                    data_pb2.BuffersReply.SerializeToString,
+                ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
@@ -155,6 +160,12 @@ class DataService:
             raise InvalidRequest("caller: the first frame of an initialization must have one")
         (reply,) = self._plane.initialize(first.head, _initial_blocks(first, requests))
         return reply
+
+    def store_buffers(self, request: data_pb2.BuffersRequest, context: grpc.ServicerContext) -> data_pb2.BuffersReply:
+        """See DataService.StoreBuffers."""
+        del context
+        self._plane.counts.count_bytes(received=self._shard.buffers.store(request))
+        return data_pb2.BuffersReply()
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
         try:

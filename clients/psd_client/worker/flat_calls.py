@@ -44,11 +44,11 @@ class FlatCalls(WorkerConnection):
             default = job_defaults()
             mode = default.consistency_of(consistency)
             if quorum is None:
-                quorum = default.quorum if mode.mode == "sync" else 0
+                quorum = default.quorum if mode.has_rounds else 0
             if aggregation is None:
                 is_layerwise = any(group.is_layerwise for group in groups)
                 needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
-                aggregation = "fast" if mode.mode != "sync" else "exact" if needs_exact else default.aggregation
+                aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
             if clip_norm is not None and not clip_norm > 0:
                 raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
             spec = JobSpec(
@@ -73,6 +73,15 @@ class FlatCalls(WorkerConnection):
                 )
             self._session.declare(spec, exchange.parameters, exchange.pull_all)
             self._exchange = exchange
+
+    def keep_buffers(self, fill: Callable[[], None]) -> None:
+        """Store what `fill` writes into the views in `parameters` of tensors of buffers, whenever that is due."""
+        self.declared.buffers.fill = fill
+
+    @property
+    def times_gone_back(self) -> int:
+        """How often the job has gone back to a checkpoint since it was declared; `parameters` then hold all of it anew."""
+        return self.declared.times_gone_back
 
     @property
     def nan_policy(self) -> str:

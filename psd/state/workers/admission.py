@@ -269,7 +269,8 @@ class Admission:
             init.pages[index], values = page, page.parameter
         elif init.is_accepted:
             init.aside[index] = values = values.copy()
-        self._core.check_finite(values, index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
+        if not init.job.spec.groups[block.plan.group].is_of_buffers:
+            self._core.check_finite(values, index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
 
     def end_initialize(self, init: Initialization) -> bool:
         """Make the values the job's, all blocks or none; False if the shard has others already.
