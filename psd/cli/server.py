@@ -51,8 +51,11 @@ READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 """The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
+STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
+"""The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
+
 LAST_CHECKPOINT_PATTERN = (
-    r"psd-server: shard 0/\d+ (has stored the last checkpoint: .*|takes no checkpoint while workers train: .*)"
+    r"psd-server: shard 0/\d+ (has stored the last checkpoint|takes no checkpoint while workers train): .*"
 )
 """Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
 
@@ -212,7 +215,10 @@ def _parser() -> Parser:
     add_options(limits, LIMITS, vars(Limits()), "--max-")
     log = parser.add_argument_group("log (standard error)")
     log.add_argument(
-        "--log-level", choices=logs.LEVELS, default="info", help="least important records to show (default: %(default)s)"
+        "--log-level",
+        choices=logs.LEVELS,
+        default=logs.LOG_LEVEL,
+        help="least important records to show (default: %(default)s)",
     )
     log.add_argument(
         "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
@@ -283,21 +289,12 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     if config.exit_when_done:
         threading.Thread(target=watch, daemon=True).start()
 
-    has_said = False
-
     def take_last_checkpoint() -> None:
         try:
             server.take_last_checkpoint(config.grace_s)
+            say(f"{name} has stored the last checkpoint while workers train: {server.last_checkpoint}")
         except PsdError as error:
             say(f"{name} takes no checkpoint while workers train: {error}")
-        else:
-            say_what_is_stored()
-
-    def say_what_is_stored() -> None:
-        nonlocal has_said
-        if server.last_checkpoint and not has_said:
-            has_said = True
-            say(f"{name} has stored the last checkpoint: {server.last_checkpoint}")
 
     taking = threading.Thread(target=take_last_checkpoint, daemon=True)
     while not (words := [word for word in wakeups.wait() if word != LAST_CHECKPOINT_SIGNAL]):
@@ -328,7 +325,6 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     if second < FIRST_WORD:
         say(f"{name} got {signal_name(second)}: ending at once")
         os._exit(exit_status(second))  # no clean-up that could wait for anything
-    say_what_is_stored()
     if second == _DRAINED and server.has_failed_to_store:
         return EXIT_CHECKPOINT
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE

@@ -17,7 +17,9 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, PsdError, WrongShard
+from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
+from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
 from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
@@ -61,7 +63,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Shard:
         self.admission = Admission(self._core, wall, self.restoration.redeclare)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
+        self.buffers = BufferDesk(self._core, self.cuts)
         self.settlement = SettlementDesk(self._core)
         self.is_draining = False
         self._started = now()
@@ -132,6 +135,7 @@ class Shard:
             self._core.settle()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()
+        self.cuts.on_tick(self.now(), self.config.lease_s)
         return expired
 
     def drain(self) -> None:
@@ -175,7 +179,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
-        snapshot.client_states.update(self._core.client_states.at(step))
+        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages)))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
@@ -281,6 +285,18 @@ class Shard:
         if self.is_draining:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)
+
+    @property
+    def absent(self) -> dict[int, Absence]:
+        """The workers that nobody waits for any more, by rank, and why."""
+        members = self._core.membership
+        return members.absent if members is not None else {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers; 0 before the first one has joined."""
+        members = self._core.membership
+        return len(members.workers) if members is not None else 0
 
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""
