@@ -239,8 +239,7 @@ class ShardServer:
     def _has_workers(self) -> bool:
         """True if a worker is there that may train. One that was killed has a lease, but no connection any more."""
         live = [worker for worker in self.shard.status().workers if worker.state is WorkerState.LIVE]
-        connected = self._bulk.ranks
-        return any(worker.rank in connected or worker.transport in ("", "grpc") for worker in live)
+        return any(w.transport == "grpc" or not self._bulk.has_lost(w.rank, w.session) for w in live)
 
     @property
     def last_checkpoint(self) -> str:
