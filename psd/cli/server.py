@@ -292,7 +292,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     def take_last_checkpoint() -> None:
         try:
             server.take_last_checkpoint(config.grace_s)
-            say(f"{name} has stored the last checkpoint while workers train: {server.last_checkpoint}")
+            say(f"{name} has stored the last checkpoint: {server.last_checkpoint}")
         except PsdError as error:
             say(f"{name} takes no checkpoint while workers train: {error}")
 

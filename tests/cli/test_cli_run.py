@@ -12,6 +12,7 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 import pytest
 
 from psd.checkpoint import CheckpointDirectory, CheckpointState
+from psd.cli.arguments import EXIT_CHECKPOINT
 from psd.cli.processes import python_command
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
@@ -74,6 +75,19 @@ for step in range(10**9):
             signal.pause()
 """
 """Trains until it is ended; or, if it is to hang, does nothing after four steps, and does not end on SIGTERM."""
+
+SPOILING = """
+import os, sys
+import numpy as np
+import psd_client
+
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    ps.push_pull({"w": np.ones(5, np.float32)})
+    os.rmdir(sys.argv[1])
+    open(sys.argv[1], "w").close()
+"""
+"""Trains, and puts a file in the place of the directory for checkpoints."""
 
 LEAVING = """
 import subprocess, sys
@@ -221,7 +235,8 @@ def test_job_when_psd_run_is_signalled_in_training_then_it_ends_with_a_checkpoin
     run.signal(SIGINT)
 
     assert run.end() == 128 + SIGINT
-    assert "has stored the last checkpoint while workers train" in run.output
+    assert "has stored the last checkpoint: " in run.output
+    assert "no checkpoint within" not in run.output
     assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
     run.assert_nothing_left()
 
@@ -304,3 +319,14 @@ def test_python_command_when_the_working_directory_has_modules_of_the_same_names
 
     assert done.returncode == 0
     assert b"usage: psd-server" in done.stdout
+
+
+@pytest.mark.process
+def test_job_when_its_last_checkpoint_cannot_be_stored_then_the_status_says_so_and_the_parameters_are_kept(job, tmp_path):
+    place, state = tmp_path / "checkpoints", tmp_path / "state"
+    run = job(SPOILING, "--checkpoint-dir", str(place), "--state-dir", str(state), args=(str(place),))
+
+    assert run.end() == EXIT_CHECKPOINT
+    assert re.search(rf"a checkpoint failed: cannot \w+ {place}\S*: Not a directory", run.output)
+    assert "shard 0 could not store the last checkpoint" in run.output
+    assert (state / "shard-0" / "arena").exists()
