@@ -45,7 +45,7 @@ def test_continue_then_nobody_waits_from_that_moment_on():
 @pytest.mark.parametrize("is_silent", [False, True])
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_end_then_everybody_is_told_and_new_processes_begin_together(tmp_path, is_silent, is_restarted):
-    """No gradient counts without the failed worker. Whoever comes back waits for all, and trains on from the same parameters."""
+    """No gradient counts without the failed worker. Who comes back waits for all, and trains on from the same parameters."""
     driver = Driver(job_spec(2), on_worker_failure="end", state_dir=str(tmp_path / "state"))
     a, b = driver.start()
     for seat in (a, b):
