@@ -90,7 +90,7 @@ def check_client_tls(ca: str, cert: str, key: str) -> None:
 
 
 ON_WORKER_FAILURE = ("wait", "continue", "end")
-"""What becomes of a job one of whose workers fails; docs/operations.md says what each word means."""
+"""Words for what becomes of a job one of whose workers fails; docs/operations.md says what each means."""
 
 
 @dataclass(frozen=True)
