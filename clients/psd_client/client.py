@@ -195,6 +195,7 @@ class ParameterServer:
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
+        copy: bool = True,
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
 
@@ -216,6 +217,9 @@ class ParameterServer:
             nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
                 "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
+            copy: False: in place of new arrays this, `pull` and `push_pull` return views of the connection's own memory, which
+                cannot be written to and which the next call of these changes: the model is in memory twice less. (float16
+                parameters are copied all the same: their masters are float32.)
 
         Raises:
             SpecMismatch: another worker has declared something else; the message names the first difference.
@@ -235,9 +239,9 @@ class ParameterServer:
             clip_norm=clip_norm,
             nan_policy=nan_policy,
         )
-        named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
+        named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
-        return named.copies(self._worker.parameters)
+        return named.results(self._worker.parameters)
 
     def push(self, grads: Mapping[str, Any], weight: float = 1) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
@@ -258,7 +262,9 @@ class ParameterServer:
             self._worker.declared.push(groups.scalars(), weight, present)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters as new arrays; in synchronous jobs after the round of this worker's last push.
+        """Fetch the parameters, as new arrays; in synchronous jobs after the round of this worker's last push.
+
+        With `copy=False` in `declare`, always as the same arrays.
 
         Raises:
             WaitTimeout: the workers that it names have not pushed within the wait timeout.
@@ -267,7 +273,7 @@ class ParameterServer:
         with self._worker.operation("pull"):
             named, _ = self._by_name
             self._worker.declared.pull()
-            return named.copies(self._worker.parameters)
+            return named.results(self._worker.parameters)
 
     def push_pull(self, grads: Mapping[str, Any], weight: float = 1) -> dict[str, NDArray[Any]]:
         """`push`, then `pull`, in one round trip."""
@@ -276,7 +282,7 @@ class ParameterServer:
             self._worker.declared.confirm()
             present = named.write_gradients(grads, self._worker.gradients)
             self._worker.declared.push_pull(groups.scalars(), weight, present)
-            return named.copies(self._worker.parameters)
+            return named.results(self._worker.parameters)
 
     def barrier(self, name: str) -> None:
         """Wait until all workers that are in the job have called barrier with this name.

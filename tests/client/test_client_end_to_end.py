@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,43 @@ def test_declare_when_values_differ_then_the_first_ones_hold(cluster: Start) -> 
         for name, array in params.items():
             assert (array.shape, array.dtype) == (shapes[name], dtypes[name])
             assert (array == initializer).all()
+
+
+def test_declare_without_copies_when_parameters_are_pulled_then_the_same_arrays_change(cluster: Start) -> None:
+    """They cannot be written to, and outlive the connection; float16, of which psd holds a float32 master, is copied."""
+    values = {"w": np.ones((3, 5), np.float32), "h": np.ones(4, np.float16)}
+    with connect(cluster(2).servers, 0, 1) as ps:
+        declared = ps.declare(values, SGD(lr=1), copy=False)
+        assert [params.tolist() for params in declared.values()] == [value.tolist() for value in values.values()]
+        pulled = ps.push_pull({"w": values["w"], "h": values["h"]})
+
+        assert np.shares_memory(declared["w"], pulled["w"])
+        assert (declared["w"] == 0).all()
+        assert (declared["h"].dtype, declared["h"][0], pulled["h"][0]) == (np.float16, 1, 0)
+        with pytest.raises(ValueError, match="read-only"):
+            pulled["w"][...] = 1
+    assert (pulled["w"] == 0).all()
+
+
+@pytest.mark.parametrize(("copy", "models"), [(False, 2), (True, 4)])
+def test_memory_when_a_model_is_declared_and_pushed_then_there_are_so_many_of_it(
+    cluster: Start, copy: bool, models: int
+) -> None:
+    """Of its gradients and its parameters, and of what two calls have returned, unless that is lent; besides the caller's."""
+    running = cluster(1)
+    nbytes = 16 << 20
+    values = {"w": np.ones(nbytes // 4, np.float32)}
+    with connect(running.servers, 0, 1, transport="tcp") as ps:
+        tracemalloc.start()
+        try:
+            params = ps.declare(values, SGD(lr=1), copy=copy)
+            params = ps.push_pull(values)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert (params["w"] == 0).all()
+    assert models * nbytes <= peak < (models + 0.9) * nbytes  # the shard's two scratch blocks are in this process, too
 
 
 def test_push_when_a_gradient_is_absent_then_the_parameter_stays(cluster: Start) -> None:

@@ -39,6 +39,10 @@ from psd_core.optimizer import Optimizer
 __all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Optimizer,
@@ -219,6 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
+            InvalidRequest: the program has changed parameters itself, see `load_parameters`; nothing has been sent.
             NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
                 overlap, where the worker cannot go on.
             PsdError: what the shards or the connection refuse.
@@ -241,6 +246,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
+        self._parameters.check_unchanged()
         if self._overlap:
             self._finish_overlapped(size)
         else:
@@ -270,6 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """Overlap: begin the push when the first gradient is there, with the header as it is then."""
+        self._parameters.check_unchanged()
         scalars = self._groups.scalars_now(self.param_groups)
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size
