@@ -313,17 +313,18 @@ class ParameterServer:
         return self._worker.stats()
 
     def save_client_state(self, state: bytes) -> None:
-        """Store in checkpoints what this worker needs to continue: its place in the data, the state of random numbers.
+        """Have the shards keep what this worker needs to continue: its place in the data, the state of random numbers.
 
-        Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
-        restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
-        call it before that.
+        Call it before the push of a step; it then belongs to the time after that step, and holds if that push counts.
+        `client_state` gives it back to the rank's next process, and after a restore. At most 1 MiB; it travels with the next
+        push, and is written to the state directory of one shard. With overlap, where the push begins in backward(), call it
+        before that.
         """
         self._worker.save_client_state(state)
 
     @property
     def client_state(self) -> bytes:
-        """The state saved by a worker of this rank, as of the step at which this one continues; empty if none.
+        """The state that a worker of this rank saved with its last push that counts; empty if none.
 
         Set by `declare`, and anew when the job goes back to a checkpoint.
         """

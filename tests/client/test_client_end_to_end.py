@@ -369,16 +369,18 @@ def test_wait_when_long_then_is_explained_on_the_log(cluster: Start, caplog: pyt
             waiting.result()
 
 
-def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(cluster: Start) -> None:
-    """The lower level: flat buffers, scalars per group, static tensors that nothing is pushed to."""
+@pytest.mark.parametrize("static", [0, 1])
+def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(cluster: Start, static: int) -> None:
+    """The lower level: flat buffers, scalars per group, static tensors that nothing is pushed to. What a worker saves is kept
+    also if shard 0 trains nothing."""
     servers = cluster(2).servers
-    specs = [
-        TensorSpec("w", (9000,), "float32", 0),
-        TensorSpec("running_mean", (3,), "float32", 1),
-    ]
-    groups = [GroupSpec("sgd"), GroupSpec("static")]
+    trained, groups = 1 - static, [GroupSpec("sgd"), GroupSpec("sgd")]
+    groups[static] = GroupSpec("static")
+    scalars: list[list[float]] = [[1.0, 0, 0, 0], [1.0, 0, 0, 0]]
+    scalars[static] = []
+    specs = [TensorSpec("w", (9000 if static else 3,), "float32", trained), TensorSpec("mean", (3,), "float32", static)]
 
-    def work(rank: int) -> tuple[float, float]:
+    def work(rank: int) -> tuple[float, float, bytes]:
         def initial(buffers: psd_client.lanes.flat.FlatBuffers) -> None:
             for view in buffers.views:
                 view[...] = 4
@@ -387,12 +389,15 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
             ps._worker.declare_tensors(specs, groups, initial=initial)
             for _ in range(2):
                 ps._worker.gradients.views[0][:] = 1
-                ps._worker.push_pull_flat([[1.0, 0, 0, 0], []], 1.0, np.array([True, False]))
-            ps._worker.push_flat([[1.0, 0, 0, 0], []])
+                ps.save_client_state(b"state of %d" % rank)
+                ps._worker.push_pull_flat(scalars, 1.0, np.array([True, False]))
+            ps._worker.push_flat(scalars)
             ps._worker.pull_flat()
-            return float(ps._worker.parameters.views[0][-1]), float(ps._worker.parameters.views[1][0])
+            ps.barrier("done")
+            ps._worker._session.begin_anew()
+            return float(ps._worker.parameters.views[0][-1]), float(ps._worker.parameters.views[1][0]), ps.client_state
 
-    assert in_threads(lambda: work(0), lambda: work(1)) == [(1, 4), (1, 4)]
+    assert in_threads(lambda: work(0), lambda: work(1)) == [(1, 4, b"state of 0"), (1, 4, b"state of 1")]
 
 
 def test_push_when_there_is_nothing_to_train_then_the_clock_still_moves(cluster: Start) -> None:

@@ -143,7 +143,7 @@ class ShardLane(Lane):
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         """See Lane."""
         self._channel.unary(f"{_DATA}StoreBuffers", request, data_pb2.BuffersReply, call, is_wait=False)
-        self.traffic.sent_bytes += sum(len(block.payload) for block in request.blocks)
+        self.traffic.sent_bytes += sum(len(block.payload) for block in request.buffers)
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """See Lane."""

@@ -154,7 +154,7 @@ class Admission:
             and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
-            return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
+            return self._core.new_members(world_size, clock=self._core.began_at)
         if len(members.workers) != world_size:
             raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
         return members
@@ -233,6 +233,9 @@ class Admission:
             if self._core.config.shard_index == 0 and not self._core.life.has_values and not choice:
                 ticket = self._core.ticket(worker, worker.session, WaitKind.INITIAL_VALUES, 0, self._core.initial.missing)
                 self._core.initial.wait(ticket)
+            client_state = b""
+            if self._core.life.has_values and self._core.config.shard_index == job.layout.client_state_shard:
+                client_state = self._core.client_states.settle(worker.rank, job.counted(worker.rank))
             if self._core.life.has_values and not worker.has_pushed:
                 self._core.members.on_enter(worker, max(worker.clock, self._entry_clock(worker, is_awaited=True)))
             reply = control_pb2.DeclareReply(
@@ -241,7 +244,7 @@ class Admission:
                 choice=choice,
                 initialized=self._core.life.has_values,
                 clock=worker.clock,
-                client_state=self._core.client_states.at(None).get(worker.rank, b""),
+                client_state=client_state,
             )
         return reply, ticket
 
@@ -340,7 +343,8 @@ class Admission:
         with self._core.lock:
             self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
-            if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
-                worker.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
-                self._core.on_session_end(worker)
+            if worker.session == caller.session:
+                for ended in self._core.members.on_leave(worker, failed=failed):
+                    ended.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
+                    self._core.on_session_end(ended)
         self._core.settle()
