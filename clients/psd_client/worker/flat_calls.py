@@ -36,8 +36,12 @@ class FlatCalls(WorkerConnection):
         aggregation: str | None = None,
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
+        is_lending: bool = False,
     ) -> None:
-        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's.
+
+        is_lending: see ParameterPlaces.
+        """
         with self.operation("declare"):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
@@ -64,7 +68,9 @@ class FlatCalls(WorkerConnection):
             )
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
-            exchange = ParameterExchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
+            exchange = ParameterExchange(
+                self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing, is_lending=is_lending
+            )
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
