@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,6 +29,7 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
+from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
@@ -89,6 +90,7 @@ class ParameterExchange:
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.parameters = FlatBuffers(layout, segment=segment)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.parameters)
@@ -102,6 +104,13 @@ class ParameterExchange:
         self._resolve()
         self._fetch([lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)], is_all=True)
         self._failed = None
+
+    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
+        """See ParameterLoad."""
+        self.confirm()
+        self._session.catch_up()
+        self._load.run(write)
+        self.pull_all()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
