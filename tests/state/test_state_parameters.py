@@ -30,6 +30,7 @@ def outcome(ticket: Ticket | None) -> bool | None:
 
 
 def test_set_then_values_survive_the_shards_restart_and_versions_stay(tmp_path):
+    """The next round is the one that it was."""
     driver = Driver(state_dir=str(tmp_path))
     seats = driver.start()
     for seat in seats:
@@ -45,6 +46,7 @@ def test_set_then_values_survive_the_shards_restart_and_versions_stay(tmp_path):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_set_when_the_call_is_sent_again_late_then_no_update_is_lost(mode):
+    """A gradient that came after it counts on top."""
     driver = Driver(job_spec(1, mode=mode))
     (seat,) = driver.start()
     set_parameters(driver, seat, 7)
@@ -55,6 +57,7 @@ def test_set_when_the_call_is_sent_again_late_then_no_update_is_lost(mode):
 
 
 def test_load_then_one_sets_and_the_others_wait_for_it():
+    """Whose answer is lost is answered again."""
     driver = Driver(job_spec(3))
     first, second, third = driver.start()
     tickets = [load(driver, seat) for seat in (third, second)]
@@ -70,6 +73,7 @@ def test_load_then_one_sets_and_the_others_wait_for_it():
 
 
 def test_load_when_the_chosen_worker_dies_then_another_one_sets_and_its_successor_waits():
+    """Nobody waits for the dead one, and nothing is set twice."""
     driver = Driver(job_spec(3))
     first, second, third = driver.start()
     tickets = {seat.rank: load(driver, seat) for seat in (first, second, third)}
@@ -97,6 +101,7 @@ def test_load_when_the_shard_is_restarted_after_it_then_is_not_done_twice(tmp_pa
 
 
 def test_load_of_other_values_than_those_that_wait_have_then_is_refused():
+    """Else each worker would believe that the job has its own."""
     driver = Driver()
     first, second = driver.start()
     waiting = load(driver, first)

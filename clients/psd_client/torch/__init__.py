@@ -205,6 +205,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
         self._gradients = Gradients(declaration, worker.gradients, leaving)
 
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0: which share of the data is its own."""
+        return self.ps.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, and of shares of the data."""
+        return self.ps.world_size
+
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload

@@ -29,6 +29,7 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
+from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
@@ -89,6 +90,7 @@ class ParameterExchange:
         segment = share_memory(layout) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.parameters = FlatBuffers(layout, segment=segment)
+        self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
@@ -108,7 +110,6 @@ class ParameterExchange:
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
         """See ParameterLoad."""
         self.confirm()
-        self._session.catch_up()
         self._load.run(write)
         self.pull_all()
 
@@ -328,8 +329,8 @@ class ParameterExchange:
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
-        self._attendance.hear(replies)
-        self.buffers.hear(replies)
+        for listener in (self._attendance, self.buffers, self._first):
+            listener.hear(replies)
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:
@@ -474,6 +475,7 @@ class ParameterExchange:
             decisions=self._session.decisions,
             cuts=self._session.cuts,
             is_finite=is_finite,
+            first_gradient=self._first.take(),
             since=self._attendance.since(self._session.number, self._session.clock),
         )
         clip_norm = self._layout.spec.clip_norm

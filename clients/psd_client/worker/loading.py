@@ -56,6 +56,7 @@ class ParameterLoad:
             text = f"worker {self._rank}: the value of {tensor!r} holds NaN or infinity; nothing was set"
             raise NonFiniteGradient(text, rank=self._rank, tensor=tensor)
         digest = self._digest()
+        self._session.catch_up()
         self._seq += 1
         for attempt in self._session.attempts():
             with attempt:
