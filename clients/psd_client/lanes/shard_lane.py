@@ -88,6 +88,10 @@ class ShardLane(Lane):
         """See Lane."""
         return self._channel.unary(f"{_CONTROL}Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
 
+    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Load", request, control_pb2.LoadReply, call, is_wait=not request.is_set)
+
     def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
         """Ask for a ticket to a bulk connection."""
         return self._channel.unary(f"{_CONTROL}OpenBulk", request, control_pb2.OpenBulkReply, call, is_wait=False)
@@ -144,6 +148,11 @@ class ShardLane(Lane):
         """See Lane."""
         self._channel.unary(f"{_DATA}StoreBuffers", request, data_pb2.BuffersReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(len(block.payload) for block in request.buffers)
+
+    def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
+        """See Lane."""
+        self._channel.unary(f"{_DATA}SetParameters", request, data_pb2.ParametersReply, call, is_wait=False)
+        self.traffic.sent_bytes += sum(len(block.payload) for block in request.parameters)
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """See Lane."""

@@ -236,6 +236,14 @@ class Lane(ABC):
         """Store what this worker has computed beside the parameters."""
 
     @abstractmethod
+    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
+        """Wait at shard 0 until all workers load parameters, or report that they are set."""
+
+    @abstractmethod
+    def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
+        """Set parameters."""
+
+    @abstractmethod
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """Send a gradient; returns when the shard has counted it."""
 

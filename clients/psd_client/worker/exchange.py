@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,7 +29,9 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
+from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.lending import ParameterPlaces
+from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
@@ -93,7 +95,9 @@ class ParameterExchange:
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters = self.places.current
+        self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.places.shared)
@@ -107,6 +111,12 @@ class ParameterExchange:
         self._resolve()
         self._fetch([lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)], is_all=True)
         self._failed = None
+
+    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
+        """See ParameterLoad."""
+        self.confirm()
+        self._load.run(write)
+        self.pull_all()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
@@ -325,8 +335,8 @@ class ParameterExchange:
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
-        self._attendance.hear(replies)
-        self.buffers.hear(replies)
+        for listener in (self._attendance, self.buffers, self._first):
+            listener.hear(replies)
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:
@@ -473,6 +483,7 @@ class ParameterExchange:
             decisions=self._session.decisions,
             cuts=self._session.cuts,
             is_finite=is_finite,
+            first_gradient=self._first.take(),
             since=self._attendance.since(self._session.number, self._session.clock),
         )
         clip_norm = self._layout.spec.clip_norm

@@ -130,6 +130,14 @@ class FlatCalls(WorkerConnection):
         with self.operation("pull"):
             self.declared.pull()
 
+    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
+        """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.
+
+        When it returns `parameters` hold them.
+        """
+        with self.operation("load_parameters"):
+            self.declared.set_parameters(write)
+
     def push_pull_flat(
         self,
         scalars: Sequence[Sequence[float]],
