@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config
-from psd.contract.errors import NotDeclared
+from psd.contract.errors import InvalidTensor, NotDeclared
 from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
-from psd_client.tensors import NamedTensors, fill, tensor_specs
+from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("psd_client")
 
 @overload
 def connect(
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
@@ -41,14 +42,14 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | PathLike[str] | None = None,
+    tls_cert: str | PathLike[str] | None = None,
+    tls_key: str | PathLike[str] | None = None,
+    token_file: str | PathLike[str] | None = None,
 ) -> ParameterServer: ...
 @overload
 def connect(
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: None = None,
     world_size: int | None = None,
     *,
@@ -58,13 +59,13 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | PathLike[str] | None = None,
+    tls_cert: str | PathLike[str] | None = None,
+    tls_key: str | PathLike[str] | None = None,
+    token_file: str | PathLike[str] | None = None,
 ) -> Reader: ...
 def connect(
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
@@ -74,17 +75,17 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | PathLike[str] | None = None,
+    tls_cert: str | PathLike[str] | None = None,
+    tls_key: str | PathLike[str] | None = None,
+    token_file: str | PathLike[str] | None = None,
 ) -> ParameterServer | Reader:
     """Join a job as one of its workers, or read from it.
 
     Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
 
     Args:
-        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000".
+        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
         rank, world_size: this worker's number from 0, and how many workers there are.
         role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
         run_id: name of the job; shards that serve another one refuse.
@@ -191,7 +192,7 @@ class ParameterServer:
         reduce: str | None = None,
         quorum: int | None = None,
         aggregation: str | None = None,
-        staleness: str = "",
+        staleness: str | None = None,
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
@@ -222,6 +223,9 @@ class ParameterServer:
             InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
             WaitTimeout: no worker has provided initial values within the wait timeout.
         """
+        check_named("params", params)
+        if not params:
+            raise InvalidTensor("params: is empty; there must be at least one parameter to train")
         param_groups = ParamGroups(list(params), optimizer, groups, staleness)
         specs = tensor_specs(params, param_groups.group_of)
         self._worker.declare_tensors(

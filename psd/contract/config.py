@@ -9,8 +9,10 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from psd.contract.arguments import refuse
 from psd.contract.printable import is_printable
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
@@ -47,9 +49,14 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def parse_servers(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of HOST:PORT, in the order of the shards."""
-    servers = tuple(part.strip() for part in text.split(",") if part.strip())
+def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Parse addresses HOST:PORT in the order of the shards: one string, separated by commas, or one string each."""
+    if isinstance(given, str):
+        servers = tuple(part.strip() for part in given.split(",") if part.strip())
+    elif isinstance(given, (list, tuple)) and all(isinstance(server, str) for server in given):
+        servers = tuple(given)
+    else:
+        refuse(ConfigError, "servers", 'the shards\' addresses, such as "127.0.0.1:7000,127.0.0.1:7001", or a list of them', given)
     if not servers:
         raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
     for server in servers:
@@ -57,7 +64,7 @@ def parse_servers(text: str) -> tuple[str, ...]:
         if port == 0:
             raise ConfigError(f"servers: {server!r} has port 0; expected the port that the shard listens on")
     if len(set(servers)) != len(servers):
-        raise ConfigError(f"servers: an address is given twice in {text!r}; each shard has its own")
+        raise ConfigError(f"servers: an address is given twice in {given!r}; each shard has its own")
     return servers
 
 
@@ -263,7 +270,7 @@ class ClientConfig:
     token_file: str = ""
 
     def __post_init__(self) -> None:
-        parse_servers(",".join(self.servers))
+        parse_servers(self.servers)
         if self.world_size < 1:
             raise ConfigError(f"world_size: expected at least 1, got {self.world_size}")
         if not 0 <= self.rank < self.world_size:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
+from psd.contract import arguments
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
 
@@ -64,7 +65,7 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
 
 def client_config(
     *,
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     run_id: str | None = None,
@@ -72,10 +73,10 @@ def client_config(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientConfig:
     """Settings of a client: arguments first, then the environment, then defaults.
@@ -92,24 +93,27 @@ def client_config(
                 f"{name}: not given. Pass {name}= to connect(), set PSD_{name.upper()}, or start the script with psd-run"
             )
     assert servers is not None
-    assert rank is not None
-    assert world_size is not None
     seconds = {
-        "wait_timeout_s": wait_timeout if wait_timeout is not None else _seconds(environ, "PSD_WAIT_TIMEOUT"),
-        "retry_timeout_s": retry_timeout if retry_timeout is not None else _seconds(environ, "PSD_RETRY_TIMEOUT"),
-        "report_after_s": report_after,
+        "wait_timeout": wait_timeout if wait_timeout is not None else _seconds(environ, "PSD_WAIT_TIMEOUT"),
+        "retry_timeout": retry_timeout if retry_timeout is not None else _seconds(environ, "PSD_RETRY_TIMEOUT"),
+        "report_after": report_after,
     }
+    files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
     return ClientConfig(
         servers=parse_servers(servers),
-        rank=rank,
-        world_size=world_size,
-        run_id=run_id if run_id is not None else environ.get("PSD_RUN_ID", ""),
-        transport=transport or environ.get("PSD_TRANSPORT", "auto"),
-        tls_ca=tls_ca if tls_ca is not None else environ.get("PSD_TLS_CA", ""),
-        tls_cert=tls_cert if tls_cert is not None else environ.get("PSD_TLS_CERT", ""),
-        tls_key=tls_key if tls_key is not None else environ.get("PSD_TLS_KEY", ""),
-        token_file=token_file if token_file is not None else environ.get("PSD_TOKEN_FILE", ""),
-        **{name: value for name, value in seconds.items() if value is not None},
+        rank=arguments.whole_number(ConfigError, "rank", rank),
+        world_size=arguments.whole_number(ConfigError, "world_size", world_size),
+        run_id=arguments.word(ConfigError, "run_id", run_id if run_id is not None else environ.get("PSD_RUN_ID", "")),
+        transport=transport if transport is not None else environ.get("PSD_TRANSPORT", "auto"),
+        **{
+            name: arguments.path(ConfigError, name, file if file is not None else environ.get(f"PSD_{name.upper()}", ""))
+            for name, file in files.items()
+        },
+        **{
+            f"{name}_s": arguments.real_number(ConfigError, name, value)
+            for name, value in seconds.items()
+            if value is not None
+        },
     )
 
 

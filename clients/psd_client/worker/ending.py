@@ -35,6 +35,11 @@ def remember(worker: Endable) -> None:
         multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
 
 
+def remembered() -> list[Endable]:
+    """Connections of this process that are not forgotten; some may have ended."""
+    return list(_open_workers)
+
+
 def close_in_thread(worker: Endable) -> None:
     """Close a worker that the program has forgotten, which may have pushed last.
 

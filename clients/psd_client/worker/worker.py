@@ -14,8 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from psd.contract import arguments
 from psd.contract.config import ClientConfig
-from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, WaitTimeout
+from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
@@ -29,6 +30,12 @@ from psd_client.worker.session import Session
 logger = logging.getLogger("psd_client")
 
 CLIENT_STATE_BYTES_MAX = 1 << 20
+
+ONE_JOB = (
+    "A process is one worker of one job, and what a job trains is fixed. To train two models, declare them together: in torch "
+    "as one torch.nn.ModuleList, with one optimizer"
+)
+"""Advice for who declares a second time."""
 
 
 class WorkerConnection:
@@ -79,6 +86,7 @@ class WorkerConnection:
 
     def barrier(self, name: str) -> None:
         """See ParameterServer.barrier."""
+        arguments.word(InvalidRequest, "name", name)
         with self.operation(f"barrier {name!r}"):
             self._session.barrier(name)
 
@@ -99,6 +107,8 @@ class WorkerConnection:
 
     def save_client_state(self, state: bytes) -> None:
         """See ParameterServer.save_client_state."""
+        if not isinstance(state, (bytes, bytearray, memoryview)):
+            arguments.refuse(InvalidRequest, "client state", "bytes", state)
         if len(state) > CLIENT_STATE_BYTES_MAX:
             raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
         self.declared.client_state = bytes(state)
@@ -212,6 +222,17 @@ class WorkerConnection:
             **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
+    @property
+    def _has_twin(self) -> bool:
+        """True if this process has another open connection as the same worker of the same shards."""
+        return any(
+            isinstance(other, WorkerConnection)
+            and other is not self
+            and not other._ended.locked()
+            and (other._config.servers, other.rank) == (self._config.servers, self.rank)
+            for other in ending.remembered()
+        )
+
     @contextmanager
     def operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
         """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
@@ -235,6 +256,11 @@ class WorkerConnection:
                 except RolledBack as error:
                     raise self._go_back(error) from None
             self._last_failed = False
+        except (SessionFenced, SpecMismatch) as error:
+            if not self._has_twin:
+                raise
+            twice = f"This process has connected twice as worker {self.rank}, and the later connection holds"
+            raise type(error)(f"{error}. {twice}. {ONE_JOB}", **error.detail) from None
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
         except WaitTimeout as error:

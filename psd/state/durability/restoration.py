@@ -133,8 +133,8 @@ class Restoration:
         """
         core = self._core
         stored = core.declared().spec
-        if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
-            raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
+        if difference := stored.difference_from_stored(spec, core.restored_from):
+            raise SpecMismatch(f"{difference}. {core.how_to_begin_afresh}")
         manifest = self._readable().load(core.restored_from)
         self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members)
 

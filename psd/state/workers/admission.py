@@ -141,7 +141,9 @@ class Admission:
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
-            raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
+            raise SpecMismatch(
+                f"world_size: {len(members.workers)} in the job, {world_size} in this worker's. {self._core.how_to_begin_afresh}"
+            )
         return members
 
     def _run_id(self, asked: str, session: int) -> str:
@@ -210,7 +212,7 @@ class Admission:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
             if job.spec != spec:
-                raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
+                raise SpecMismatch(f"{job.spec.difference(spec)}. {self._core.how_to_begin_afresh}")
             if self._core.life.now is Life.RESTORED:
                 self._core.become(Life.SERVING)
             choice = self._core.initial.on_declare(worker)
