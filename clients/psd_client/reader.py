@@ -81,7 +81,7 @@ class Reader:
                 last = error
                 Scope().sleep(0.05)
             else:
-                self.version = step if layout.spec.consistency.mode == "sync" else progress
+                self.version = step if layout.spec.consistency.has_rounds else progress
                 return found
             if clock() > deadline:
                 raise last

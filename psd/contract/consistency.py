@@ -29,6 +29,11 @@ class Consistency:
     mode: str
     staleness_bound: int = 0
 
+    @property
+    def has_rounds(self) -> bool:
+        """True if the gradients of a round make one update; False if each is applied as it arrives."""
+        return self.mode == "sync"
+
     @classmethod
     def parse(cls, word: str) -> Consistency:
         """Parse the word; InvalidRequest says what was expected."""

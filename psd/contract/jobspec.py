@@ -145,17 +145,17 @@ class JobSpec:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise InvalidRequest(f"world_size: must be at least 1, got {self.world_size}")
-        if self.quorum and self.consistency.mode != "sync":
+        if self.quorum and not self.consistency.has_rounds:
             raise InvalidRequest(f"quorum: is {self.quorum}, but only sync has rounds; the mode is {self.consistency}")
         if not 0 <= self.quorum <= self.world_size:
             raise InvalidRequest(f"quorum: must be 1 to world_size ({self.world_size}), got {self.quorum}")
-        if self.consistency.mode == "sync" and self.quorum == 0:
+        if self.consistency.has_rounds and self.quorum == 0:
             object.__setattr__(self, "quorum", self.world_size)
         if self.reduction not in REDUCTIONS:
             raise InvalidRequest(f"reduction: must be one of {sorted(REDUCTIONS)}, got {self.reduction!r}")
         if self.aggregation not in AGGREGATIONS:
             raise InvalidRequest(f"aggregation: must be one of {sorted(AGGREGATIONS)}, got {self.aggregation!r}")
-        if self.aggregation == "exact" and self.consistency.mode != "sync":
+        if self.aggregation == "exact" and not self.consistency.has_rounds:
             raise InvalidRequest(f"aggregation: exact needs rounds, and only sync has them; the mode is {self.consistency}")
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
@@ -163,7 +163,7 @@ class JobSpec:
             rule = group.info
             rule.check_flags(group.flags)
             rule.check_constants(group.constants)
-            if group.staleness and self.consistency.mode == "sync":
+            if group.staleness and self.consistency.has_rounds:
                 raise InvalidRequest(
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
@@ -188,7 +188,7 @@ class JobSpec:
         if self.nan_policy not in NAN_POLICIES:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
-        if layerwise and self.consistency.mode != "sync":
+        if layerwise and not self.consistency.has_rounds:
             raise InvalidRequest(
                 f"groups.rule: {layerwise} needs the norms of whole tensors, which shards know for rounds only; the mode is "
                 f"{self.consistency}, not sync"
@@ -197,7 +197,7 @@ class JobSpec:
         if norms and self.nan_policy == "allow":
             raise InvalidRequest(f"nan_policy: allow, but {norms} needs norms, and NaN has none; use refuse or skip")
         why = norms or ("nan_policy: skip" if self.nan_policy == "skip" else "")
-        if why and self.consistency.mode == "sync" and self.aggregation != "exact":
+        if why and self.consistency.has_rounds and self.aggregation != "exact":
             raise InvalidRequest(
                 f"{why} needs aggregation exact, by which all shards agree on a round's members; it is {self.aggregation}"
             )
@@ -205,7 +205,7 @@ class JobSpec:
     @property
     def has_verdicts(self) -> bool:
         """True if the way to apply a round depends on the whole gradient; see psd/contract/verdicts.py."""
-        return self.consistency.mode == "sync" and (self.clip_norm > 0 or bool(self.layerwise_tensors))
+        return self.consistency.has_rounds and (self.clip_norm > 0 or bool(self.layerwise_tensors))
 
     @cached_property
     def layerwise_tensors(self) -> tuple[int, ...]:

@@ -298,7 +298,7 @@ def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
     """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
     if not header.HasField("scale"):
         return 1.0
-    if spec.consistency.mode == "sync" or not spec.clip_norm:
+    if spec.consistency.has_rounds or not spec.clip_norm:
         raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
     if not 0 <= header.scale <= 1:  # also refuses NaN
         raise InvalidRequest(f"scale: must be from 0 to 1, got {header.scale}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
@@ -316,6 +316,27 @@ class Driver:
         numbers = found[1].parameter.tolist()
         self.core.declared().arena.unpin(found[1])
         return numbers
+
+    def write_part(self, directory: CheckpointDirectory, cut: Cut, **beside: Any) -> None:
+        """Write the shard's blocks as they are, with the workers' clocks."""
+        job = self.core.declared()
+        parts = []
+        for block in job.blocks.values():
+            plan, page, group = block.plan, block._page, job.spec.groups[block.plan.group]
+            slots = dict(zip(group.info.slots(group.flags), page.slots, strict=True))
+            where = plan.space, plan.offset, plan.length
+            parts.append(BlockPart(*where, block.version, page.parameter, slots, page.steps, page.sessions, page.clocks))
+        clocks = {worker.rank: worker.clock for worker in self.core.members.workers}
+        directory.write_part(cut, self.config.shard_index, parts, worker_clocks=clocks, **beside)
+
+    def lent_accumulators(self) -> set[int]:
+        """The accumulators that are lent, from here on: a set that follows them."""
+        lent: set[int] = set()
+        arena = self.core.job.arena
+        lend, give = arena.lend_accumulator, arena.return_accumulator
+        arena.lend_accumulator = lambda block: lent.add(id(array := lend(block))) or array
+        arena.return_accumulator = lambda array: (lent.discard(id(array)), give(array))
+        return lent
 
     def version(self, block: int = 0) -> int:
         return self.core.declared().blocks[block].version

@@ -391,11 +391,7 @@ def test_memory_of_staged_gradients_is_given_back():
     """After many rounds with late workers and rejoins, no more is lent than one round needs."""
     driver = Driver(exact(3, quorum=2, blocks=2))
     seats = driver.start()
-    lent = set()
-    arena = driver.core.job.arena
-    lend, give = arena.lend_accumulator, arena.return_accumulator
-    arena.lend_accumulator = lambda block: lent.add(id(array := lend(block))) or array
-    arena.return_accumulator = lambda array: (lent.discard(id(array)), give(array))
+    lent = driver.lent_accumulators()
 
     for clock in range(20):
         for seat in seats:

@@ -33,24 +33,8 @@ def directory(tmp_path):
 
 def store(driver, directory, step, timeline=0, cut_id="a1"):
     """Write the shard's blocks as they are; the checkpoint's name."""
-    job = driver.core.job
-    cut = Cut(cut_id, step, timeline, driver.core.run_id, 5.0, job.layout)
-    parts = [
-        BlockPart(
-            space=block.plan.space,
-            offset=block.plan.offset,
-            length=block.plan.length,
-            version=block.version,
-            parameter=block._page.parameter,
-            slots=dict(zip(("momentum",), block._page.slots, strict=True)),
-            steps=block._page.steps,
-            sessions=block._page.sessions,
-            clocks=block._page.clocks,
-        )
-        for block in job.blocks.values()
-    ]
-    clocks = {worker.rank: worker.clock for worker in driver.core.members.workers}
-    directory.write_part(cut, 0, parts, worker_clocks=clocks, client_states={0: b"row 2"})
+    cut = Cut(cut_id, step, timeline, driver.core.run_id, 5.0, driver.core.job.layout)
+    driver.write_part(directory, cut, client_states={0: b"row 2"})
     assert directory.complete(cut)
     return cut.name
 

@@ -107,7 +107,7 @@ def distribute(
         raise InvalidRequest(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
-    if overlap and clip_norm is not None and mode.mode != "sync":
+    if overlap and clip_norm is not None and not mode.has_rounds:
         raise InvalidRequest(
             f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which is "
             'known only when back-propagation has ended; leave one of them out, or use consistency="sync"'

@@ -73,7 +73,7 @@ class ParameterExchange:
         self._trained = [block for block in layout.blocks if block.trained]
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard]]
         self._has_static = any(not block.trained for block in layout.blocks)
-        self._has_rounds = layout.spec.consistency.mode == "sync"
+        self._has_rounds = layout.spec.consistency.has_rounds
         self._is_exact = layout.spec.aggregation == "exact"
         self._timeout_s = wait_timeout_s + transfer_s(layout, shards.lanes)
         self._unconfirmed: SentPush | None = None  # the last push, while its round may be open

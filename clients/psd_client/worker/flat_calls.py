@@ -45,14 +45,14 @@ class FlatCalls(WorkerConnection):
             default = job_defaults()
             mode = default.consistency_of(consistency)
             if quorum is None:
-                quorum = default.quorum if mode.mode == "sync" else 0
+                quorum = default.quorum if mode.has_rounds else 0
             if clip_norm is not None and not arguments.real_number(InvalidRequest, "clip_norm", clip_norm) > 0:
                 raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
             arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
             if aggregation is None:
                 is_layerwise = any(group.is_layerwise for group in groups)
                 needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
-                aggregation = "fast" if mode.mode != "sync" else "exact" if needs_exact else default.aggregation
+                aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
             spec = JobSpec(
                 world_size=self.world_size,
                 tensors=tuple(tensors),
