@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import parse_staleness
 from psd_client.optimizers import scalar_values, spec_of
@@ -75,7 +76,7 @@ class ParamGroups:
 
 def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimizer:
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple, set)):
-        raise ValueError(f"groups[{index}]: expected a dict with 'params', a list of names, got {group!r}")
+        raise InvalidRequest(f"groups[{index}]: expected a dict with 'params', a list of names, got {group!r}")
     options = {name: value for name, value in group.items() if name != "params"}
     known = optimizer.option_values().keys()
     unknown = [name for name in options if name not in known]

@@ -56,7 +56,8 @@ def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
     elif isinstance(given, (list, tuple)) and all(isinstance(server, str) for server in given):
         servers = tuple(given)
     else:
-        refuse(ConfigError, "servers", 'the shards\' addresses, such as "127.0.0.1:7000,127.0.0.1:7001", or a list of them', given)
+        expected = 'the shards\' addresses, such as "127.0.0.1:7000,127.0.0.1:7001", or a list of them'
+        refuse(ConfigError, "servers", expected, given)
     if not servers:
         raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
     for server in servers:

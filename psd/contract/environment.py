@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from psd.contract import arguments
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
@@ -99,21 +99,19 @@ def client_config(
         "report_after": report_after,
     }
     files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
+    settings: dict[str, Any] = {
+        f"{name}_s": arguments.real_number(ConfigError, name, value) for name, value in seconds.items() if value is not None
+    }
+    for name, file in files.items():
+        given = file if file is not None else environ.get(f"PSD_{name.upper()}", "")
+        settings[name] = arguments.path(ConfigError, name, given)
     return ClientConfig(
         servers=parse_servers(servers),
         rank=arguments.whole_number(ConfigError, "rank", rank),
         world_size=arguments.whole_number(ConfigError, "world_size", world_size),
         run_id=arguments.word(ConfigError, "run_id", run_id if run_id is not None else environ.get("PSD_RUN_ID", "")),
         transport=transport if transport is not None else environ.get("PSD_TRANSPORT", "auto"),
-        **{
-            name: arguments.path(ConfigError, name, file if file is not None else environ.get(f"PSD_{name.upper()}", ""))
-            for name, file in files.items()
-        },
-        **{
-            f"{name}_s": arguments.real_number(ConfigError, name, value)
-            for name, value in seconds.items()
-            if value is not None
-        },
+        **settings,
     )
 
 

@@ -54,7 +54,7 @@ _WORDS = {
     "clip_norm": "clip_norm",
     "nan_policy": "nan_policy",
 }
-"""What a worker calls the fields of a JobSpec."""
+"""Names that workers have for the fields of a JobSpec."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class GroupSpec:
         return rule_info(self.rule, slots=self.slots, scalars=self.scalars, staleness=self.staleness)
 
     def differences(self, other: GroupSpec) -> Iterator[tuple[str, object, object]]:
-        """What may differ from another group, and its two values; the optimizer comes first."""
+        """Differences that there may be from another group, each with its two values; the optimizer comes first."""
         yield "optimizer", self.rule, other.rule
         for flag in sorted({*self.flags, *other.flags}):
             yield flag, "on" if flag in self.flags else "off", "on" if flag in other.flags else "off"
@@ -316,7 +316,7 @@ class JobSpec:
     def _stored_differences(
         self, other: JobSpec, groups: Sequence[GroupSpec], groups_there: Sequence[GroupSpec]
     ) -> Iterator[tuple[str, object, object]]:
-        """What may differ of tensors and groups, and its two values."""
+        """Differences that there may be of tensors and groups, each with its two values."""
         mine, theirs = ({tensor.name: tensor for tensor in spec.tensors} for spec in (self, other))
         for name in [*mine, *theirs]:
             yield f"parameter {name!r}", "is" if name in mine else "is not", "is" if name in theirs else "is not"

@@ -164,7 +164,7 @@ def test_complete_when_a_part_is_of_another_run_then_it_is_corrupt(tmp_path):
     assert other.name == cut.name
 
     with pytest.raises(CheckpointCorrupt, match=r"shard-00000-of-00001\.json: belongs to another checkpoint: layout_digest"):
-        directory.complete(type(cut)(**{**vars(cut), "layout": cut_of(JobSpec(1, ()), 1).layout}))
+        directory.complete(type(cut)(**{**vars(cut), "layout": cut_of(JobSpec(1, (TensorSpec("other", (1,)),)), 1).layout}))
     with pytest.raises(CheckpointCorrupt, match="run_id is 'run-1', not 'run-2'"):
         directory.complete(type(cut)(**{**vars(cut), "run_id": "run-2"}))
 

@@ -94,10 +94,10 @@ def distribute(
         InvalidRequest, InvalidTensor: an option or a parameter that psd cannot train; the message names it.
         SpecMismatch: another worker has declared something else.
     """
-    if not isinstance(ps, ParameterServer | None):
-        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
     if ps is not None and connect_args:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
+    if not isinstance(ps, ParameterServer | None):
+        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
     if buffers != "local":
         raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
     if overlap not in (False, True, "forward"):
@@ -109,8 +109,8 @@ def distribute(
         )
     if overlap and clip_norm is not None and not mode.has_rounds:
         raise InvalidRequest(
-            f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which is "
-            'known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
+            f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
+            'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
         )
     stale, stale_scalars = parse_staleness(staleness)
     if overlap == "forward" and stale.startswith("dc"):

@@ -18,6 +18,10 @@ from typing import Protocol
 class Endable(Protocol):
     """A connection that can be ended."""
 
+    @property
+    def seat(self) -> tuple[tuple[str, ...], int] | None:
+        """The shards and the rank, while it is open."""
+
     def close(self, error: BaseException | None = None) -> None:
         """End as one that has finished, or failed by `error`. Idempotent."""
 

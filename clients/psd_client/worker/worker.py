@@ -223,15 +223,9 @@ class WorkerConnection:
         )
 
     @property
-    def _has_twin(self) -> bool:
-        """True if this process has another open connection as the same worker of the same shards."""
-        return any(
-            isinstance(other, WorkerConnection)
-            and other is not self
-            and not other._ended.locked()
-            and (other._config.servers, other.rank) == (self._config.servers, self.rank)
-            for other in ending.remembered()
-        )
+    def seat(self) -> tuple[tuple[str, ...], int] | None:
+        """The shards and the rank, while the connection is open."""
+        return None if self._ended.locked() else (self._config.servers, self.rank)
 
     @contextmanager
     def operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
@@ -257,7 +251,7 @@ class WorkerConnection:
                     raise self._go_back(error) from None
             self._last_failed = False
         except (SessionFenced, SpecMismatch) as error:
-            if not self._has_twin:
+            if [worker.seat for worker in ending.remembered()].count(self.seat) < 2:
                 raise
             twice = f"This process has connected twice as worker {self.rank}, and the later connection holds"
             raise type(error)(f"{error}. {twice}. {ONE_JOB}", **error.detail) from None

@@ -142,7 +142,8 @@ class Admission:
             return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
         if len(members.workers) != world_size:
             raise SpecMismatch(
-                f"world_size: {len(members.workers)} in the job, {world_size} in this worker's. {self._core.how_to_begin_afresh}"
+                f"world_size: {len(members.workers)} in the job, {world_size} with this worker. "
+                f"{self._core.how_to_begin_afresh}"
             )
         return members
 
