@@ -118,7 +118,10 @@ class Reader:
             lane.read(request, layout.blocks_of(lane.shard), buffers, call)
 
         self._shards.run(read_at, max(0.1, patience_s) + transfer_s(layout, lanes), lanes)
-        return {tensor.name: np.array(view) for tensor, view in zip(layout.spec.tensors, buffers.views, strict=True)}
+        return {
+            tensor.name: np.array(view, np.bool_ if tensor.dtype == "bool" else view.dtype)
+            for tensor, view in zip(layout.spec.tensors, buffers.views, strict=True)
+        }
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

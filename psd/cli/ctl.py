@@ -68,8 +68,11 @@ examples:
   PSD_SERVERS=127.0.0.1:7000 psdctl status --watch 2
   psdctl status --json | jq '.workers[] | select(.state == "WORKER_STATE_EXPIRED") | .rank'
 
+The clock of a worker is the number of steps that it has finished, by the shard that knows of most; the
+job's, in the first line, that of its slowest live worker.
+
 Each worker is shown once. Where the shards disagree about it, the worst is shown: the state that
-needs most attention, the lowest clock, the longest silence.
+needs most attention, the longest silence.
   live       renews its lease             finished   has left; nobody waits for it
   absent     has not joined yet           expired    its lease ran out; nobody waits for it
 
@@ -83,6 +86,8 @@ had read the parameters ("ages" of StatusReply: 0, 1, 2, 3 to 4, 5 to 8, and so 
   workers    as above: psd.v1.WorkerStatus
   waits      psd.v1.Wait of all shards, with "shards", the indices of those where the worker waits
   problems   what is wrong, in words; empty if all is well
+  clock      of the job, as above
+"clock" and "min_clock" inside of "shards" are what that shard knows: one without blocks hears of no steps.
 Numbers are numbers, except "incarnation" and "session": 64-bit names, which would lose digits in
 readers that use floating point, are strings.
 

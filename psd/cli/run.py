@@ -4,7 +4,8 @@ psd/cli/kubernetes.py on a cluster.
     run.py        flags, help, the commands and environments of shards and workers
     launcher.py   the loop: output, deaths, signals
     policy.py     what to do about a death, a signal, a deadline
-    processes.py  one child;  output.py  its lines;  watchdog.py, sweep.py  no orphans;  state.py  the shards' state directories
+    processes.py  one child;  output.py  its lines;  display.py  the terminal;  state.py  the shards' state directories
+    watchdog.py, sweep.py  no orphans
 
 Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
 """
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import kubernetes, malloc
+from psd.cli import kubernetes, logs, malloc
 from psd.cli.arguments import (
     CHECKPOINT_OPTIONS,
     SERVER_DEFAULTS,
@@ -75,10 +76,13 @@ examples:
 Each worker finds the defaults of psd_client.connect() and psd.distribute() in its environment,
 so that the script needs no addresses and no ranks:
 {variables}
-psd-run sets the first four, and those for which an option is given. Unless they are set, it also sets
-OMP_NUM_THREADS, so that all workers together have as many threads as there are cores;
-PYTHONUNBUFFERED=1; and malloc thresholds that spare fresh memory for each message. All output goes to
-standard output, psd-run's own messages to standard error. NO_COLOR=1 turns colours off.
+psd-run sets the first four, and those for which an option is given. For scripts that read them it sets RANK,
+LOCAL_RANK and WORLD_SIZE, too; not MASTER_ADDR and MASTER_PORT, since psd needs no process group of torch: a
+script that wants one beside it names them. Unless they are set, psd-run also sets OMP_NUM_THREADS, so that all
+workers together have as many threads as there are cores; PYTHONUNBUFFERED=1; and malloc thresholds that spare
+fresh memory for each message. All output goes to standard output, psd-run's own messages to standard error.
+On a terminal progress bars are redrawn in place, below the lines; a file gets one state a second. NO_COLOR=1
+turns colours off.
 
 The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
 of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the
@@ -152,6 +156,11 @@ _FAULTS: Options = {
 }
 
 _WATCHING: Options = {
+    "log_level": Option(
+        None,
+        f"least important records of the shards to show (default: {logs.LOG_LEVEL}); workers log as their script says",
+        choices=logs.LEVELS,
+    ),
     "metrics_port": Option(
         "BASE",
         "serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: no "
@@ -160,7 +169,7 @@ _WATCHING: Options = {
     ),
 }
 
-_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, **SERVER_DEFAULTS}
+_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, "log_level": logs.LOG_LEVEL, **SERVER_DEFAULTS}
 
 
 def _parser() -> Parser:
@@ -230,6 +239,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         **malloc.environment(),
         **shared,
         "PSD_WORLD_SIZE": str(args.workers),
+        "WORLD_SIZE": str(args.workers),
         **for_workers,
     }
 
@@ -238,11 +248,15 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         "--lease": args.lease_s,
         "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
-        "--log-level": "warning",
+        "--log-level": args.log_level,
         **{f"--{name.replace('_', '-')}": value for name, value in checkpoints.items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
+
+    def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
+        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return {**for_workers, "PSD_SERVERS": ",".join(servers), **who}
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
         which = ["--shard", f"{index}/{args.shards}", "--listen", listen, "--state-dir", str(state_dir)]
@@ -262,7 +276,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         shard_command=shard_command,
         worker_command=command,
         shard_environ=shared,
-        worker_environ=lambda rank, servers: {**for_workers, "PSD_SERVERS": ",".join(servers), "PSD_RANK": str(rank)},
+        worker_environ=worker_environ,
     )
 
 

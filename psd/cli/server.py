@@ -49,6 +49,9 @@ READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 """The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
+STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
+"""The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
+
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
 
@@ -197,7 +200,10 @@ def _parser() -> Parser:
     add_options(limits, LIMITS, vars(Limits()), "--max-")
     log = parser.add_argument_group("log (standard error)")
     log.add_argument(
-        "--log-level", choices=logs.LEVELS, default="info", help="least important records to show (default: %(default)s)"
+        "--log-level",
+        choices=logs.LEVELS,
+        default=logs.LOG_LEVEL,
+        help="least important records to show (default: %(default)s)",
     )
     log.add_argument(
         "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"

@@ -186,6 +186,12 @@ class Layout:
         """The blocks that a shard owns, in ascending order; empty where there are fewer blocks than shards."""
         return self.blocks[shard :: self.shard_count]
 
+    @property
+    def untrained_shards(self) -> list[int]:
+        """Shards that own blocks, but none that is pushed to."""
+        owned = [self.blocks_of(shard) for shard in range(self.shard_count)]
+        return [shard for shard, blocks in enumerate(owned) if blocks and not any(block.trained for block in blocks)]
+
     def tensor_at(self, block: Block, element: int) -> str:
         """Name of the tensor that holds an element of a block, for messages."""
         segment = int(np.searchsorted(block.segment_ends, element, side="right"))

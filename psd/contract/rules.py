@@ -96,7 +96,10 @@ def check_weight(weight: float) -> None:
 STATIC = RuleInfo("static")
 """Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
 
-RULES = {STATIC.name: STATIC} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
+BUFFERS = RuleInfo("buffers", flags=("mean",))
+"""What workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent it, or as their mean."""
+
+RULES = {STATIC.name: STATIC, BUFFERS.name: BUFFERS} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
 
 
 def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:

@@ -55,6 +55,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _DATA + "PushPull": _WORKER,
     _DATA + "PushPullSmall": _WORKER,
     _DATA + "Initialize": _WORKER,
+    _DATA + "StoreBuffers": _WORKER,
     # Whoever operates: what takes room and time on a disk.
     _CONTROL + "Checkpoint": _ADMIN,
 }

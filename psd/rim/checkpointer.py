@@ -205,8 +205,10 @@ class Checkpointer:
                 last_took_s=took_s,
                 error="",
             )
-        logger.info("stored a checkpoint", extra={"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)})
-        if is_complete:
+        facts = {"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)}
+        logger.debug("stored this shard's part of a checkpoint", extra=facts)
+        if is_complete:  # known to the shard that was last: the job's logs have one line for a checkpoint
+            logger.info("stored checkpoint %s", cut.name)
             self._directory.collect_garbage()
         stored = self._asked_for.get(cut.cut_id)
         if stored is not None:

@@ -55,6 +55,11 @@ class DataService:
                     message_parser(data_pb2.SmallPush),
                     data_pb2.SmallAnswer.SerializeToString,
                 ),
+                "StoreBuffers": grpc.unary_unary_rpc_method_handler(
+                    guard.unary(self.store_buffers),
+                    message_parser(data_pb2.BuffersRequest),
+                    data_pb2.BuffersReply.SerializeToString,
+                ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
@@ -166,6 +171,12 @@ class DataService:
         if init is None:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
         return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
+
+    def store_buffers(self, request: data_pb2.BuffersRequest, context: grpc.ServicerContext) -> data_pb2.BuffersReply:
+        """See DataService.StoreBuffers."""
+        del context
+        self._plane.counts.count_bytes(received=self._shard.buffers.store(request))
+        return data_pb2.BuffersReply()
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
         try:

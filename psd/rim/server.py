@@ -154,7 +154,7 @@ class ShardServer:
         self.address = f"{host}:{bound}"
         if self.shard.is_recovered:
             job = self.shard.declared()
-            logger.warning(
+            logger.info(
                 "the shard continues where its earlier process ended",
                 extra={
                     "run_id": self.shard.run_id,
@@ -163,7 +163,7 @@ class ShardServer:
                 },
             )
         elif self.shard.restored_from is not None:
-            logger.warning(
+            logger.info(
                 "the shard starts from a checkpoint",
                 extra={"checkpoint": self.shard.restored_from, "run_id": self.shard.run_id},
             )

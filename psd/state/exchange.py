@@ -18,6 +18,7 @@ from psd.contract.rules import check_weight
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.rounds import Contribution, Outcome
+from psd.state.buffers import wants_buffers
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.durability.cuts import Cuts, check_client_state, check_cuts
 from psd.state.durability.schedule import CutSchedule
@@ -219,6 +220,7 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
+            wants = wants_buffers(job, self._core.members, push.worker)
         self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -228,6 +230,7 @@ class Exchange:
             blocks_staged=staged,
             cuts=self._cuts.latest(),
             overruled=overruled,
+            wants_buffers=wants,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Must not know sessions, leases or tickets.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import policy_of
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
+from psd.state.aggregation.offered import Offered
 from psd.state.aggregation.rounds import FastRound
 from psd.state.aggregation.rules import BoundRule, check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
@@ -44,6 +45,8 @@ class Job:
 
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
+        buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
+        wants_all_buffers: each of them is.
         agreement: SYNC: the scalars of the open rounds.
         coordinator: EXACT, on shard 0 only; participant: on all shards: see settlement.py.
     """
@@ -97,11 +100,15 @@ class Job:
                 services,
                 RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
                 self._ratio_places(plan),
+                Offered() if "mean" in spec.groups[plan.group].flags and spec.groups[plan.group].is_of_buffers else None,
             )
             for slot, plan in enumerate(plans)
         }
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
+        self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
+        self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
+        self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
         self.participant = Participant(spec, self._trained)
         self.coordinator: Coordinator | None = None
         if self.is_exact and shard_index == 0:
@@ -219,15 +226,15 @@ class Job:
             for block in self._trained:
                 block.settle()
 
-    def pin_all(self) -> dict[int, Page]:
-        """The pages of all blocks at one instant, pinned, by block."""
+    def pin_all(self, but: Collection[int] = ()) -> dict[int, Page]:
+        """The pages of all blocks at one instant, but for some, pinned, by block."""
         pages: dict[int, Page] = {}
         with contextlib.ExitStack() as locks:
             for block in self.blocks.values():
                 locks.enter_context(block.lock)
             try:
-                for index, block in self.blocks.items():
-                    pages[index] = block.pin()
+                for index in self.blocks.keys() - but:
+                    pages[index] = self.blocks[index].pin()
             except BaseException:
                 self.unpin_all(pages)
                 raise

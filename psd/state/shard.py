@@ -18,6 +18,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, PsdError, WrongShard
 from psd.state.aggregation.settlement_desk import SettlementDesk
+from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
 from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
@@ -52,7 +53,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Shard:
         self.admission = Admission(self._core, wall, self.restoration.redeclare)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
+        self.buffers = BufferDesk(self._core, self.cuts)
         self.settlement = SettlementDesk(self._core)
         self.is_draining = False
         self._started = now()
@@ -121,6 +123,7 @@ class Shard:
             self._core.settle()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()
+        self.cuts.on_tick(self.now(), self.config.lease_s)
         return expired
 
     def drain(self) -> None:

@@ -1,6 +1,8 @@
 """psd-run: whole jobs whose processes are killed one by one."""
 
+import contextlib
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -64,8 +66,9 @@ TIMEOUT_S = 30.0
 
 
 @pytest.mark.process
-def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job):
-    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum")
+def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job, tmp_path):
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-steps", "1")
+    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints)
 
     assert run.end() == 0
     for rank in range(3):
@@ -73,6 +76,9 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
     for index in range(2):
         assert f"[shard {index}]  psd-server: shard {index}/2 done: all workers have left" in run.output
     assert all(re.match(r"\[(psd-run|shard \d|worker \d)\] ", line) for line in run.lines)
+    stored = re.findall(r"stored checkpoint (\S+)", run.output)
+    assert stored[-1].endswith("-final")
+    assert len(set(stored)) == len(stored), "one line each, whichever shards were last"
     run.assert_nothing_left()
 
 
@@ -221,6 +227,30 @@ def test_job_when_nobody_reads_the_output_any_more_then_it_stops(tmp_path):
     assert run.wait(TIMEOUT_S) == 128 + SIGPIPE
     assert "SIGPIPE: stopping the job" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.process
+def test_job_when_its_reader_is_a_terminal_then_a_progress_bar_is_redrawn_in_place(tmp_path):
+    """As soon as its first state is there, though its line has no end yet."""
+    script, may_go_on = tmp_path / "script.py", tmp_path / "may-go-on"
+    script.write_text("import sys; print(end='\\r1/2'); open(sys.argv[1]).read(); print('\\r2/2'); sys.exit(4)")
+    os.mkfifo(may_go_on)
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "psd.cli.run", str(script), str(may_go_on)]
+    shown = b""
+
+    with subprocess.Popen(command, stdout=its, stderr=its, env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"}) as run:
+        os.close(its)
+        with contextlib.suppress(OSError):  # its other end has been closed
+            while data := os.read(ours, 4096):
+                shown += data
+                if b"1/2\x1b" in shown and may_go_on.exists():
+                    may_go_on.write_text("")
+                    may_go_on.unlink()
+    os.close(ours)
+
+    assert run.returncode == 4
+    assert re.search(rb"\x1b\[\?7l\[worker 0\] 1/2.*\x1b\[1F\x1b\[J\[worker 0\] 2/2\r\n", shown, re.DOTALL)
 
 
 @pytest.mark.process

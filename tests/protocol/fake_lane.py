@@ -82,6 +82,9 @@ class FakeLane(Lane):
         outcome = self._process.ask(self.shard, _request("initialize", first, sent), call.scope)
         return data_pb2.InitializeReply.FromString(outcome.body).accepted
 
+    def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
+        raise NotImplementedError("these jobs have no buffers")
+
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         outcome = self._process.ask(self.shard, _request("push", part.header, _gradients(part)), call.scope)
         return data_pb2.PushReply.FromString(outcome.body)

@@ -107,8 +107,11 @@ class FlatBuffers:
         return math.inf if None in sums else psd_core.square_root(sum(total for total in sums if total is not None))
 
     def first_nonfinite(self) -> str | None:
-        """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite."""
+        """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite. Buffers may
+        hold anything."""
         for space, memory in zip(self.layout.spaces, self.spaces, strict=True):
+            if self.layout.spec.groups[space.group].is_of_buffers:
+                continue
             element = self._first_nonfinite(memory)
             if element >= 0:
                 tensor = int(space.tensors[np.searchsorted(space.starts, element, side="right") - 1])

@@ -136,6 +136,11 @@ class ShardLane(Lane):
         self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
         return reply.accepted
 
+    def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
+        """See Lane."""
+        self._channel.unary(f"{_DATA}StoreBuffers", request, data_pb2.BuffersReply, call, is_wait=False)
+        self.traffic.sent_bytes += sum(len(block.payload) for block in request.blocks)
+
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """See Lane."""
         connection = self._connection(part.header.caller, call)

@@ -223,6 +223,10 @@ class Lane(ABC):
         """
 
     @abstractmethod
+    def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
+        """Store what this worker has computed beside the parameters."""
+
+    @abstractmethod
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """Send a gradient; returns when the shard has counted it."""
 

@@ -29,7 +29,8 @@ from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
-from psd_client.torch.declaration import Options, TorchDeclaration, check_optimizer, read_declaration
+from psd_client.torch.buffers import Buffers
+from psd_client.torch.declaration import BUFFER_POLICIES, Options, TorchDeclaration, check_optimizer, read_declaration
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors
@@ -53,7 +54,7 @@ def distribute(
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
     overlap: bool | str = False,
-    buffers: str = "local",
+    buffers: str = "first",
     **connect_args: Any,
 ) -> DistributedOptimizer:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
@@ -86,8 +87,9 @@ def distribute(
             without `no_sync()`, are refused, and such an error ends this worker's part in the job. "forward", in async only:
             step() does not wait either, and the next forward pass begins with what has arrived; the rest is one step older, and
             never two. Errors of a push are then raised by the next backward() or step(); `pull` makes the model whole.
-        buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
-            then those of the data it has seen. To save a model, save any worker's.
+        buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
+            model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
+            the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
 
     Raises:
         TypeError: an optimizer that is not supported yet, or arguments that exclude each other.
@@ -98,8 +100,8 @@ def distribute(
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
     if not isinstance(ps, ParameterServer | None):
         raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
-    if buffers != "local":
-        raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
+    if buffers not in BUFFER_POLICIES:
+        raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     if overlap not in (False, True, "forward"):
         raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
     mode = job_defaults().consistency_of(consistency)
@@ -132,12 +134,13 @@ def distribute(
     for group in optimizer.param_groups:
         for scalar, value in stale_scalars.items():
             group.setdefault(scalar, value)
-    declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(as_tensors(flat), declaration.parameters)
+            torch._foreach_copy_(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
+        Buffers(declaration, flat).send()
 
     try:
         worker_of(connection).declare_tensors(
@@ -156,7 +159,8 @@ def distribute(
             connection.close()
         raise
     with torch.no_grad():
-        torch._foreach_copy_(declaration.parameters, as_tensors(worker_of(connection).parameters))
+        values = as_tensors(worker_of(connection).parameters)
+        torch._foreach_copy_(declaration.parameters, values[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
 
@@ -184,6 +188,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         register(self, self, optimizer)
         self._declaration = declaration
         self._parameters = Parameters(declaration, worker.parameters)
+        self._buffers = Buffers(declaration, worker.parameters)
+        self._buffers.receive()
+        self._times_gone_back = worker.times_gone_back
+        if declaration.buffers:
+            worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
@@ -259,6 +268,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.settle()
         self._worker.pull_flat()
         self._parameters.copy()
+        if self._worker.times_gone_back != self._times_gone_back:
+            self._times_gone_back = self._worker.times_gone_back
+            self._buffers.receive()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
+from psd_client.worker.buffers import BufferKeeper
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
@@ -52,6 +53,8 @@ class ParameterExchange:
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
         counts: see ParameterServer.stats.
+        buffers: what the worker computes beside the parameters.
+        times_gone_back: how often the job has gone back to a checkpoint.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class ParameterExchange:
         segment = share_memory(layout) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.parameters = FlatBuffers(layout, segment=segment)
+        self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self.times_gone_back = 0
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.parameters)
@@ -110,6 +115,7 @@ class ParameterExchange:
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
+        self.times_gone_back += 1
 
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""
@@ -226,6 +232,7 @@ class ParameterExchange:
         if verdicts is not None and verdicts.applied < verdicts.latest < self._session.clock:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._await_closed()
+        self.buffers.before_push()
         header = self._header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
@@ -317,6 +324,7 @@ class ParameterExchange:
             self.client_state = b""
         self.counts["pushes"] += 1
         self._attendance.hear(replies)
+        self.buffers.hear(replies)
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:

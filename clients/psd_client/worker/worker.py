@@ -132,6 +132,7 @@ class WorkerConnection:
                 logger.error("psd: worker %d: its last push failed, and the program has not been told: %s", self.rank, untold)
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
+                self._store_last(self._exchange)
         except BaseException:  # Ctrl-C
             is_success = False
             raise
@@ -181,6 +182,16 @@ class WorkerConnection:
                 exchange.confirm()
         except (PsdError, RuntimeError) as error:
             self._warn_unconfirmed(str(error))
+
+    def _store_last(self, exchange: ParameterExchange) -> None:
+        """Store the buffers of the last step for the job's last checkpoint."""
+        if self._ended.locked() or self._busy.locked() or self._last_failed:
+            return
+        try:
+            with self.operation("close"):
+                exchange.buffers.before_leaving()
+        except (PsdError, RuntimeError) as error:
+            logger.warning("psd: worker %d: the buffers of its last steps could not be stored: %s", self.rank, error)
 
     def _warn_unconfirmed(self, why: str) -> None:
         logger.warning(

@@ -11,7 +11,7 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from psd.state import locks
 from psd.state.aggregation import pages
 from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent import Loan
+from psd.state.aggregation.offered import Offered
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update, segments
 from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
 from psd.state.aggregation.staleness import Readers
@@ -68,6 +69,7 @@ class BlockState:
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         readers: what the workers have read, where there are no rounds.
         ratio_places: see RoundSetting; None unless the rule is layer-wise.
+        offered: of a block of buffers that holds the mean of the workers'; else None.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class BlockState:
         services: BlockServices,
         times: RoundTimes,
         ratio_places: NDArray[np.intp] | None = None,
+        offered: Offered | None = None,
     ) -> None:
         self.plan = plan
+        self.offered = offered
         self.times = times
         self.ratio_places = ratio_places
         self.lock = locks.new(locks.Level.BLOCK, plan.index)
@@ -138,6 +142,19 @@ class BlockState:
             OutOfSpace: the block is as it was.
         """
         self.begin(self._written(lambda page: pages.restore(page, stored)), stored.version)
+
+    def store(self, rank: int, values: NDArray[Any], present: Collection[int]) -> None:
+        """Replace the values of a block of buffers by this worker's, or by the mean over the ranks that are present.
+
+        Raises:
+            OutOfSpace: the block is as it was.
+        """
+        with self.lock:
+            if self.offered is not None:
+                values = self.offered.mean_with(rank, values, present)
+            page = self._written(lambda page: pages.initialize(page, values, ()))
+            self.version += 1
+            self._arena.publish(self._slot, page, self.version)
 
     def _written(self, write: Callable[[Page], None]) -> Page:
         page = self._spare()

@@ -122,7 +122,9 @@ class Restoration:
             if not is_there:
                 manifest = self._readable().load(request.checkpoint)
                 self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
-        logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+        # A shard that waited for this has said already what it starts from; another one gives up later steps.
+        level = logging.DEBUG if is_there else logging.WARNING
+        logger.log(level, "went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
         """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.

@@ -35,10 +35,15 @@ class CutSchedule:
     @property
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
+        return self._has_part and self._core.declared().trained_count > 0
+
+    @property
+    def _has_part(self) -> bool:
+        """True if there is a job, and a part of it here."""
         job = self._core.job
         if job is None or self._core.is_tentative or not self._core.life.has_values:
             return False
-        return job.trained_count > 0 and not job.arena.is_closed
+        return bool(job.blocks) and not job.arena.is_closed
 
     @property
     def is_reachable(self) -> bool:
@@ -52,8 +57,8 @@ class CutSchedule:
 
     @property
     def progress(self) -> int:
-        """Rounds closed; without rounds the clock of the slowest worker, or of the last that has left."""
-        if self._has_rounds:
+        """Rounds closed; without rounds, or trained blocks, the clock of the slowest worker, or of the last that has left."""
+        if self._has_rounds and self._core.declared().trained_count:
             return self._core.declared().version_max
         with self._core.lock:
             slowest = self._core.members.min_clock()
@@ -72,7 +77,7 @@ class CutSchedule:
 
         It is the same on all shards if all workers have left in order.
         """
-        if self.is_training:
+        if self._has_part:
             created_at = max(worker.left_at for worker in self._core.members.workers)
             cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
             self._cuts.take_final(self._core.declared(), cut)

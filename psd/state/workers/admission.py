@@ -244,7 +244,8 @@ class Admission:
         """Take one block's values aside."""
         plan = self._core.declared().block(block).plan
         values = frames.numbers(payload, plan.dtype, plan.length, f"block {block}")
-        self._core.check_finite(values, plan.index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
+        if not self._core.declared().spec.groups[plan.group].is_of_buffers:
+            self._core.check_finite(values, plan.index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
         if init.is_accepted:
             init.values[block] = values
 
