@@ -224,6 +224,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
             shard_index,
             shard_count,
             **values(args, fields),
+            parameters_only=args.parameters_only,
             rules=tuple(args.rules),
             exit_when_done=args.exit_when_done,
             insecure=args.insecure,

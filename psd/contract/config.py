@@ -19,6 +19,8 @@ TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 RUN_ID_BYTES_MAX = 128
 
+SAFETENSORS_SUFFIX = ".safetensors"
+
 
 class ConfigError(ValueError):
     """A setting is wrong; the message names it and says what was expected."""
@@ -168,6 +170,9 @@ class ServerConfig:
         checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
         checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
         checkpoint_keep: how many valid ones are kept.
+        from_checkpoint: URL of a checkpoint, or of a directory of them, that a new job begins with if neither state_dir nor
+            checkpoint_dir has it; or, with parameters_only, of a plain safetensors file.
+        parameters_only: take the values of its parameters, by name, and nothing else: the job may have other rules and groups.
         rules: import paths of the users' update rules that jobs may name; rule_dir: where their modules are looked for, too.
         tls_cert, tls_key: PEM files, for TLS on every port; empty: none. Read again when they change.
         tls_client_ca: PEM file: clients must show a certificate that one of these has signed; empty: they need none.
@@ -191,6 +196,8 @@ class ServerConfig:
     checkpoint_secs: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_keep: int = 3
+    from_checkpoint: str = ""
+    parameters_only: bool = False
     rules: tuple[str, ...] = ()
     rule_dir: str = "."
     tls_cert: str = ""
@@ -228,6 +235,13 @@ class ServerConfig:
             raise ConfigError(f"--run-id: {self.run_id!r} has control characters")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
             raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
+        if self.parameters_only and not self.from_checkpoint:
+            raise ConfigError("--from-checkpoint: not given; --parameters-only says what to take from it")
+        if self.from_checkpoint.endswith(SAFETENSORS_SUFFIX) and not self.parameters_only:
+            raise ConfigError(
+                f"--from-checkpoint: {self.from_checkpoint} holds parameters alone, without the optimizer's state; give "
+                "--parameters-only, too"
+            )
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)
         _check_count("--checkpoint-steps", self.checkpoint_steps, 0, 1 << 40)
         _check_count("--checkpoint-keep", self.checkpoint_keep, 1, 1_000_000)

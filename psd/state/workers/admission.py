@@ -24,6 +24,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.durability.cuts import TIME_S_MAX
+from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.membership import Membership, Worker, WorkerState
@@ -32,6 +33,9 @@ from psd_core.arena import Page
 
 TRANSPORT_BYTES_MAX = 256
 HOST_BYTES_MAX = 256
+
+GIVEN = 1
+"""Number of the choice, see psd/state/workers/initial.py, for values that no worker has provided; smaller than any session."""
 
 
 @dataclass(slots=True)
@@ -51,9 +55,17 @@ class Admission:
     Args:
         wall: gives seconds since the epoch, for sessions that grow over restarts.
         redeclare: takes a restored job to another spec.
+        give_values: gives a new job its initial values, or says that there are none to be had here.
     """
 
-    def __init__(self, core: ShardCore, wall: Callable[[], float], redeclare: Callable[[JobSpec], None]) -> None:
+    def __init__(
+        self,
+        core: ShardCore,
+        wall: Callable[[], float],
+        redeclare: Callable[[JobSpec], None],
+        give_values: Callable[[Job], bool],
+    ) -> None:
+        self._give_values = give_values
         self._core = core
         self._redeclare = redeclare
         self._wall = wall
@@ -203,8 +215,17 @@ class Admission:
                 raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
         if job is None:
             job = self._core.make_job(spec, members)
+            try:
+                has_values = self._give_values(job)
+            except BaseException:
+                self._core.storage.close(keep=False)
+                raise
             with self._core.lock:
                 self._core.take_job(job, members)
+                if has_values:
+                    job.arena.set_word("initialized", GIVEN)
+                    self._core.become(Life.UNREAD)
+                    self._core.initial.on_set(GIVEN)
         elif job.spec != spec and self._core.life.now is Life.RESTORED:
             self._redeclare(spec)
 
