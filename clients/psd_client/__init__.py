@@ -11,6 +11,7 @@ Importing it imports no framework and opens nothing.
 
 import logging
 
+from psd import __version__ as __version__
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     BarrierTimeout,
@@ -91,3 +92,8 @@ __all__ = [
     "WrongShard",
 ]
 __all__ += _rules.__all__
+
+
+def __dir__() -> list[str]:
+    faces = [name for name in ("jax", "keras", "torch") if name in globals()]  # those that have been imported
+    return [*__all__, *faces, "__version__"]

@@ -70,12 +70,14 @@ class NamedTensors:
     """The tensors of a declared job by name.
 
     Args:
-        dtypes: of the arrays that were declared, which is what `copies` returns.
+        dtypes: of the arrays that were declared, which is what `results` returns.
+        copy: False: `results` lends the buffers' memory where it has the declared dtype.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], dtypes: Sequence[np.dtype[Any]]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], dtypes: Sequence[np.dtype[Any]], *, copy: bool = True) -> None:
         self._specs = specs
         self._dtypes = dtypes
+        self._copy = copy
         self._has_half = np.dtype(np.float16) in dtypes
         self._index = {spec.name: index for index, spec in enumerate(specs)}
 
@@ -104,13 +106,21 @@ class NamedTensors:
             raise InvalidTensor(f"grads: no parameter {name!r} was declared; there are {known or 'none'}")
         return index
 
-    def copies(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
-        """New arrays with the buffers' contents, in the declared dtypes."""
+    def results(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
+        """The buffers' contents in the declared dtypes: new arrays, or views that nobody can write to."""
         named = zip(self._specs, self._dtypes, buffers.views, strict=True)
         if not self._has_half:
-            return {spec.name: view.astype(dtype) for spec, dtype, view in named}
+            return {spec.name: self._result(view, dtype) for spec, dtype, view in named}
         with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
-            return {spec.name: view.astype(dtype) for spec, dtype, view in named}
+            return {spec.name: self._result(view, dtype) for spec, dtype, view in named}
+
+    def _result(self, view: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        if self._copy or view.dtype != dtype:
+            copied: NDArray[Any] = np.array(view, dtype)
+            return copied
+        lent = view.view()
+        lent.flags.writeable = False
+        return lent
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:

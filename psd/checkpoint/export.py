@@ -56,7 +56,7 @@ def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: 
 
 
 def _places(manifest: Manifest) -> list[_Place]:
-    """Offsets of all tensors, by each of their names, wide elements first, so that each starts on a multiple of its item size."""
+    """Offsets of tensors, by each of their names, wide elements first, so that each starts on a multiple of its item size."""
     where = {
         int(tensor): (index, int(start))
         for index, stored in enumerate(manifest.spaces)

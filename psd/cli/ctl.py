@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints, credentials
+from psd.cli import checkpoints, credentials, monitoring
 from psd.cli.arguments import (
     CREDENTIAL_OPTIONS,
     EXIT_FAILURE,
@@ -53,6 +53,7 @@ commands:
   verify        read every byte of checkpoints and compare it with the checksums
   export        write the parameters of a checkpoint as a plain safetensors file
   credentials   make a certificate and tokens for a job on Kubernetes
+  monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
 psdctl COMMAND --help explains each."""
 
@@ -242,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_checkpoint(commands)
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
+    monitoring.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:

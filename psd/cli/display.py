@@ -1,4 +1,4 @@
-"""Where psd-run's reader looks: lines, one below the other; on a terminal, beneath them, those that are not finished yet.
+"""Terminal output of psd-run: lines, one below the other; beneath them, on a terminal, those that are not finished yet.
 
     [worker 0] epoch 1: loss 0.532
     [worker 0]  17%|#7        | 10/60 [00:01<00:05,  9.65it/s]      <- these are redrawn in place

@@ -182,6 +182,11 @@ class Layout:
         """The shard that owns a block."""
         return block % self.shard_count
 
+    @property
+    def client_state_shard(self) -> int:
+        """The shard to which workers give what they save for themselves: that of the first trained block."""
+        return self.shard_of(next((block.index for block in self.blocks if block.trained), 0))
+
     def blocks_of(self, shard: int) -> list[Block]:
         """The blocks that a shard owns, in ascending order; empty where there are fewer blocks than shards."""
         return self.blocks[shard :: self.shard_count]

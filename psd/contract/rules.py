@@ -97,7 +97,8 @@ STATIC = RuleInfo("static")
 """Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
 
 BUFFERS = RuleInfo("buffers", flags=("mean",))
-"""What workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent it, or as their mean."""
+"""Tensors that workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent them, or as
+the mean."""
 
 RULES = {STATIC.name: STATIC, BUFFERS.name: BUFFERS} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
 

@@ -103,6 +103,10 @@ class WorkerMemory:
             view = self._gradient_views[block] = self._block(self._gradients, block).data.cast("B")
         return view
 
+    def values(self, block: int) -> memoryview:
+        """The initial values of a block of the job, which the worker has left where its parameters are."""
+        return self.parameter(block).data.cast("B")
+
     def parameter(self, block: int) -> NDArray[Any]:
         """The place for the parameters of a block of the job."""
         view = self._parameter_views.get(block)

@@ -99,8 +99,7 @@ class ControlService:
     def heartbeat(self, request: control_pb2.HeartbeatRequest, context: grpc.ServicerContext) -> control_pb2.HeartbeatReply:
         """See ControlService.Heartbeat."""
         del context
-        waits = self._shard.admission.heartbeat(request)
-        return control_pb2.HeartbeatReply(waits=[views.wait_status(self._shard, ticket) for ticket in waits])
+        return views.heartbeat_reply(self._shard, self._shard.admission.heartbeat(request))
 
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
         """See ControlService.Leave."""

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, is_loopback, parse_address
 from psd.contract.frames import WINDOW_OPTIONS
+from psd.contract.roster import Roster
 from psd.rim.access import Access, AccessInterceptor
 from psd.rim.bulk_server import BulkServer
 from psd.rim.calls import CallGuard, Unknown
@@ -125,6 +126,7 @@ class ShardServer:
         self._server.add_generic_rpc_handlers((Unknown(pace),))
         self._metrics: MetricsServer | None = None
         self._is_ending = False
+        self._roster = Roster()
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="psd-leases", daemon=True)
 
@@ -208,16 +210,11 @@ class ShardServer:
                 logger.exception("a tick failed because of a defect")
 
     def _tick_once(self) -> None:
-        for worker in self.shard.tick():
-            logger.warning(
-                "a worker was silent for longer than its lease; going on without it",
-                extra={
-                    "rank": worker.rank,
-                    "step": worker.clock,
-                    "lease_s": self._config.lease_s,
-                    "run_id": self.shard.run_id,
-                },
-            )
+        self.shard.tick()
+        news = self._roster.news(self.shard.absent, self.shard.world_size)
+        if news:  # one shard's word is enough for a launcher that shows warnings
+            is_usual = self._config.shard_index > 0 or self._roster.is_usual
+            logger.log(logging.INFO if is_usual else logging.WARNING, "%s", news, extra={"run_id": self.shard.run_id})
         self._check_done()
         self._update_readiness()
 

@@ -39,10 +39,10 @@ class BufferDesk:
             job = core.initialized()
             job.check_digest(request.layout_digest)
             check_cuts(request.cuts)
-            if len(request.blocks) > len(job.buffer_blocks):
+            if len(request.buffers) > len(job.buffer_blocks):
                 limit = len(job.buffer_blocks)
                 raise InvalidRequest(
-                    f"blocks: has {len(request.blocks)} entries, the limit is {limit}, the shard's blocks of buffers"
+                    f"buffers: has {len(request.buffers)} entries, the limit is {limit}, the shard's blocks of buffers"
                 )
             core.check_clock(worker, request.clock)
             core.on_used()
@@ -52,10 +52,10 @@ class BufferDesk:
         if skipped:
             core.settle()
         checked = []
-        for entry in request.blocks:
+        for entry in request.buffers:
             plan = job.block(entry.block).plan
             if entry.block not in job.buffer_blocks:
-                raise InvalidRequest(f"blocks.block: {entry.block} belongs to group {plan.group}, which is not one of buffers")
+                raise InvalidRequest(f"buffers.block: {entry.block} belongs to group {plan.group}, which is not one of buffers")
             values = frames.numbers(memoryview(entry.payload), plan.dtype, plan.length, f"block {entry.block}")
             checked.append((job.buffer_blocks[entry.block], values))
         try:

@@ -30,7 +30,7 @@ from psd.contract.layout import Layout
 from psd.state import locks
 from psd.state.aggregation.block import BlockState
 from psd.state.counts import Counters
-from psd.state.durability.cuts import ClientStates
+from psd.state.durability.client_states import ClientStates
 from psd.state.durability.storage import Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
@@ -99,7 +99,7 @@ class ShardCore:
         self.initial = self.new_initial()
         self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
         self.gates: list[Ticket] = []
-        self.client_states = ClientStates()
+        self.client_states = ClientStates(storage)
         self.timeline = 0
         self.restored_from = ""
         self.lost_round: StateLost | None = None
@@ -164,6 +164,10 @@ class ShardCore:
         if self.life.now is Life.UNREAD:
             self.become(Life.SERVING)
 
+    def new_members(self, world_size: int, clock: int = 0) -> Membership:
+        """A membership of workers that have yet to come."""
+        return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure)
+
     def new_initial(self) -> InitialValues:
         """Make the record of initial values that nobody has offered yet."""
         return InitialValues(self.life, chooses=self.config.shard_index == 0)
@@ -198,7 +202,7 @@ class ShardCore:
             return False
         stored, arena = found
         spec = JobSpec.from_message(stored.spec)
-        members = Membership(spec.world_size, self.config.lease_s)
+        members = self.new_members(spec.world_size)
         for rank in range(spec.world_size):
             session, clock, state = arena.member(rank)
             if state:
@@ -231,6 +235,7 @@ class ShardCore:
             self.become(life)
         self.initial.choice = arena.word("initialized")
         self.barriers.restore(self.storage.load_barriers())
+        self.client_states.recover(self.storage.load_client_states())
         return True
 
     def _job(self, spec: JobSpec, members: Membership, arena_of: Callable[[Layout, list[BlockShape]], Arena]) -> Job:

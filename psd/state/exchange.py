@@ -20,7 +20,8 @@ from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.rounds import Contribution, Outcome
 from psd.state.buffers import wants_buffers
 from psd.state.core import ShardCore, check_begun_as
-from psd.state.durability.cuts import Cuts, check_client_state, check_cuts
+from psd.state.durability.client_states import check_client_state
+from psd.state.durability.cuts import Cuts, check_cuts
 from psd.state.durability.schedule import CutSchedule
 from psd.state.job import Job
 from psd.state.tickets import Ticket, WaitKind
@@ -85,6 +86,8 @@ class Exchange:
 
     def _enter(self, push: Push, job: Job) -> None:
         """Note that the push has brought a valid block: from here on it takes part."""
+        self._check_session(push)
+        self._keep_client_state(push, job)
         with self._core.lock:
             self._check_session(push)
             if job.policy.has_rounds:
@@ -92,11 +95,22 @@ class Exchange:
             self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
-            self._core.client_states.on_push(push.worker.rank, push.clock, push.client_state)
         self._cuts.learn(job, push.cuts)
         push.is_entered = True
         if skipped:
             self._core.settle()
+
+    def _keep_client_state(self, push: Push, job: Job) -> None:
+        """Write down what the worker saves with this push, before any block counts it."""
+        rank, members = push.worker.rank, self._core.members
+        if push.client_state:
+            self._core.client_states.on_push(
+                rank,
+                (push.begun_as, push.clock + 1),
+                push.client_state,
+                counted=job.last_counted(rank),
+                is_current=lambda: members.session_of(rank) == push.session,
+            )
 
     def gate(self, call: Push | Pull, clock: int) -> Ticket | None:
         """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""

@@ -16,11 +16,13 @@ from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
+from psd.state.aggregation import pages
 from psd.state.aggregation.agreement import Agreement, Scalars
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import policy_of
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
 from psd.state.aggregation.offered import Offered
+from psd.state.aggregation.pages import Counted
 from psd.state.aggregation.rounds import FastRound
 from psd.state.aggregation.rules import BoundRule, check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
@@ -219,6 +221,20 @@ class Job:
         if self.is_exact:
             return self.version_max
         return max((block.entry_round(rank) for block in self._trained), default=0)
+
+    def counted(self, rank: int) -> Counted:
+        """The last push of a rank that counts in some block here, or will when its round closes."""
+        is_committed = self.coordinator is not None and self.coordinator.has_committed(rank)
+        return max((block.counted(rank, is_committed=is_committed) for block in self._trained), default=(0, 0))
+
+    def last_counted(self, rank: int) -> Counted:
+        """The last push of a rank that counts in the first block here; others may be a round behind or ahead. Takes no lock."""
+        return self._trained[0].last_counted(rank)
+
+    def counted_on(self, of_blocks: Mapping[int, Page]) -> list[Counted]:
+        """The last push of each rank that some of these pages, of all blocks, count."""
+        trained = [of_blocks[block.plan.index] for block in self._trained]
+        return pages.counted(trained) if trained else [(0, 0)] * self.spec.world_size
 
     def settle(self) -> None:
         """Close every round that is complete now that somebody left, expired or skipped rounds."""

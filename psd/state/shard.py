@@ -17,6 +17,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig
 from psd.contract.errors import Draining, PsdError, WrongShard
+from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
@@ -168,7 +169,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
-        snapshot.client_states.update(self._core.client_states.at(step))
+        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages)))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
@@ -274,6 +275,18 @@ class Shard:
         if self.is_draining:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)
+
+    @property
+    def absent(self) -> dict[int, Absence]:
+        """The workers that nobody waits for any more, by rank, and why."""
+        members = self._core.membership
+        return members.absent if members is not None else {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers; 0 before the first one has joined."""
+        members = self._core.membership
+        return len(members.workers) if members is not None else 0
 
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""

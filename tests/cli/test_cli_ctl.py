@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 from signal import SIGINT
 
 import numpy as np
@@ -54,6 +55,13 @@ def test_main_when_asked_for_help_then_it_explains(options, words, capsys):
 
     assert exit_.value.code == 0
     assert words in capsys.readouterr().out
+
+
+def test_monitoring_when_asked_for_a_file_then_it_is_printed_as_it_is(capsys):
+    assert main(["monitoring", "dashboard"]) == 0
+    assert json.loads(capsys.readouterr().out)["panels"]
+    assert main(["monitoring", "alerts"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml").read_text()
 
 
 def test_checkpoint_when_a_shard_answers_with_control_characters_then_they_are_escaped(servers, capsys, monkeypatch):

@@ -238,16 +238,21 @@ def test_close_when_something_has_failed_then_waits_for_nobody(cluster: Start, f
 def test_push_when_a_shard_is_restarted_again_and_again_then_sums_are_exact(
     restartable: Callable[..., Restartable], consistency: str
 ) -> None:
-    """Integers and lr 1: what was acknowledged is in, once."""
+    """Integers and lr 1: what was acknowledged is in, once; and what came with the last one is given to the next process."""
     job = restartable()
     with connect(job.servers, 0, 1) as ps:
         declare(ps, consistency=consistency)
         for step in range(6):
+            ps.save_client_state(b"after %d" % step)
             ps.push(gradient(step))
             job.restart(step % 2)
         total = ps.pull()["w"]
+        job.restart(0)
+        with connect(job.servers, 0, 1) as successor:
+            declare(successor, consistency=consistency)
 
     assert set(total.tolist()) == {-15.0}
+    assert successor.client_state == b"after 5"
 
 
 def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(restartable: Callable[..., Restartable]) -> None:

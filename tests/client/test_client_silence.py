@@ -82,7 +82,7 @@ def prepare(lane: Lane) -> Any:
 
 
 def push(lane: Lane, scope: Scope | None = None, timeout_s: float = LONG, buffers: FlatBuffers | None = None) -> Any:
-    part = GradientPart(data_pb2.PushHeader(), LAYOUT.blocks_of(0), buffers or FlatBuffers(LAYOUT), None)
+    part = GradientPart(LAYOUT.blocks_of(0), buffers or FlatBuffers(LAYOUT), header=data_pb2.PushHeader())
     return lane.push(part, Call(timeout_s, scope or Scope()))
 
 

@@ -33,6 +33,8 @@ LEFT_OUT_TYPES = frozenset(
         "Accumulators",
         "Admission",
         "Block",
+        "BufferDesk",
+        "BufferKeeper",
         "Call",
         "Checkpointer",
         "ClientConfig",

@@ -48,6 +48,7 @@ MAY = {
     "psd.v1.DataService/PushPull": TRAINS,
     "psd.v1.DataService/PushPullSmall": TRAINS,
     "psd.v1.DataService/Initialize": TRAINS,
+    "psd.v1.DataService/StoreBuffers": TRAINS,
     "psd.v1.ControlService/Checkpoint": {"admin"},
 }
 """Written down a second time on purpose: a change of the table is a decision."""

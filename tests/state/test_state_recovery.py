@@ -13,7 +13,6 @@ from psd.state.life import Life
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import WorkerState
-from psd.v1 import control_pb2
 
 
 @pytest.fixture
@@ -350,22 +349,6 @@ def test_ssp_gates_know_the_clocks_of_before(driver_of):
     assert isinstance(found, Ticket)
     driver.push(b, 0, 1.0)
     assert found.future.done()
-
-
-def test_client_states_come_again_with_the_pushes(driver_of):
-    """They are memory, and belong to checkpoints; a restarted shard learns them from the next push."""
-    driver = driver_of(job_spec(1))
-    (a,) = driver.start()
-    header = driver.header(a, 0)
-    header.client_state = b"row 7"
-    push = driver.shard.exchange.begin_push(header)
-    driver.push_block(push, 0, 1.0)
-    assert driver.core.client_states.at(None) == {0: b"row 7"}
-
-    driver.restart(a)
-    reply = driver.shard.admission.declare(control_pb2.DeclareRequest(caller=a.caller, spec=driver.spec.to_message()))[0]
-
-    assert (reply.initialized, reply.client_state) == (True, b"")
 
 
 def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, monkeypatch):

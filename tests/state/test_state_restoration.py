@@ -73,11 +73,15 @@ def test_a_fresh_shard_loads_the_newest_checkpoint_and_waits_to_be_told(director
         fresh.declare(seat)
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(directory):
-    """Two rounds, a restore, one more round: the numbers of three rounds; each worker gets back what it had saved."""
+@pytest.mark.parametrize("dies", [False, True])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(directory, tmp_path, dies):
+    """Two rounds, a restore, one more round: the numbers of three rounds; each worker gets back what it had saved, also from
+    the restored shard's next process."""
     first, seats, name = trained(directory)
-    fresh = Driver(spec_of(), directory=directory)
+    fresh = Driver(spec_of(), directory=directory, state_dir=str(tmp_path / "state"))
     rollback(fresh, name, 1)
+    if dies:
+        fresh.restart(directory=directory)
     again = [fresh.join(rank) for rank in range(2)]
 
     replies = [fresh.declare(seat)[0] for seat in again]

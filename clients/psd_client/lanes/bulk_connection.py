@@ -26,7 +26,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
-from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, GradientPart, Traffic
+from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, Part, Traffic
 
 logger = logging.getLogger("psd_client")
 
@@ -121,12 +121,12 @@ class BulkClient:
     def transfer(
         self,
         message: bulk_pb2.BulkCall,
-        part: GradientPart | None,
+        part: Part | None,
         blocks: Sequence[Block],
         parameters: FlatBuffers | None,
         call: Call,
-    ) -> data_pb2.PushReply:
-        """Make the call `message`: send the gradients of `part`, if any, and receive `blocks` into the parameters."""
+    ) -> bulk_pb2.BulkReply:
+        """Make the call `message`: send what `part` has, if any, and receive `blocks` into the parameters."""
         message.timeout_s = call.timeout_s
         if parameters is not None:
             message.into_memory = self._has(parameters)
@@ -153,8 +153,8 @@ class BulkClient:
             and not (buffers.segment is None or buffers.segment.is_given_up)
         )
 
-    def _messages(self, part: GradientPart) -> Iterator[tuple[bytes, Any, bool]]:
-        """Heads and payloads of the messages that carry gradients, and whether another one follows at once.
+    def _messages(self, part: Part) -> Iterator[tuple[bytes, Any, bool]]:
+        """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
 
         Each block has one; blocks that are attached are only named, all in one message if they are all there.
         """
@@ -164,7 +164,7 @@ class BulkClient:
             if part.present is not None:
                 names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
             yield names.SerializeToString(), b"", False
-            self._traffic.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
+            self._traffic.sent_bytes += sum(part.buffers.block(block.index).nbytes for block in part.blocks)
             return
         try:
             for block, present in part.outgoing():
@@ -176,13 +176,13 @@ class BulkClient:
                     if not present.any():
                         payload = b""
                 yield message.SerializeToString(), payload, left > 0 and part.feed is None
-                self._traffic.sent_bytes += block.gradient_nbytes
+                self._traffic.sent_bytes += part.buffers.block(block.index).nbytes
         except Aborted:
             self._cancel()  # the other thread waits for its answer
             raise
 
-    def _begin_sending(self, part: GradientPart) -> Task[None]:
-        """Send gradients in another thread while answers come in."""
+    def _begin_sending(self, part: Part) -> Task[None]:
+        """Send in another thread while answers come in."""
 
         def send() -> None:
             for head, payload, is_more in self._messages(part):
@@ -197,7 +197,7 @@ class BulkClient:
 
     def _answer(
         self, sending: Task[None] | None, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool
-    ) -> data_pb2.PushReply:
+    ) -> bulk_pb2.BulkReply:
         """The answer, after all has been sent, too."""
         try:
             reply = self._receive(blocks, parameters, into_memory=into_memory)
@@ -214,7 +214,7 @@ class BulkClient:
             raise failure
         return reply
 
-    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
+    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> bulk_pb2.BulkReply:
         awaited = {block.index: block for block in blocks}
         while True:
             kind, head, payload_bytes = self._stream.receive()
@@ -240,7 +240,7 @@ class BulkClient:
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
                     self._traffic.received_bytes += sum(block.nbytes for block in blocks)
-                return reply.push
+                return reply
             elif kind is not Kind.ALIVE:
                 self._raise(kind, head)
 

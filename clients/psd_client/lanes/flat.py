@@ -26,7 +26,7 @@ logger = logging.getLogger("psd_client")
 
 
 class FlatBuffers:
-    """Memory for every tensor of a job, zero at first.
+    """Memory for every tensor of a job, zero at first. Unused pages cost nothing.
 
     Args:
         segment: shared memory to take; None: ordinary memory.
@@ -67,9 +67,7 @@ class FlatBuffers:
     def _memory(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
         if self.segment is not None:
             return self.segment.zeros(size, dtype)
-        memory = psd_core.aligned_empty(size, dtype)
-        memory[...] = 0
-        return memory, 0
+        return psd_core.aligned_zeros(size, dtype), 0
 
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""

@@ -21,7 +21,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
-from psd_client.lanes.transport import Call, GradientPart, Lane, Share
+from psd_client.lanes.transport import Call, GradientPart, Lane, Part, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of gradients or parameters in one message."""
@@ -131,6 +131,10 @@ class ShardLane(Lane):
 
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
         """See Lane."""
+        connection = self._connection(first.caller, call)
+        if connection is not None and blocks:
+            call_message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=first)
+            return connection.transfer(call_message, Part(blocks, values), (), None, call).initialize.accepted
         messages = initial_frames(first, blocks, values)
         reply = self._channel.stream_out(f"{_DATA}Initialize", messages, data_pb2.InitializeReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
@@ -139,14 +143,14 @@ class ShardLane(Lane):
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         """See Lane."""
         self._channel.unary(f"{_DATA}StoreBuffers", request, data_pb2.BuffersReply, call, is_wait=False)
-        self.traffic.sent_bytes += sum(len(block.payload) for block in request.blocks)
+        self.traffic.sent_bytes += sum(len(block.payload) for block in request.buffers)
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """See Lane."""
         connection = self._connection(part.header.caller, call)
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
-            return connection.transfer(message, part, (), None, call)
+            return connection.transfer(message, part, (), None, call).push
         if can_start_threads():
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
@@ -160,7 +164,7 @@ class ShardLane(Lane):
         connection = self._connection(part.header.caller, call)
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
-            return connection.transfer(message, part, part.blocks, parameters, call)
+            return connection.transfer(message, part, part.blocks, parameters, call).push
         if part.is_small:  # two copies more, but without what it costs to keep up a stream
             reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
             return self._answered(reply, part.blocks, parameters)

@@ -40,6 +40,10 @@ from psd_core.optimizer import Optimizer
 __all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Optimizer,
@@ -140,7 +144,7 @@ def distribute(
     def initialize(flat: FlatBuffers) -> None:
         with torch.no_grad():
             torch._foreach_copy_(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
-        Buffers(declaration, flat).send()
+        Buffers(declaration, flat).write()
 
     try:
         worker_of(connection).declare_tensors(
@@ -188,9 +192,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         register(self, self, optimizer)
         self._declaration = declaration
         self._parameters = Parameters(declaration, worker.parameters)
-        self._buffers = Buffers(declaration, worker.parameters)
+        self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
         self._buffers.receive()
-        self._times_gone_back = worker.times_gone_back
         if declaration.buffers:
             worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
@@ -228,6 +231,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
+            InvalidRequest: the program has changed parameters itself, see `load_parameters`; nothing has been sent.
             NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
                 overlap, where the worker cannot go on.
             PsdError: what the shards or the connection refuse.
@@ -252,6 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
+        self._parameters.check_unchanged()
         if self._overlap:
             self._finish_overlapped(size)
         else:
@@ -268,9 +273,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.settle()
         self._worker.pull_flat()
         self._parameters.copy()
-        if self._worker.times_gone_back != self._times_gone_back:
-            self._times_gone_back = self._worker.times_gone_back
-            self._buffers.receive()
+        self._buffers.follow(self._worker.times_gone_back)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,6 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """Overlap: begin the push when the first gradient is there, with the header as it is then."""
+        self._parameters.check_unchanged()
         scalars = self._groups.scalars_now(self.param_groups)
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size

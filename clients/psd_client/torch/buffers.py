@@ -17,14 +17,29 @@ class Buffers:
 
     Args:
         flat: where they are sent from and received.
+        times_gone_back: how often the job had gone back to a checkpoint when what is in `flat` was received.
     """
 
-    def __init__(self, declaration: TorchDeclaration, flat: FlatBuffers) -> None:
+    def __init__(self, declaration: TorchDeclaration, flat: FlatBuffers, times_gone_back: int = 0) -> None:
+        self._times_gone_back = times_gone_back
         views = as_tensors(flat)[len(declaration.parameters) :]
         self._pairs = list(zip(declaration.buffers, views, strict=True))
 
+    def send(self, times_gone_back: int) -> None:
+        """Write them to where they are sent from, after following the job back to a checkpoint, if it has gone back."""
+        if not self.follow(times_gone_back):
+            self.write()
+
+    def follow(self, times_gone_back: int) -> bool:
+        """Take over what was received when the job went back to a checkpoint; False if it has not since the last time."""
+        if times_gone_back == self._times_gone_back:
+            return False
+        self._times_gone_back = times_gone_back
+        self.receive()
+        return True
+
     @torch.no_grad()
-    def send(self) -> None:
+    def write(self) -> None:
         """Write them to where they are sent from."""
         for buffer, view in self._pairs:
             view.copy_(buffer)

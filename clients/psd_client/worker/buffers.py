@@ -1,7 +1,7 @@
-"""What one worker computes beside the parameters, such as BatchNorm's running statistics, and when it is stored on the shards.
+"""Buffers of one worker, such as BatchNorm's running statistics, and when they are stored on the shards.
 
-They travel in a call of their own, before the push that reaches a cut, and before the worker leaves; and every REFRESH_S, for
-readers. Never with each step. The shards say whose are wanted. That call also tells of cuts, and of the clock, to a shard that
+They travel in a call of their own, never with each step: before the push that reaches a cut, before the worker leaves, and
+every REFRESH_S for readers. The shards say whose are wanted. That call also tells of cuts, and of the clock, to a shard that
 nobody pushes to. Must not know frameworks or gradients.
 """
 
@@ -28,7 +28,8 @@ class BufferKeeper:
         values: where `fill` writes them.
 
     Attributes:
-        fill: writes the buffers as they now are; None: nobody computes any.
+        fill: writes the buffers as they now are, unless it has not followed the job so often back; None: nobody computes any.
+        times_gone_back: how often the job has gone back to a checkpoint; `values` then hold the checkpoint's.
     """
 
     def __init__(self, session: Session, shards: Shards, layout: Layout, values: FlatBuffers, timeout_s: float) -> None:
@@ -45,7 +46,8 @@ class BufferKeeper:
         self._untrained = [lane for lane in shards.lanes if lane.shard in untrained]
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or lane in self._untrained]
         self._has_rounds = layout.spec.consistency.mode == "sync"
-        self.fill: Callable[[], None] | None = None
+        self.fill: Callable[[int], None] | None = None
+        self.times_gone_back = 0
         self._is_wanted = False
         self._brought: set[str] = set()
         self._stored_s = session.now()
@@ -81,7 +83,7 @@ class BufferKeeper:
         if not lanes:
             return
         if self.fill is not None and self._is_wanted:
-            self.fill()
+            self.fill(self.times_gone_back)
 
         def store_at(lane: Lane, call: Call) -> None:
             for blocks, is_last in _in_requests(self._blocks[lane.shard] if self._is_wanted else []):
@@ -92,7 +94,7 @@ class BufferKeeper:
                     cuts=cuts if is_last else (),
                 )
                 for block in blocks:
-                    request.blocks.add(block=block.index, payload=self._values.block(block.index).tobytes())
+                    request.buffers.add(block=block.index, payload=self._values.block(block.index).tobytes())
                 lane.store_buffers(request, call)
 
         for attempt in self._session.attempts():

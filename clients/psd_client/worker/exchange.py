@@ -49,12 +49,11 @@ class ParameterExchange:
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
         parameters: what the last pull brought; undefined after one that failed.
-        client_state: goes to shard 0 with the next push.
+        client_state: goes with the next push, to the shard that keeps it.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
         counts: see ParameterServer.stats.
         buffers: what the worker computes beside the parameters.
-        times_gone_back: how often the job has gone back to a checkpoint.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class ParameterExchange:
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.parameters = FlatBuffers(layout, segment=segment)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
-        self.times_gone_back = 0
         if segment is not None:
             for share in sharing:
                 share(self.gradients, self.parameters)
@@ -115,7 +113,7 @@ class ParameterExchange:
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
-        self.times_gone_back += 1
+        self.buffers.times_gone_back += 1
 
     def pull(self) -> None:
         """Fetch the trained blocks, at the worker's clock. What a call that failed has begun to push is completed first."""

@@ -78,14 +78,17 @@ class FlatCalls(WorkerConnection):
             self._session.declare(spec, exchange.parameters, exchange.pull_all)
             self._exchange = exchange
 
-    def keep_buffers(self, fill: Callable[[], None]) -> None:
-        """Store what `fill` writes into the views in `parameters` of tensors of buffers, whenever that is due."""
+    def keep_buffers(self, fill: Callable[[int], None]) -> None:
+        """Store what `fill` writes into the views in `parameters` of tensors of buffers, whenever that is due.
+
+        fill: given `times_gone_back`. Where that has grown, what is there is the job's, and nothing is to be written.
+        """
         self.declared.buffers.fill = fill
 
     @property
     def times_gone_back(self) -> int:
-        """How often the job has gone back to a checkpoint since it was declared; `parameters` then hold all of it anew."""
-        return self.declared.times_gone_back
+        """Number of times that the job has gone back to a checkpoint since it was declared; `parameters` then hold it anew."""
+        return self.declared.buffers.times_gone_back
 
     @property
     def nan_policy(self) -> str:

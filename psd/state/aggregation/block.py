@@ -238,7 +238,21 @@ class BlockState:
         Gradients of its earlier sessions that are still on their way are refused from now on.
         """
         with self.lock:
-            return self.version + self._round.has_gradient_of(rank)
+            return self.version + (self._round.session_of(rank, is_committed=True) > 0)
+
+    def counted(self, rank: int, *, is_committed: bool) -> pages.Counted:
+        """The last push of a rank that counts here, or will when the open round closes. is_committed: see Round.session_of."""
+        with self.lock:
+            session = self._round.session_of(rank, is_committed=is_committed)
+            return (session, self.version + 1) if session else pages.counted([self._page])[rank]
+
+    def last_counted(self, rank: int) -> pages.Counted:
+        """The last push of a rank that counts here by now. Takes no lock: another call may hold it while its kernel works."""
+        page = self._arena.pin(self._slot)
+        try:
+            return pages.counted([page])[rank]
+        finally:
+            self._arena.unpin(page)
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""

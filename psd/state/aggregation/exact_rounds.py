@@ -48,6 +48,12 @@ class ExactRound(Round):
             return Outcome.STAGED if self._decided is None else Outcome.DUPLICATE
         return Outcome.LATE if staged.session > part.session or self._decided is not None else None
 
+    def session_of(self, rank: int, *, is_committed: bool) -> int:
+        """See Round."""
+        part = self._parts.get(rank)
+        counts = is_committed if self._decided is None else self._decided >> rank & 1
+        return part.session if part is not None and counts else 0
+
     def take(self, part: Contribution) -> Taken:
         """See Round."""
         if self._decided is not None and not self._decided & ~(self._staged() | 1 << part.rank):

@@ -1,4 +1,4 @@
-"""What several workers have offered as the values of one block of buffers, and their mean.
+"""Values that several workers have offered for one block of buffers, and their mean.
 
 Kept in memory alone: after a restart of the shard the mean is of those that have offered since. Guarded by the block's lock.
 Must not know pages, sessions or messages.

@@ -171,11 +171,15 @@ class Round(ABC):
         """Mask of the workers that are waited for in this round, whether they have contributed or not."""
         return self._setting.members.waited_in(self._number)
 
-    # -- what is of some kinds only ------------------------------------------------------------------------------------
+    @abstractmethod
+    def session_of(self, rank: int, *, is_committed: bool) -> int:
+        """The session of a rank whose gradient counts in this round, unless the process dies before it closes; 0: none's does.
 
-    def has_gradient_of(self, rank: int) -> bool:
-        """FAST: true if a session of the rank has contributed, so that no other one can."""
-        raise NotImplementedError
+        Args:
+            is_committed: EXACT: all shards have it, as shard 0 knows.
+        """
+
+    # -- what is of some kinds only ------------------------------------------------------------------------------------
 
     def take_over(self, loan: Loan) -> None:
         """FAST: copy what was lent by this loan. If it fails, nothing has changed."""
@@ -253,9 +257,10 @@ class FastRound(Round):
             return None
         return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
-    def has_gradient_of(self, rank: int) -> bool:
+    def session_of(self, rank: int, *, is_committed: bool = True) -> int:
         """See Round."""
-        return rank in self.sessions
+        del is_committed
+        return self.sessions.get(rank, 0)
 
     def take(self, part: Contribution) -> Taken:
         """See Round."""

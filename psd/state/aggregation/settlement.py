@@ -76,7 +76,11 @@ class Coordinator:
 
     def entry_clock(self, rank: int) -> int:
         """The clock at which a new session of a rank takes part. If its last one had committed the open round, that stands."""
-        return self.next_round + (self._committed >> rank & 1)
+        return self.next_round + self.has_committed(rank)
+
+    def has_committed(self, rank: int) -> bool:
+        """True if all shards have the rank's gradient for the round that is to be decided next."""
+        return bool(self._committed >> rank & 1)
 
     def latest(self) -> list[job_pb2.Decision]:
         """The decisions that are kept, oldest first."""

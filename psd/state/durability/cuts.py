@@ -38,8 +38,6 @@ FINAL_ID = "final"
 CUTS_MAX = 8
 TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999."""
-CLIENT_STATE_BYTES_MAX = 1 << 20
-CLIENT_STATES_KEPT = 8
 
 GOES_BACK = "the job goes back to a checkpoint"
 """The reason when a cut is missed because the job goes back."""
@@ -63,12 +61,6 @@ def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
             raise InvalidRequest(f"cuts.created_at: expected seconds from 0 to {TIME_S_MAX:g}, got {cut.created_at}")
 
 
-def check_client_state(state: bytes) -> None:
-    """Raise InvalidRequest if a client state is too large."""
-    if len(state) > CLIENT_STATE_BYTES_MAX:
-        raise InvalidRequest(f"client_state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
-
-
 @dataclass(eq=False)
 class Snapshot:
     """This shard's part of a cut.
@@ -79,7 +71,7 @@ class Snapshot:
         why_missed: why they cannot; empty if they are there.
         pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         worker_clocks, client_states: by rank.
-        awaits_buffers: no round says when they are there, and not all that are to bring them have. since: when that was noticed.
+        awaits_buffers: no round says when they are there, and they have not been brought. since: when that was noticed.
     """
 
     cut: data_pb2.Cut
@@ -97,39 +89,6 @@ class Snapshot:
 
 Done: TypeAlias = "SimpleQueue[Snapshot | None]"
 """Snapshots that are complete or missed; None comes from the waiting threads themselves, to wake up."""
-
-
-class ClientStates:
-    """State that workers need to go on after a restore: a few entries per rank, each with the clock at which it applies."""
-
-    def __init__(self) -> None:
-        self._lock = locks.new(locks.Level.LEAF)
-        self._states: dict[int, dict[int, bytes]] = {}
-
-    def on_push(self, rank: int, clock: int, state: bytes) -> None:
-        """Keep the state that came with the push of `clock`: it tells how to go on at clock + 1."""
-        if not state:
-            return
-        with self._lock:
-            kept = self._states.setdefault(rank, {})
-            kept[clock + 1] = state
-            for old in sorted(kept)[:-CLIENT_STATES_KEPT]:
-                del kept[old]
-
-    def at(self, step: int | None) -> dict[int, bytes]:
-        """The latest state by rank that applies at `step` or before; None: the latest."""
-        found = {}
-        with self._lock:
-            for rank, kept in self._states.items():
-                clocks = [clock for clock in kept if step is None or clock <= step]
-                if clocks:
-                    found[rank] = kept[max(clocks)]
-        return found
-
-    def restore(self, states: dict[int, bytes], step: int) -> None:
-        """Begin with the states of a checkpoint."""
-        with self._lock:
-            self._states = {rank: {step: state} for rank, state in states.items()}
 
 
 class Cuts:

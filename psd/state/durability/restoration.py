@@ -215,7 +215,7 @@ class Restoration:
             for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
                 pass
         if members is None:
-            members = Membership(spec.world_size, core.config.lease_s)
+            members = core.new_members(spec.world_size)
         self._give_up(manifest, timeline, members)
         try:
             job = core.make_job(spec, members, manifest.name)
@@ -223,6 +223,8 @@ class Restoration:
                 block = job.blocks[restored.block.index]
                 has_rounds = job.policy.has_rounds and block.plan.trained
                 block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+            keeps_states = core.config.shard_index == job.layout.client_state_shard
+            core.client_states.begin(manifest.client_states if keeps_states else {})
         except Exception:
             core.storage.close(keep=False)
             with core.lock:
@@ -234,7 +236,6 @@ class Restoration:
                 job.arena.set_word("decided", manifest.step)
             job.arena.set_word("timeline", timeline)
             core.timeline = timeline
-            core.client_states.restore(dict(manifest.client_states), manifest.step)
             members.on_gone_back(workers, core.now())
             core.take_job(job, members)
             core.become(following)

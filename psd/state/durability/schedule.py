@@ -12,6 +12,7 @@ from psd.contract.errors import NotDeclared
 from psd.state import locks
 from psd.state.core import ShardCore
 from psd.state.durability.cuts import AHEAD, FINAL_ID, Cuts, new_id
+from psd.state.job import Job
 from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 
@@ -35,15 +36,15 @@ class CutSchedule:
     @property
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
-        return self._has_part and self._core.declared().trained_count > 0
+        job = self._job_with_part()
+        return job is not None and job.trained_count > 0
 
-    @property
-    def _has_part(self) -> bool:
-        """True if there is a job, and a part of it here."""
-        job = self._core.job
+    def _job_with_part(self) -> Job | None:
+        """The job, if there is one, and a part of it here."""
+        job = self._core.job  # once: asked without the lock, too
         if job is None or self._core.is_tentative or not self._core.life.has_values:
-            return False
-        return bool(job.blocks) and not job.arena.is_closed
+            return None
+        return job if job.blocks and not job.arena.is_closed else None
 
     @property
     def is_reachable(self) -> bool:
@@ -77,10 +78,11 @@ class CutSchedule:
 
         It is the same on all shards if all workers have left in order.
         """
-        if self._has_part:
+        job = self._job_with_part()
+        if job is not None:
             created_at = max(worker.left_at for worker in self._core.members.workers)
             cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
-            self._cuts.take_final(self._core.declared(), cut)
+            self._cuts.take_final(job, cut)
 
     def announce_due(self) -> None:
         """Announce a cut if one is due, and the earlier ones are written."""
