@@ -50,7 +50,7 @@ OUTSIDE = {
     "ssl": ("psd.rim", "psd_client", "psd.contract.tls", "psd.contract.tls_socket", "psd.contract.credentials"),
     "asyncio": (),
     "multiprocessing": ("psd_client",),
-    "subprocess": ("psd.cli",),
+    "subprocess": ("psd.cli", "psd_client.standalone"),
     "signal": ("psd.cli", "psd_client", "psd.contract.environment"),
     # What runs code that is in its input. torch.load: see test_tidy.py.
     "pickle": (),

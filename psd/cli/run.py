@@ -38,12 +38,12 @@ from psd.cli.arguments import (
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
-from psd.cli.processes import python_command
 from psd.cli.state import kept_run_id, private_path
 from psd.contract.config import TRANSPORTS, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import InvalidRequest
+from psd.contract.launching import python_command
 
 SHARDS_MAX = 256
 WORKERS_MAX = 4096

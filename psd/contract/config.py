@@ -170,7 +170,7 @@ class ServerConfig:
         on_worker_failure: a worker whose program has failed is waited for until its lease runs out, as one that was killed
             ("wait"), or no longer ("continue"), or ends everybody's session, as one whose lease runs out does then ("end").
         grace_s: time for requests in progress after SIGTERM.
-        exit_when_done: end with status 0 when all workers have left.
+        exit_when_done: end with status 0 when all workers have left. exit_on_eof: when standard input ends.
         state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
             memory, which ends with the process.
         checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
@@ -198,6 +198,7 @@ class ServerConfig:
     on_worker_failure: str = "wait"
     grace_s: float = 10.0
     exit_when_done: bool = False
+    exit_on_eof: bool = False
     state_dir: str = ""
     checkpoint_dir: str = ""
     checkpoint_secs: float = 0.0

@@ -32,6 +32,7 @@ VARIABLES = {
     "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
+    "PSD_STANDALONE": "0: without a cluster do not train alone on a private shard; 1: do so whatever else is set",
     "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates; turns TLS on",
     "PSD_TLS_CERT": "PEM file of this client's own certificate, if the shards require one",
     "PSD_TLS_KEY": "PEM file of its key",
@@ -88,8 +89,10 @@ def client_config(
     world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
     for name, value in (("servers", servers), ("rank", rank), ("world_size", world_size)):
         if value is None:
+            why = why_not_alone(environ)
             raise ConfigError(
                 f"{name}: not given. Pass {name}= to connect(), set PSD_{name.upper()}, or start the script with psd-run"
+                + (f". PSD_STANDALONE=1 trains alone, which is not done by itself because {why}" if why else "")
             )
     assert servers is not None
     seconds = {
@@ -112,6 +115,23 @@ def client_config(
         transport=transport if transport is not None else environ.get("PSD_TRANSPORT", "auto"),
         **settings,
     )
+
+
+def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
+    """The reason why a program that names no servers may not train alone, on a private shard; empty if it may.
+
+    It may if nothing says that it is one of several, or belongs to a job: a worker that has lost its settings on the way must
+    not train on its own, unnoticed.
+    """
+    wish = environ.get("PSD_STANDALONE", "")
+    if wish not in ("", "0", "1"):
+        raise ConfigError(f"PSD_STANDALONE: expected 0 or 1, got {wish!r}")
+    if wish:
+        return "" if wish == "1" else "PSD_STANDALONE is 0"
+    named = next((name for name in sorted(environ) if name.startswith("PSD_") or name == "JOB_COMPLETION_INDEX"), None)
+    if named is not None:
+        return f"{named} is set"
+    return f"WORLD_SIZE is {environ['WORLD_SIZE']}" if environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def memory_directory() -> Path:

@@ -11,7 +11,7 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 import pytest
 
-from psd.cli.processes import python_command
+from psd.contract.launching import python_command
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from psd.contract import arguments
@@ -43,9 +43,11 @@ class WorkerConnection:
 
     Args:
         config: settings. lanes: the way to each shard, in their order; closed with the connection.
+        on_end: called when it has ended, whichever way.
     """
 
-    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
+        self._on_end = on_end
         self._ended = threading.Lock()  # taken once, and for good, by close()
         self._config = config
         self._pid = os.getpid()
@@ -146,6 +148,7 @@ class WorkerConnection:
         self._session.leave()
         self._shards.close()
         self._heartbeats.join()
+        self._on_end()
 
     def __del__(self) -> None:
         if not self._ended.locked() and os.getpid() == self._pid:
