@@ -48,6 +48,7 @@ from psd.contract.errors import (
 from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
+from psd_client.local import LocalCluster, WorkerFailed, local
 from psd_client.reader import Reader
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
@@ -59,6 +60,9 @@ __all__ = [
     "ParameterServer",
     "Reader",
     "CustomRule",
+    "local",
+    "LocalCluster",
+    "WorkerFailed",
     "ConfigError",
     "PsdError",
     "BarrierTimeout",

@@ -23,7 +23,7 @@ from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
-from psd_client.standalone import PrivateShard, newest_address
+from psd_client.standalone import PrivateShard
 from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
@@ -141,27 +141,32 @@ def connect(
 
 def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
     """Connect as the one worker of a job of this process, or as a reader of the latest such job."""
-    shard = PrivateShard() if role == "worker" else None
-    address = shard.address if shard is not None else newest_address()
-    if address is None:
-        raise ConfigError("servers: not given, and this process has no private shard to read from: it is not training")
+    if role == "reader":
+        training = PrivateShard.newest()
+        if training is None:
+            raise ConfigError("servers: not given, and this process has no private shard to read from: it is not training")
+        config, lanes = _private(training.address, arguments)
+        return Reader(config, lanes)
+    shard = PrivateShard()
     try:
-        config = client_config(
-            servers=address, rank=0, world_size=1, tls_ca="", tls_cert="", tls_key="", token_file="", **arguments
-        )
-        lanes = [ShardLane(0, address, config.transport, Credentials())]
-        if shard is None:
-            return Reader(config, lanes)
+        config, lanes = _private(shard.wait_ready(), arguments)
         logger.warning(
             "psd: training alone, on a private shard of this process at %s, because no servers are given (psd-run starts "
             "several workers; PSD_STANDALONE=0 forbids this)",
-            address,
+            shard.address,
         )
         return ParameterServer(config, lanes, shard.close)
     except BaseException:
-        if shard is not None:
-            shard.close()
+        shard.close()
         raise
+
+
+def _private(address: str, arguments: dict[str, Any]) -> tuple[ClientConfig, list[Lane]]:
+    """Settings and way of the one worker at a private shard, which has no TLS and no tokens, whatever the environment says."""
+    config = client_config(
+        servers=address, rank=0, world_size=1, tls_ca="", tls_cert="", tls_key="", token_file="", **arguments
+    )
+    return config, [ShardLane(0, address, config.transport, Credentials())]
 
 
 class ParameterServer:

@@ -41,6 +41,12 @@ VARIABLES = {
 """Variables for users, and their meanings; psd-run --help prints this table."""
 
 
+_HOW_TO_TRAIN = frozenset(
+    f"PSD_{name}" for name in ("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT")
+)
+"""Variables that do not say where a job is."""
+
+
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], NumberT], expected: str) -> NumberT | None:
     text = environ.get(name)
     if text is None:
@@ -132,6 +138,26 @@ def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
     if named is not None:
         return f"{named} is set"
     return f"WORLD_SIZE is {environ['WORLD_SIZE']}" if environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def worker_environment(servers: str, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a worker of a local cluster: that of this process, but for what says which job it belongs to."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    inherited = {name: value for name, value in environ.items() if name not in VARIABLES or name in _HOW_TO_TRAIN}
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        **inherited,
+        "PYTHONUNBUFFERED": "1",
+        "PSD_SERVERS": servers,
+        "PSD_RANK": str(rank),
+        "PSD_WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
 
 
 def memory_directory() -> Path:

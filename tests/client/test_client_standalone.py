@@ -78,8 +78,7 @@ if child == 0:  # a data loader that nobody ends
     os.close(1)
     os.close(2)
     signal.pause()
-(shard,) = psd_client.standalone._open
-print(child, shard._process.pid, flush=True)
+print(child, psd_client.standalone.PrivateShard.newest().process.pid, flush=True)
 signal.pause()
 """
 
@@ -121,4 +120,4 @@ def test_package_says_what_cannot_be_started(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("psd_client.standalone.python_command", lambda module: ["false", module])
 
     with pytest.raises(psd_client.ShardUnavailable, match="a private shard of this process could not be started: it ended"):
-        psd_client.standalone.PrivateShard()
+        psd_client.standalone.PrivateShard().wait_ready()
