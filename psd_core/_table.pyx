@@ -71,6 +71,8 @@ cdef extern from "table.h" nogil:
     const char *psd_table_adopt(psd_table *) noexcept
     int psd_table_lack(const psd_table *, uint64_t, uint64_t *) noexcept
     uint64_t *psd_notes(const psd_table *) noexcept
+    uint32_t *psd_spares(const psd_table *) noexcept
+    uint64_t psd_index_scan(const psd_table *, uint64_t, uint64_t **, uint64_t, uint64_t *) noexcept
     int psd_index_must_move(const psd_table *, uint64_t) noexcept
     void psd_index_move(psd_table *, uint64_t) noexcept
     void psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
@@ -272,6 +274,16 @@ cdef class Partition:
         assert <uint64_t>out.shape[0] == self.table.spec.notes
         for i in range(out.shape[0]):
             out[i] = psd_notes(&self.table)[i]
+
+    def places(self):
+        """Places of all rows and of all spares, for tests."""
+        cdef uint64_t *words[64]
+        cdef uint64_t count = 0, tag = 0, i
+        rows = []
+        while tag < 4294967296:
+            tag = psd_index_scan(&self.table, tag, words, 64, &count)
+            rows += [<uint32_t>words[i][0] - 1 for i in range(count)]
+        return {"rows": rows, "spares": [psd_spares(&self.table)[i] for i in range(self.table.root.spares)]}
 
     def counters(self):
         """Numbers of the valid root, and of reads since the partition was opened."""

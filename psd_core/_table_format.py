@@ -29,7 +29,7 @@ DIM_MAX = 1 << 16
 NAME_BYTES_MAX = 256
 ROWS_MAX = 1 << 31
 PUSH_MAX = 1 << 20
-"""Largest number of ids in a push."""
+"""Largest number of ids that a push may have."""
 OVERHEAD_BYTES = 29
 """Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""
 AT_LIMIT = ("evict", "refuse")
@@ -56,6 +56,7 @@ class TableSpec:
         seed: from 0 to 2**64 - 1.
         max_bytes: memory for rows, heads and index.
         at_limit: "evict": rows that were not used for long make room; "refuse": gradients for new rows are counted and dropped.
+        push_max: largest number of ids in a push.
         notes: number of words that the caller keeps beside the rows, such as a dedup window.
 
     Raises:
@@ -71,12 +72,13 @@ class TableSpec:
     seed: int = 0
     max_bytes: int = 1 << 30
     at_limit: str = "evict"
+    push_max: int = PUSH_MAX
     notes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > NAME_BYTES_MAX:
             raise ValueError(f"name: expected 1 to {NAME_BYTES_MAX} bytes, got {self.name!r}")
-        for name, low, high in (("dim", 1, DIM_MAX), ("seed", 0, (1 << 64) - 1), ("notes", 0, 1 << 24)):
+        for name, low, high in (("dim", 1, DIM_MAX), ("seed", 0, (1 << 64) - 1), ("notes", 0, 1 << 24), ("push_max", 1, PUSH_MAX)):
             if not isinstance(getattr(self, name), int) or not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: expected a whole number from {low} to {high}, got {getattr(self, name)!r}")
         names = [name for name, facts in RULES.items() if not facts.row.is_layerwise] + [ROWWISE_ADAGRAD]

@@ -209,7 +209,7 @@ class TableStore:
         is dropped and counted, as the spec has it.
 
         Args:
-            ids: (n,) int64|uint64, at most PUSH_MAX.
+            ids: (n,) int64|uint64, at most the spec's push_max.
             grads: (n, dim) float32|float16|uint16 (bfloat16).
             scalars: one number for each of the rule's.
             clock: of this use; the step by default.
@@ -251,8 +251,8 @@ class TableStore:
         whole: bool,
     ) -> None:
         keys = _as_ids(ids)
-        if len(keys) > PUSH_MAX:
-            raise psd_core.InvalidArray(f"ids: expected at most {PUSH_MAX} in a push, got {len(keys)}")
+        if len(keys) > self.spec.push_max:
+            raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {len(keys)}")
         if notes is not None and (notes.dtype != np.uint64 or notes.shape != (self.spec.notes,)):
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
         with self._writing:
@@ -331,7 +331,7 @@ class TableStore:
 
     def _take(self, region: int, have: int, need: int) -> None:
         start, size = self._partition.regions[region]
-        step = max(_UNIT_BYTES, min(have // 8, _GROWTH_BYTES_MAX))
+        step = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX))
         end = min(size, max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES)))
         self._file.reserve(start + have, end - have)
         self._partition.set_backed(region, end)
@@ -414,7 +414,7 @@ def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         dim=spec.dim,
         width=spec.layout.width,
         rows_max=spec.rows_max,
-        push_max=PUSH_MAX,
+        push_max=spec.push_max,
         notes=spec.notes,
         seed=_seed_of(spec),
         rule=facts.number,
