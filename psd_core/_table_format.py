@@ -1,6 +1,6 @@
 """The declaration of a table's partition, and the superblock that keeps it: what never changes in the file.
 
-Owns the checks of a declaration, where a rule's slots lie in a row, and the superblock. csrc/table.h has the rest of the format.
+Owns the checks of a declaration, where a rule's slots lie in a row, and the superblock; csrc/table.h has the rest.
 Must not open, map or lock anything.
 """
 
@@ -36,7 +36,7 @@ AT_LIMIT = ("evict", "refuse")
 
 
 class RowLayout(NamedTuple):
-    """Where a row's parts lie, in floats: `slots` are offsets by the kernel's slots, -1 for one that is not kept."""
+    """Positions in a row, in floats: `slots` are offsets by the kernel's slots, -1 for one that is not kept."""
 
     slots: tuple[int, ...]
     starts: tuple[float, ...]
@@ -60,7 +60,7 @@ class TableSpec:
         notes: number of words that the caller keeps beside the rows, such as a dedup window.
 
     Raises:
-        ValueError: naming the field and its limit.
+        ValueError, TypeError: naming the field and its limit.
     """
 
     name: str
@@ -78,7 +78,12 @@ class TableSpec:
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > NAME_BYTES_MAX:
             raise ValueError(f"name: expected 1 to {NAME_BYTES_MAX} bytes, got {self.name!r}")
-        for name, low, high in (("dim", 1, DIM_MAX), ("seed", 0, (1 << 64) - 1), ("notes", 0, 1 << 24), ("push_max", 1, PUSH_MAX)):
+        for name, low, high in (
+            ("dim", 1, DIM_MAX),
+            ("seed", 0, (1 << 64) - 1),
+            ("notes", 0, 1 << 24),
+            ("push_max", 1, PUSH_MAX),
+        ):
             if not isinstance(getattr(self, name), int) or not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: expected a whole number from {low} to {high}, got {getattr(self, name)!r}")
         names = [name for name, facts in RULES.items() if not facts.row.is_layerwise] + [ROWWISE_ADAGRAD]
@@ -97,7 +102,7 @@ class TableSpec:
             if problem:
                 raise ValueError(f"constants: {name} {problem}")
         if not isinstance(self.init, Initial):
-            raise ValueError(f"init: expected one of {', '.join(INITIALS)}, got {self.init!r}")
+            raise TypeError(f"init: expected one of {', '.join(INITIALS)}, got {self.init!r}")
         if self.at_limit not in AT_LIMIT:
             raise ValueError(f"at_limit: expected one of {', '.join(AT_LIMIT)}, got {self.at_limit!r}")
         if self.max_bytes < self.row_bytes:
@@ -110,7 +115,7 @@ class TableSpec:
 
     @cached_property
     def layout(self) -> RowLayout:
-        """Where value and slots lie in a row."""
+        """Positions of value and slots in a row."""
         facts, at = RULES[self.kernel_rule], self.dim
         kept = facts.slots(self.flags)
         places, starts = [], []

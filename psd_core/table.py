@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
 _UNIT_BYTES = 65536
-_GROWTH_BYTES_MAX = 4 << 20
+_GROWTH_BYTES_MAX = 1 << 20
 _WALK_ROWS = 4096
 HEAD = np.dtype([("id", "u8"), ("used", "u4"), ("changed", "u4")])
 """Heads of rows: id, clock of the last use, low bits of the step of the last change."""
@@ -62,8 +62,8 @@ class Rows(NamedTuple):
 class TableStore:
     """The store of one partition. Made by `create` or `open`; closed by `close`.
 
-    Thread-safe: changes come one after the other, and reads go on beside them. A read sees each row whole, and a push whole or not at
-    all as long as it asks for at most 4096 ids.
+    Thread-safe: changes come one after the other, and reads go on beside them. A read sees each row whole; one of at most 4096
+    ids sees each push whole or not at all.
 
     Clocks are whatever rises with use, steps or seconds, modulo 2**32: they tell which rows were used last.
 
@@ -204,9 +204,9 @@ class TableStore:
     ) -> None:
         """Apply the rule to rows, as the table's next step; one transaction.
 
-        Gradients of one id are summed in the order in which they come; then the rule is applied to it once, at the table's step, by
-        `scale` times the sum. A row that is not there begins with its initial value. At the limit of memory rows make room, or what is new
-        is dropped and counted, as the spec has it.
+        Gradients of one id are summed in the order in which they come; then the rule is applied to the row once, as at the
+        table's step, by `scale` times the sum. A row that is not there begins with its initial value. At the limit of memory
+        old rows make room, or new ones are dropped and counted, as the spec has it.
 
         Args:
             ids: (n,) int64|uint64, at most the spec's push_max.
@@ -234,7 +234,7 @@ class TableStore:
         clock: int | None = None,
         notes: NDArray[np.uint64] | None = None,
     ) -> None:
-        """Store whole rows (n, width), value and slots, as one transaction, which is no step. Of repeated ids the last counts."""
+        """Store whole rows (n, width), value and slots, as one transaction, no step. Of repeated ids the last counts."""
         values = self._values("rows", rows, ids, self.spec.layout.width)
         self._change(ids, values, (), scale=1.0, clock=clock, notes=notes, distinct=False, whole=True)
 
@@ -308,8 +308,8 @@ class TableStore:
         return out
 
     def counters(self) -> dict[str, int]:
-        """Numbers of the partition: its step; rows that there are, and were created, evicted, expired, removed or refused; and, since it was
-        opened, reads of rows and those among them that found one."""
+        """Numbers of the partition: its step; the rows that there are, and that were created, evicted, expired, removed or
+        refused; and, since it was opened, reads of rows and those among them that found one."""
         with self._writing:
             return dict(self._partition.counters())
 

@@ -105,6 +105,8 @@ static void apply_record(psd_table *t)
     const psd_flip *const flips = flips_of(record);
     const uint32_t *const backs = (const uint32_t *)(flips + record->flips);
     for (uint64_t i = 0; i < record->flips; i++) {
+        if (i + 8 < record->flips && flips[i + 8].at == 0)
+            PSD_PREFETCH(psd_index_home(t, (uint32_t)(flips[i + 8].value >> 32)));
         PSD_BEFORE(t, "flip");
         if (flips[i].at == 0)
             psd_index_place(t, flips[i].value);

@@ -12,9 +12,10 @@ from psd_core.table import TableSpec, TableStore
 
 SGD = Case("sgd", (0.5, 0.0, 0.0, 0.0), ())
 DIM = 5
+INIT = Uniform(-1, 1)
 
 
-def spec_of(case: Case, *, dim: int = DIM, init: Initial = Uniform(-1, 1), **options: Any) -> TableSpec:
+def spec_of(case: Case, *, dim: int = DIM, init: Initial = INIT, **options: Any) -> TableSpec:
     """The declaration of a table whose rule is that of a case."""
     return TableSpec("t", dim, case.rule, case.flags, init=init, **options)
 
@@ -33,7 +34,9 @@ class TableModel:
         if key in self.rows:
             return self.rows[key]
         value = self._store.read(np.array([key], np.uint64))[0]
-        starts = [start for start, at in zip(self._store.spec.layout.starts, self._store.spec.layout.slots, strict=True) if at >= 0]
+        starts = [
+            start for start, at in zip(self._store.spec.layout.starts, self._store.spec.layout.slots, strict=True) if at >= 0
+        ]
         return [value, *(np.full(len(value), start, np.float32) for start in starts)]
 
     def push(self, ids: Any, grads: Any) -> None:

@@ -79,8 +79,7 @@ class Watcher:
 
 
 def test_a_copy_taken_at_every_store_opens_as_old_or_new(memory_path):
-    """Pushes that grow the index and reach the limit of rows, removals and expiry: what the file holds at a store is what death there
-    would leave."""
+    """Pushes that grow the index and reach the limit of rows, removals and expiry: what the file holds is what death leaves."""
     rng = np.random.default_rng(5)
     path = memory_path / "table"
     watcher = Watcher(path)
@@ -89,7 +88,9 @@ def test_a_copy_taken_at_every_store_opens_as_old_or_new(memory_path):
     watcher("done")
     for number in range(14):
         ids = np.concatenate([rng.integers(0, 500, 20), 1000 + 35 * number + np.arange(35)])
-        store.push(ids, rng.standard_normal((55, 1)).astype(np.float32), SGD.named, clock=number, notes=np.array([number], np.uint64))
+        store.push(
+            ids, rng.standard_normal((55, 1)).astype(np.float32), SGD.named, clock=number, notes=np.array([number], np.uint64)
+        )
     store.remove(np.arange(0, 500, 7))
     store.write(np.arange(20), np.ones((20, 1), np.float32), clock=14)
     store.expire(14, 4)
@@ -126,7 +127,9 @@ def test_death_at_random_instants_leaves_whole_pushes(memory_path):
     context.set_forkserver_preload(["psd_core.table"])
     random_ = random.Random(7)
     path = memory_path / "table"
-    TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_bytes=1 << 24, push_max=2000, notes=1)).close(remove=False)
+    TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_bytes=1 << 24, push_max=2000, notes=1)).close(
+        remove=False
+    )
     acknowledged = 0
     for _ in range(12):
         ours, theirs = context.Pipe(duplex=False)

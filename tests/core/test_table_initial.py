@@ -41,7 +41,7 @@ def test_initial_values_are_these(init, golden, memory_path):
 
 
 def test_a_value_follows_from_the_definition_in_a_few_lines_of_python(memory_path):
-    """What another implementation would need: FNV-1a over the hashed seed, SplitMix64 from there, two cells of 2^-32 from each output."""
+    """FNV-1a of the name over the hashed seed, SplitMix64 from there, two cells of 2^-32 from each output."""
     golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
 
     def mix(x):
@@ -87,5 +87,5 @@ def test_the_normal_quantile_is_exact_and_the_distributions_have_their_moments(m
 
 def test_numbers_that_are_none_are_refused():
     for make in (lambda: Normal(-1), lambda: Uniform(0, float("nan")), lambda: Constant("x")):
-        with pytest.raises(ValueError, match="std|high|value|could not"):
+        with pytest.raises(ValueError, match=r"std|high|value|could not"):
             make()

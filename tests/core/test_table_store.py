@@ -141,7 +141,7 @@ def test_at_the_limit_rows_not_used_for_long_make_room(path):
 
 @pytest.mark.parametrize("at_limit", ["refuse", "evict"])
 def test_what_finds_no_room_is_counted_and_hits_no_other_row(at_limit, path):
-    """PERSIA gave the gradient of a row that was not there to the next one. Here nothing can be evicted: all are of this push."""
+    """PERSIA gave the gradient of a row that was not there to the next one. Nothing can be evicted: all are of this push."""
     store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=10 * 33, at_limit=at_limit))
     store.push(np.arange(30), np.arange(30, dtype=np.float32).reshape(30, 1), SGD.named)
 
@@ -172,7 +172,7 @@ def test_no_space_is_an_error_that_changes_nothing(path, rng, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "posix_fallocate", full)
-        with pytest.raises(ArenaFull, match="no space for .* bytes"):
+        with pytest.raises(ArenaFull, match=r"no space for .* bytes"):
             store.push(np.arange(20_000), grads_for(rng, 20_000), SGD.named)
         with pytest.raises(ArenaFull):
             TableStore.create(path.with_name("other"), spec_of(SGD))

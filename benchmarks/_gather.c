@@ -1,0 +1,35 @@
+/* What memory allows: rows at known places, without an index, ids, versions or safety. Built by table_store.py for this machine. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { AHEAD = 8 };
+
+static void prefetch(const float *row, long floats)
+{
+    for (long at = 0; at < floats; at += 16)
+        __builtin_prefetch(row + at);
+}
+
+void gather(const float *rows, const int64_t *places, long n, long dim, float *out)
+{
+    for (long i = 0; i < n; i++) {
+        if (i + AHEAD < n)
+            prefetch(rows + places[i + AHEAD] * 2 * dim, dim);
+        memcpy(out + i * dim, rows + places[i] * 2 * dim, (size_t)dim * 4);
+    }
+}
+
+void adagrad(float *rows, const int64_t *places, long n, long dim, const float *grads)
+{
+    for (long i = 0; i < n; i++) {
+        if (i + AHEAD < n)
+            prefetch(rows + places[i + AHEAD] * 2 * dim, 2 * dim);
+        float *const row = rows + places[i] * 2 * dim, *const sum = row + dim;
+        const float *const g = grads + i * dim;
+        for (long j = 0; j < dim; j++) {
+            sum[j] += g[j] * g[j];
+            row[j] -= 0.05f * g[j] / (sqrtf(sum[j]) + 1e-10f);
+        }
+    }
+}
