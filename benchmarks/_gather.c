@@ -1,7 +1,10 @@
-/* What memory allows: rows at known places, without an index, ids, versions or safety. Built by table_store.py for this machine. */
+/* What memory allows: rows at known places, without an index, ids, versions or safety. Built by table_store.py, for the instruction
+ * sets that the kernels are built for. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "portable.h"
 
 enum { AHEAD = 8 };
 
@@ -11,7 +14,7 @@ static void prefetch(const float *row, long floats)
         __builtin_prefetch(row + at);
 }
 
-void gather(const float *rows, const int64_t *places, long n, long dim, float *out)
+PSD_KERNEL void gather(const float *rows, const int64_t *places, long n, long dim, float *out)
 {
     for (long i = 0; i < n; i++) {
         if (i + AHEAD < n)
@@ -20,7 +23,7 @@ void gather(const float *rows, const int64_t *places, long n, long dim, float *o
     }
 }
 
-void adagrad(float *rows, const int64_t *places, long n, long dim, const float *grads)
+PSD_KERNEL void adagrad(float *rows, const int64_t *places, long n, long dim, const float *grads)
 {
     for (long i = 0; i < n; i++) {
         if (i + AHEAD < n)

@@ -32,6 +32,7 @@ import _report
 import numpy as np
 from numpy.typing import NDArray
 
+import psd_core
 from psd_core.initial import Normal, Zeros
 from psd_core.table import TableSpec, TableStore
 
@@ -55,11 +56,12 @@ def zipf_steps(rows: int, ids: int, steps: int, exponent: float) -> list[Array]:
 
 
 def reference(directory: Path) -> Any:
-    """The loops in C, built for this machine."""
+    """The loops in C, built as the kernels are."""
     library = directory / "gather.so"
     source = Path(__file__).with_name("_gather.c")
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+    include = Path(psd_core.__file__).parent / "csrc"
+    flags = ["-O3", f"-I{include}", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library), "-lm"], check=True)
     return ctypes.CDLL(str(library))
 

@@ -81,6 +81,13 @@ cdef extern from "table.h" nogil:
     uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
     uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
     void psd_scratch_free(psd_scratch *) noexcept
+    ctypedef struct psd_sums:
+        intptr_t count
+        uint64_t *ids
+        float *values
+    int psd_sums_add(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t, double) noexcept
+    void psd_sums_clear(psd_sums *) noexcept
+    void psd_sums_free(psd_sums *) noexcept
 
 
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
@@ -94,6 +101,47 @@ def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
     if ids.shape[0]:
         with nogil:
             psd_mix_all(&ids[0], &out[0], ids.shape[0])
+
+
+cdef class Sums:
+    """Sums of rows by id. One thread at a time."""
+
+    cdef psd_sums sums
+    cdef readonly intptr_t dim
+
+    def __cinit__(self, intptr_t dim):
+        assert dim > 0
+        self.dim = dim
+
+    def __dealloc__(self):
+        psd_sums_free(&self.sums)
+
+    def __len__(self):
+        return self.sums.count
+
+    def add(self, const uint64_t[::1] ids not None, const float[:, ::1] grads not None, double weight):
+        """Add weight * gradient to the sum of each id."""
+        cdef intptr_t n = ids.shape[0]
+        cdef int status
+        assert grads.shape[0] == n and grads.shape[1] == self.dim
+        if n == 0:
+            return
+        with nogil:
+            status = psd_sums_add(&self.sums, &ids[0], &grads[0, 0], n, self.dim, weight)
+        if status != 0:
+            raise MemoryError(f"no memory to add {n} rows")
+
+    def clear(self):
+        """Forget all sums, and keep the memory."""
+        psd_sums_clear(&self.sums)
+
+    def ids(self):
+        """A view of the ids, in the order in which they came first; good until the next change."""
+        return <uint64_t[: self.sums.count]> self.sums.ids if self.sums.count else None
+
+    def values(self):
+        """A view of the sums, likewise."""
+        return <float[: self.sums.count, : self.dim]> self.sums.values if self.sums.count else None
 
 
 cdef void _call(void *context, const char *name) noexcept with gil:

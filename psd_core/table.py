@@ -22,10 +22,12 @@ from psd_core import _table
 from psd_core import _table_format as form
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
 from psd_core._c_headers import checksum
+from psd_core._table_arguments import as_ids, as_values
 from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
+from psd_core.row_sums import RowSums
 from psd_core.rules import RULES
 
-__all__ = ["CRASH_POINTS", "PUSH_MAX", "ROWWISE_ADAGRAD", "Rows", "TableSpec", "TableStore", "mixed"]
+__all__ = ["CRASH_POINTS", "PUSH_MAX", "ROWWISE_ADAGRAD", "RowSums", "Rows", "TableSpec", "TableStore", "mixed"]
 
 CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "done", "index.copy")
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
@@ -46,7 +48,7 @@ def mixed(ids: NDArray[Any]) -> NDArray[np.uint64]:
     Args:
         ids: any shape of int64|uint64.
     """
-    flat = _as_ids(np.asarray(ids).reshape(-1))
+    flat = as_ids(np.asarray(ids).reshape(-1))
     out = np.empty_like(flat)
     _table.mixed(flat, out)
     return out.reshape(np.shape(ids))
@@ -179,14 +181,14 @@ class TableStore:
         Returns:
             `out`.
         """
-        keys = _as_ids(ids)
+        keys = as_ids(ids)
         out = self._out(out, len(keys), self.spec.dim)
         self._partition.read(keys, out, None, False, -1 if clock is None else clock & 0xFFFFFFFF)
         return out
 
     def read_rows(self, ids: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Whole rows (n, width), value and slots, and which of them are stored; counts no use."""
-        keys = _as_ids(ids)
+        keys = as_ids(ids)
         out, found = self._out(None, len(keys), self.spec.layout.width), np.empty(len(keys), np.uint8)
         self._partition.read(keys, out, found, True, -1)
         return out, found.view(np.bool_)
@@ -223,7 +225,7 @@ class TableStore:
         if missing or len(scalars) != len(self._scalars):
             raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
         numbers = tuple(float(scalars[name]) for name in self._scalars)
-        values = self._values("grads", grads, ids, self.spec.dim)
+        values = as_values("grads", grads, len(ids), self.spec.dim)
         self._change(ids, values, numbers, scale=scale, clock=clock, notes=notes, distinct=distinct, whole=False)
 
     def write(
@@ -235,7 +237,7 @@ class TableStore:
         notes: NDArray[np.uint64] | None = None,
     ) -> None:
         """Store whole rows (n, width), value and slots, as one transaction, no step. Of repeated ids the last counts."""
-        values = self._values("rows", rows, ids, self.spec.layout.width)
+        values = as_values("rows", rows, len(ids), self.spec.layout.width)
         self._change(ids, values, (), scale=1.0, clock=clock, notes=notes, distinct=False, whole=True)
 
     def _change(
@@ -250,7 +252,7 @@ class TableStore:
         distinct: bool,
         whole: bool,
     ) -> None:
-        keys = _as_ids(ids)
+        keys = as_ids(ids)
         if len(keys) > self.spec.push_max:
             raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {len(keys)}")
         if notes is not None and (notes.dtype != np.uint64 or notes.shape != (self.spec.notes,)):
@@ -275,7 +277,7 @@ class TableStore:
 
     def remove(self, ids: NDArray[Any]) -> int:
         """Remove rows; returns how many there were. Each 2048 ids are a transaction."""
-        keys = np.unique(_as_ids(ids))
+        keys = np.unique(as_ids(ids))
         removed = 0
         for start in range(0, len(keys), _table.REMOVED_MAX):
             with self._writing:
@@ -388,23 +390,6 @@ class TableStore:
                 f"out: expected a writable C-contiguous aligned ({n}, {width}) float32 array, got {out.shape} of {out.dtype}"
             )
         return out
-
-    def _values(self, name: str, values: NDArray[Any], ids: NDArray[Any], width: int) -> NDArray[np.float32]:
-        shape = (len(ids), width)
-        if values.shape != shape or not (values.flags.c_contiguous and values.flags.aligned):
-            raise psd_core.InvalidArray(f"{name}: expected a C-contiguous aligned {shape} array, got {values.shape}")
-        if values.dtype in (np.float16, np.uint16):
-            return psd_core.widened(values.reshape(-1)).reshape(shape)  # type: ignore[return-value]
-        if values.dtype != np.float32:
-            raise psd_core.InvalidArray(f"{name}: expected float32, float16 or uint16 (bfloat16), got {values.dtype}")
-        return values
-
-
-def _as_ids(ids: NDArray[Any]) -> NDArray[np.uint64]:
-    if not isinstance(ids, np.ndarray) or ids.dtype not in (np.int64, np.uint64) or ids.ndim != 1:
-        got = f"{ids.ndim}-D {ids.dtype}" if isinstance(ids, np.ndarray) else type(ids).__name__
-        raise psd_core.InvalidArray(f"ids: expected a 1-D array of int64 or uint64, got {got}")
-    return np.ascontiguousarray(ids).view(np.uint64)
 
 
 def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:

@@ -202,6 +202,19 @@ int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const flo
 int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);
 void psd_scratch_free(psd_scratch *);
 
+/* table_sums.c */
+typedef struct {
+    intptr_t count, capacity;
+    uint64_t mask, *ids;
+    float *values;
+    uint32_t *slots; /* hash table: position + 1 */
+    psd_scratch scratch;
+} psd_sums;
+/* Adds weight * gradient to the sum of each id; gradients of one id are added to each other first. 0, or ENOMEM and as before. */
+int psd_sums_add(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim, double weight);
+void psd_sums_clear(psd_sums *); /* keeps the memory */
+void psd_sums_free(psd_sums *);
+
 /* table_removal.c */
 void psd_table_remove(psd_table *, uint64_t *const *words, uint64_t count, uint64_t *(*counter)(psd_root *));
 uint64_t psd_table_evict(psd_table *, uint64_t count, uint32_t clock); /* returns how many it could */
