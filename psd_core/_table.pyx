@@ -22,6 +22,8 @@ cdef extern from "table.h" nogil:
         PSD_RULES_CHECKSUM
         PSD_REGIONS
         PSD_INDEX
+        PSD_HEADS
+        PSD_ROWS
         PSD_REMOVED_MAX
         PSD_CHUNK_BUCKETS
     ctypedef struct psd_hyper:
@@ -32,7 +34,7 @@ cdef extern from "table.h" nogil:
         uint32_t used
         uint32_t changed
     ctypedef struct psd_root:
-        uint64_t step, rows, places, spares, current, buckets, next_buckets, moved
+        uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
         uint64_t created, evicted, expired, removed, refused
     ctypedef struct psd_table_spec:
         uint64_t dim, width, rows_max, push_max, notes, seed
@@ -45,6 +47,9 @@ cdef extern from "table.h" nogil:
         uint64_t at, size, backed
     ctypedef struct psd_scratch:
         pass
+    ctypedef struct psd_snapshot:
+        int is_active, is_failed
+        uint64_t version, saved
     ctypedef struct psd_table:
         psd_table_spec spec
         psd_region region[PSD_REGIONS]
@@ -52,6 +57,7 @@ cdef extern from "table.h" nogil:
         char *base
         psd_root *root
         psd_scratch scratch
+        psd_snapshot snapshot
         uint64_t reads, hits
         void (*on_store)(void *, const char *) noexcept
         void *context
@@ -60,6 +66,7 @@ cdef extern from "table.h" nogil:
         double scale
         uint32_t clock
         int distinct, whole
+        int64_t step
         const uint64_t *notes
     void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
     uint64_t psd_mix(uint64_t) noexcept
@@ -81,6 +88,12 @@ cdef extern from "table.h" nogil:
     uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
     uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
     void psd_scratch_free(psd_scratch *) noexcept
+    void psd_snapshot_begin(psd_table *, int, uint32_t) noexcept
+    int psd_snapshot_next(psd_table *, psd_head *, float *, uint64_t, uint64_t *) noexcept
+    void psd_snapshot_end(psd_table *) noexcept
+    uint64_t psd_removals(const psd_root *) noexcept
+    uint64_t *psd_removal(const psd_table *, uint64_t) noexcept
+    uint64_t psd_first_removal(const psd_table *) noexcept
     ctypedef struct psd_sums:
         intptr_t count
         uint64_t *ids
@@ -92,6 +105,7 @@ cdef extern from "table.h" nogil:
 
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
+BACKED_BEFORE = (PSD_HEADS, PSD_ROWS)  # regions that have space as far as an opened partition needs it
 
 
 def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
@@ -182,6 +196,8 @@ cdef class Partition:
 
     def __dealloc__(self):
         psd_scratch_free(&self.table.scratch)
+        if self.table.snapshot.is_active:
+            psd_snapshot_end(&self.table)
         if self.has_lock:
             psd_table_drop_lock(&self.table)
         if self.is_attached:
@@ -269,7 +285,7 @@ cdef class Partition:
 
     def push(
         self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
-        const uint64_t[::1] notes, bint distinct, bint whole,
+        const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
     ):
         """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
         cdef psd_push push
@@ -286,7 +302,7 @@ cdef class Partition:
         push.hyper = self.table.spec.flags
         for i in range(len(scalars)):
             push.hyper.scalars[i] = scalars[i]
-        push.scale, push.clock, push.distinct, push.whole = scale, clock, distinct, whole
+        push.scale, push.clock, push.distinct, push.whole, push.step = scale, clock, distinct, whole, step
         push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
         with nogil:
             status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)
@@ -301,6 +317,39 @@ cdef class Partition:
         with nogil:
             tag = psd_table_walk(&self.table, tag, &heads[0], &rows[0, 0], heads.shape[0], &count)
         return count, tag
+
+    def begin_snapshot(self, bint is_full, uint32_t since):
+        """Begin a snapshot of the table as it is now; returns its version."""
+        assert not self.table.snapshot.is_active
+        psd_snapshot_begin(&self.table, is_full, since)
+        return self.table.snapshot.version
+
+    def next_of_snapshot(self, psd_head[::1] heads not None, float[:, ::1] rows not None):
+        """Copy rows of the snapshot; returns how many, and whether there may be more."""
+        cdef uint64_t count = 0
+        cdef int more
+        assert self.table.snapshot.is_active
+        assert heads.shape[0] == rows.shape[0] >= 64 and <uint64_t>rows.shape[1] == self.table.spec.width
+        with nogil:
+            more = psd_snapshot_next(&self.table, &heads[0], &rows[0, 0], heads.shape[0], &count)
+        if self.table.snapshot.is_failed:
+            raise MemoryError("no memory to save rows for a snapshot")
+        return count, more != 0
+
+    def end_snapshot(self):
+        """End the snapshot, and free its memory."""
+        psd_snapshot_end(&self.table)
+
+    def removals(self):
+        """Number of the first removal that is known, and of the next one."""
+        return psd_first_removal(&self.table), psd_removals(self.table.root)
+
+    def removed(self, uint64_t first, uint64_t[::1] out not None):
+        """Copy the ids of removals from a number on."""
+        cdef uint64_t i
+        assert psd_first_removal(&self.table) <= first and first + <uint64_t>out.shape[0] <= psd_removals(self.table.root)
+        for i in range(<uint64_t>out.shape[0]):
+            out[i] = psd_removal(&self.table, first + i)[0]
 
     def expire(self, uint64_t tag, uint32_t clock, uint32_t age):
         """Remove, among the rows that come next, those not used for more than `age`; returns the tag to go on from."""
@@ -337,7 +386,7 @@ cdef class Partition:
         """Numbers of the valid root, and of reads since the partition was opened."""
         cdef psd_root *root = self.table.root
         return {
-            "step": root.step, "rows": root.rows, "spares": root.spares, "buckets": root.buckets, "created": root.created,
+            "step": root.step, "version": root.version, "rows": root.rows, "spares": root.spares, "buckets": root.buckets, "created": root.created,
             "evicted": root.evicted, "expired": root.expired, "removed": root.removed, "refused": root.refused,
             "reads": self.table.reads, "hits": self.table.hits,
         }

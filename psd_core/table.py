@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +24,28 @@ from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
 from psd_core._c_headers import checksum
 from psd_core._table_arguments import as_ids, as_values
 from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
+from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
 from psd_core.rules import RULES
 
-__all__ = ["CRASH_POINTS", "PUSH_MAX", "ROWWISE_ADAGRAD", "RowSums", "Rows", "TableSpec", "TableStore", "mixed"]
+__all__ = [
+    "CRASH_POINTS",
+    "PUSH_MAX",
+    "ROWWISE_ADAGRAD",
+    "Mark",
+    "RowSums",
+    "Rows",
+    "TableSnapshot",
+    "TableSpec",
+    "TableStore",
+    "mixed",
+]
 
 CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "done", "index.copy")
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
 _UNIT_BYTES = 65536
 _GROWTH_BYTES_MAX = 1 << 20
-_WALK_ROWS = 4096
-HEAD = np.dtype([("id", "u8"), ("used", "u4"), ("changed", "u4")])
-"""Heads of rows: id, clock of the last use, low bits of the step of the last change."""
-
 if checksum() != _table.RULES_CHECKSUM:
     raise ImportError("psd_core: its tables were built with another rules.py; build them again: pip install --editable .")
 
@@ -52,13 +60,6 @@ def mixed(ids: NDArray[Any]) -> NDArray[np.uint64]:
     out = np.empty_like(flat)
     _table.mixed(flat, out)
     return out.reshape(np.shape(ids))
-
-
-class Rows(NamedTuple):
-    """Rows as they are stored. `heads`: (n,) HEAD; `rows`: (n, width) float32, value and slots."""
-
-    heads: NDArray[Any]
-    rows: NDArray[np.float32]
 
 
 class TableStore:
@@ -84,6 +85,7 @@ class TableStore:
         self._file = file
         self._writing = threading.Lock()
         self._given_back = 0
+        self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
         facts = RULES[spec.kernel_rule]
         self._open: _table.Partition | None = _partition_of(spec, crash_point)
@@ -235,10 +237,21 @@ class TableStore:
         *,
         clock: int | None = None,
         notes: NDArray[np.uint64] | None = None,
+        step: int | None = None,
     ) -> None:
-        """Store whole rows (n, width), value and slots, as one transaction, no step. Of repeated ids the last counts."""
+        """Store whole rows (n, width), value and slots, as one transaction. Of repeated ids the last counts.
+
+        Args:
+            ids, clock, notes: as for `push`.
+            step: what the table's step is from now on, where rows are restored; by default as it is.
+
+        Raises:
+            ArenaFull: no space; nothing has changed.
+        """
         values = as_values("rows", rows, len(ids), self.spec.layout.width)
-        self._change(ids, values, (), scale=1.0, clock=clock, notes=notes, distinct=False, whole=True)
+        self._change(
+            ids, values, (), scale=1.0, clock=clock, notes=notes, distinct=False, whole=True, step=-1 if step is None else step
+        )
 
     def _change(
         self,
@@ -251,6 +264,7 @@ class TableStore:
         notes: NDArray[np.uint64] | None,
         distinct: bool,
         whole: bool,
+        step: int = -1,
     ) -> None:
         keys = as_ids(ids)
         if len(keys) > self.spec.push_max:
@@ -268,6 +282,7 @@ class TableStore:
                 notes=notes,
                 distinct=distinct,
                 whole=whole,
+                step=step,
             )
             # A step moves 1024 buckets; the index has grown when a tenth more rows have come.
             for _ in range(1 + created // 400):
@@ -297,10 +312,27 @@ class TableStore:
         """All rows, in no order that means anything; a row that is there throughout comes once, others may or may not."""
         tag = 0
         while tag < 1 << 32:
-            heads, rows = np.empty(_WALK_ROWS, HEAD), np.empty((_WALK_ROWS, self.spec.layout.width), np.float32)
+            heads, rows = np.empty(BATCH_ROWS, HEAD), np.empty((BATCH_ROWS, self.spec.layout.width), np.float32)
             count, tag = self._partition.walk(tag, heads, rows)
             if count:
                 yield Rows(heads[:count], rows[:count])
+
+    def snapshot(self, since: Mark | None = None) -> TableSnapshot:
+        """Begin a snapshot of the partition as it is now; one at a time, and to be closed.
+
+        Args:
+            since: mark of an earlier snapshot: only rows that were written after it, and the ids of those removed. If more were
+                removed since than are remembered, about a quarter of the limit of rows, the snapshot is full.
+
+        Raises:
+            ArenaError: another one is not closed.
+        """
+        with self._writing:
+            partition = self._partition
+            if self._snapshot is not None and not self._snapshot.is_closed:
+                raise ArenaError(f"{self._path}: a snapshot is under way")
+            self._snapshot = TableSnapshot(partition, self._writing, self.spec.layout.width, self.spec.notes, since)
+            return self._snapshot
 
     def notes(self) -> NDArray[np.uint64]:
         """A copy of the caller's notes; zeros in a new partition."""
@@ -358,13 +390,13 @@ class TableStore:
             self._partition.set_backed(region, 0)
 
     def _recover_space(self) -> None:
-        """After opening: what a push was about to write has space already; the next index may lack some."""
+        """Note, after opening, what has space: heads and rows, which are many, have it as far as places were ever taken."""
         while (lack := self._partition.lack(0)) is not None:
             region, have, need = lack
-            if region in (2, 3):
-                self._take(region, have, need)
-            else:
+            if region in _table.BACKED_BEFORE:
                 self._partition.set_backed(region, need)
+            else:
+                self._take(region, have, need)
         if not self._partition.is_moving:
             region, nbytes = self._partition.behind()
             self._give_back(region, 0, nbytes)

@@ -34,6 +34,7 @@ int psd_table_plan(psd_table *t)
         [PSD_HEADS] = places * sizeof(psd_head),
         [PSD_ROWS] = places * s->width * 4,
         [PSD_SPARES] = places * 4,
+        [PSD_REMOVALS] = (s->rows_max / 4 + 2 * PSD_REMOVED_MAX) * 8,
     };
     uint64_t at = PSD_SUPERBLOCK_BYTES;
     for (int i = 0; i < PSD_REGIONS; i++) {
@@ -125,6 +126,9 @@ void psd_table_commit(psd_table *t, psd_root *next)
     pthread_rwlock_wrlock(&t->lock);
     psd_store_release(t->commit, next->commit);
     t->root = next;
+    psd_record *const record = psd_table_record(t);
+    if (t->snapshot.is_active && record->commit == next->commit)
+        psd_snapshot_save(t, record, flips_of(record));
     apply_record(t);
     PSD_BEFORE(t, "applied");
     psd_store_release(t->applied, next->commit);
@@ -186,8 +190,12 @@ int psd_table_lack(const psd_table *t, uint64_t n, uint64_t *bytes)
         [PSD_RECORD] = sizeof(psd_record) + (n > PSD_REMOVED_MAX ? n : PSD_REMOVED_MAX) * (sizeof(psd_flip) + 4),
         [PSD_HEADS] = taken * sizeof(psd_head),
         [PSD_ROWS] = taken * t->spec.width * 4,
-        [PSD_SPARES] = taken * 4,
+        [PSD_SPARES] = (r->spares + n + PSD_REMOVED_MAX) * 4, /* n rows may go, too, to make room */
     };
+    needed[PSD_REMOVALS] = (psd_removals(r) + n + PSD_REMOVED_MAX) * 8;
+    for (int i = PSD_SPARES; i <= PSD_REMOVALS; i++)
+        if (needed[i] > t->region[i].size)
+            needed[i] = t->region[i].size;
     needed[PSD_INDEX + r->current] = r->buckets * 64;
     /* The next index is backed as it fills, a step of growth ahead. */
     if (r->next_buckets) {

@@ -12,6 +12,7 @@
  *   heads       psd_head by place
  *   rows        value and slots by place, without gaps
  *   spares      u32 places, a stack
+ *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length
  */
 #ifndef PSD_TABLE_H
 #define PSD_TABLE_H
@@ -22,7 +23,7 @@
 
 #include "kernels.h"
 
-enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REGIONS };
+enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_REGIONS };
 enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048 };
 #define PSD_PLACES_MAX (UINT32_MAX - 2u)
 #define PSD_GRAVE UINT32_MAX
@@ -31,13 +32,14 @@ enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PS
 typedef struct {
     uint64_t id;
     uint32_t used;    /* clock of the last use */
-    uint32_t changed; /* low bits of the step that wrote this version */
+    uint32_t changed; /* low bits of the version of the table that this row came with */
 } psd_head;
 
 /* All that changes with a commit, but for what the record says. The caller's notes follow it. */
 typedef struct {
     uint64_t check, commit;
     uint64_t step;         /* updates of the table */
+    uint64_t version;      /* commits that wrote rows */
     uint64_t rows;         /* in the index */
     uint64_t places, spares; /* places ever taken; those among them on the stack */
     uint64_t current;      /* 0 or 1: which index */
@@ -84,6 +86,18 @@ typedef struct {
     float *sums;
 } psd_scratch;
 
+/* A copy of the table as it was at one version, while that changes: rows that are about to be replaced or removed, and were not copied
+ * yet, are saved. */
+typedef struct {
+    int is_active, is_failed, is_full;
+    uint64_t version; /* rows that came later are not in it */
+    uint32_t since;   /* unless it is full, only rows that came after this version are */
+    uint64_t cursor;  /* tags below it have been copied */
+    uint64_t saved, capacity;
+    psd_head *heads;
+    float *rows;
+} psd_snapshot;
+
 typedef struct psd_table {
     psd_table_spec spec;
     psd_region region[PSD_REGIONS];
@@ -94,6 +108,7 @@ typedef struct psd_table {
     uint64_t root_bytes;
     pthread_rwlock_t lock; /* readers against changes of the index */
     psd_scratch scratch;
+    psd_snapshot snapshot;
     uint64_t hand;        /* the tag where the next search for rows to evict begins */
     uint64_t reads, hits; /* of rows, since the partition was opened */
     void (*on_store)(void *, const char *); /* for tests: called before each store of the protocol */
@@ -194,6 +209,7 @@ typedef struct {
     uint32_t clock;
     int distinct; /* ids are */
     int whole;    /* what comes are whole rows, to be stored as they are; no step. Of repeated ids the last counts */
+    int64_t step; /* with `whole`: what the table's is from now on; -1: as it is */
     const uint64_t *notes; /* all, or NULL: as they are */
 } psd_push;
 int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */
@@ -201,6 +217,12 @@ int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const flo
 /* table_scratch.c: the distinct ids of a push and the sums of their gradients. */
 int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);
 void psd_scratch_free(psd_scratch *);
+
+/* table_snapshot.c. One at a time; `next` copies rows that belong to it, in no order, and returns 0 when there are no more. */
+void psd_snapshot_begin(psd_table *, int is_full, uint32_t since);
+int psd_snapshot_next(psd_table *, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
+void psd_snapshot_end(psd_table *);
+void psd_snapshot_save(psd_table *, const psd_record *, const psd_flip *); /* within a commit, before it is applied */
 
 /* table_sums.c */
 typedef struct {
@@ -216,6 +238,17 @@ void psd_sums_clear(psd_sums *); /* keeps the memory */
 void psd_sums_free(psd_sums *);
 
 /* table_removal.c */
+static inline uint64_t psd_removals(const psd_root *r) { return r->evicted + r->expired + r->removed; }
+static inline uint64_t *psd_removal(const psd_table *t, uint64_t number)
+{
+    return (uint64_t *)(t->base + t->region[PSD_REMOVALS].at) + number % (t->region[PSD_REMOVALS].size / 8);
+}
+/* The number of the first removal that is still known. A commit that was cut off may have written over the oldest ones. */
+static inline uint64_t psd_first_removal(const psd_table *t)
+{
+    const uint64_t kept = t->region[PSD_REMOVALS].size / 8 - PSD_REMOVED_MAX, all = psd_removals(t->root);
+    return all > kept ? all - kept : 0;
+}
 void psd_table_remove(psd_table *, uint64_t *const *words, uint64_t count, uint64_t *(*counter)(psd_root *));
 uint64_t psd_table_evict(psd_table *, uint64_t count, uint32_t clock); /* returns how many it could */
 /* Removes, among the next entries from a tag on, the rows not used for more than `age`; returns the tag to go on from. */

@@ -57,7 +57,7 @@ PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t
     psd_prefetch_range(&psd_heads(t)[place], sizeof(psd_head), 1);
 }
 
-static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, uint64_t step, float *initial)
+static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, uint64_t version, float *initial)
 {
     const psd_scratch *const s = &t->scratch;
     float *const to = psd_row(t, place);
@@ -71,7 +71,7 @@ static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule,
             psd_initial_row(&t->spec, s->ids[k], initial);
         psd_step_row_f32(rule, from, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
     }
-    psd_heads(t)[place] = (psd_head){s->ids[k], p->clock, (uint32_t)step};
+    psd_heads(t)[place] = (psd_head){s->ids[k], p->clock, (uint32_t)version};
 }
 
 int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n)
@@ -93,8 +93,11 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
 
     psd_root *const next = psd_table_next_root(t);
     const psd_root *const now = t->root;
+    next->version++;
     if (!p->whole)
         next->step++;
+    else if (p->step >= 0)
+        next->step = (uint64_t)p->step;
     psd_row_rule rule;
     if (!p->whole)
         psd_prepare_rows_f32(&rule, t->spec.rule, &p->hyper, next->step, p->scale, t->spec.rowwise);
@@ -116,7 +119,7 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
             continue;
         const uint64_t place = spare_place(t, done);
         PSD_BEFORE(t, "row");
-        write_row(t, p, &rule, k, place, next->step, initial);
+        write_row(t, p, &rule, k, place, next->version, initial);
         if (word) {
             backs[back++] = (uint32_t)*word - 1;
             flips[done++] = (psd_flip){(uint64_t)((char *)word - t->base), (*word & ~(uint64_t)UINT32_MAX) | (place + 1)};

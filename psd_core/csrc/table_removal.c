@@ -14,6 +14,7 @@ void psd_table_remove(psd_table *t, uint64_t *const *words, uint64_t count, uint
         const uint64_t entry = *words[i], left = psd_index_grave(words[i]);
         flips[i] = (psd_flip){(uint64_t)((char *)words[i] - t->base), left};
         backs[i] = (uint32_t)entry - 1;
+        *psd_removal(t, psd_removals(next) + i) = psd_heads(t)[(uint32_t)entry - 1].id;
         if (left == 0 && next->next_buckets && entry >> 32 < next->moved)
             next->next_filled--;
         else if (left == 0)

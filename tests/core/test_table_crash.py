@@ -28,7 +28,7 @@ class Watcher:
         self.error = None
         self.seen = Counter()
         self._copy = path.with_name("copy")
-        self._committed = ({}, [0])
+        self._committed = None
         self._waiting = []
 
     def __call__(self, point):
@@ -46,6 +46,8 @@ class Watcher:
             assert all(state == self._committed for state in self._waiting)
             self._waiting.clear()
             return
+        if point == "row" and self.seen[point] % 5:
+            return  # each writes to a place without a name
         shutil.copyfile(self.path, self._copy)
         found = TableStore.open(self._copy)
         state = self._state(found)
@@ -63,7 +65,10 @@ class Watcher:
         notes = np.empty(store.spec.notes, np.uint64)
         store._partition.notes(notes)
         counters = {name: value for name, value in store._partition.counters().items() if name not in ("reads", "hits")}
-        return rows_of(store), notes.tolist(), counters
+        first, end = store._partition.removals()
+        removed = np.empty(end - first, np.uint64)
+        store._partition.removed(first, removed)
+        return rows_of(store), notes.tolist(), counters, removed.tolist()
 
     def _go_on(self, store):
         """A push after the crash finds every row as it is, and room for new ones."""
@@ -131,7 +136,7 @@ def test_death_at_random_instants_leaves_whole_pushes(memory_path):
         remove=False
     )
     acknowledged = 0
-    for _ in range(12):
+    for _ in range(8):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=train_until_killed, args=(path, theirs))
         process.start()
