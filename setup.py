@@ -26,9 +26,12 @@ DEBUG = os.environ.get("PSD_CYTHON_DEBUG", "0") not in ("", "0")
 # No -march=native: a wheel must run elsewhere; kernels choose their instruction set when loaded. No -ffast-math: it deletes
 # NaN checks. No contraction: a multiply-add rounds twice on every machine, so that results are the same bits on all.
 # Nobody reads errno or the floating-point flags: roots and choices between two numbers then vectorise, with the same results.
-COMPILE_ARGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+# No -g, which Python's own flags have: symbols for debuggers would be four fifths of the wheel.
+COMPILE_ARGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-g0"]
+LINK_ARGS = ["-Wl,--strip-all"] if sys.platform == "linux" else []
 if DEBUG:
     COMPILE_ARGS += ["-O0", "-g"]
+    LINK_ARGS = []
 
 # psd_core itself cannot be imported before its kernels are built; these modules of it can.
 sys.modules["psd_core"] = ModuleType("psd_core")
@@ -43,6 +46,7 @@ kernels = Extension(
     include_dirs=["psd_core/csrc"],
     define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
     extra_compile_args=COMPILE_ARGS,
+    extra_link_args=LINK_ARGS,
     libraries=["m"],
 )
 arena = Extension(
@@ -51,6 +55,7 @@ arena = Extension(
     depends=["psd_core/csrc/arena.h"],
     include_dirs=["psd_core/csrc"],
     extra_compile_args=COMPILE_ARGS,
+    extra_link_args=LINK_ARGS,
 )
 table = Extension(
     "psd_core._table",

@@ -33,15 +33,13 @@ CACHE_LINE_BYTES = 64
 HEADER_WORDS = 8
 WORD_SLOTS = 16
 MEMBER_WORDS = 8
-DECISIONS_KEPT = 8
-DECISION_SLOTS = 16  # more than are promised, so that writing one never removes one of the last eight
+DECISION_SLOTS = 16  # more than a shard reads, so that writing one never removes one of the last eight
 
 SUPERBLOCK = struct.Struct("<8sIIIII4xQQ16x")  # see Front.pack
 _CHECK_AT = 40  # of the checksum in it
 SHAPE = struct.Struct("<16sQII")
 
 TABLE_CHECK_BITS = 24
-PAGE_NUMBER_MAX = (1 << 40) - 1
 _EXTENT_CHECK_BITS = 16
 _EXTENT_COUNT_BITS = 32
 KINDS_MAX = (1 << 16) - 1

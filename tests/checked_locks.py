@@ -84,8 +84,8 @@ def _checked(method: Callable[..., Any], level: Level) -> Callable[..., Any]:
 def install() -> None:
     """From now on all shards of this process are checked. To be called once, before the first one is made."""
     locks.new = CheckedLock  # type: ignore[assignment]
-    for module in pkgutil.iter_modules(psd.state.__path__):
-        importlib.import_module(f"psd.state.{module.name}")
+    for module in pkgutil.walk_packages(psd.state.__path__, "psd.state."):
+        importlib.import_module(module.name)
     for guard in locks.GUARDS:
         for name in guard.methods:
             method = vars(guard.cls)[name]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,16 @@ def modules() -> dict[str, Path]:
             if not path.stem.endswith(("_pb2", "_pb2_grpc")):
                 found[name] = path
     return found
+
+
+def copy_tracked(folder: Path) -> None:
+    """Copy what git tracks, without the tests, into a folder: what a clone has, and none of what is built in ours."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in listed.split("\0"):
+        if name and not name.startswith("tests/") and (ROOT / name).exists():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target, follow_symlinks=False)
 
 
 def _walk(node: ast.AST, *, is_lazy: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
-from source_tree import ROOT, modules
+from source_tree import ROOT, copy_tracked, modules
 
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
     """A folder with the contents of a wheel that was built from a copy of the tracked files."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in listed.split("\0"):
-        if name and not name.startswith("tests/") and (ROOT / name).exists():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target, follow_symlinks=False)
+    copy_tracked(source)
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q", "-w", str(out)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
@@ -59,12 +53,21 @@ def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked)
     assert {"psd/v1/data_pb2_grpc.py", "psd/v1/control_pb2_grpc.py"} <= names
     assert {"psd/py.typed", "psd_core/py.typed", "psd_client/py.typed"} <= names
     assert any(n.startswith("psd_core/_kernels.") and n.endswith(".so") for n in names)
+    assert sum((unpacked / n).stat().st_size for n in names if n.endswith(".so")) < 1 << 20, "there are no symbols in them"
     assert not [n for n in names if n.endswith((".c", ".h")) or n.startswith("tests/")]
-    folders = ("base", "workers", "components")
-    manifests = {f"psd/cli/{p.relative_to(ROOT)}" for f in folders for p in (ROOT / "deploy" / f).rglob("*.yaml")}
-    assert manifests == {n for n in names if n.endswith(".yaml")}
+    folders = ("base", "workers", "components", "grafana", "prometheus")
+    deploy = {f"psd/cli/{p.relative_to(ROOT)}" for f in folders for p in (ROOT / "deploy" / f).rglob("*.*")}
+    assert deploy == {n for n in names if n.startswith("psd/cli/deploy/")}
     (entry_points,) = unpacked.glob("psd-*.dist-info/entry_points.txt")
     assert all(f"{script} = psd.cli." in entry_points.read_text() for script in ("psd-server", "psd-run", "psdctl"))
+
+
+@pytest.mark.slow
+def test_the_client_shows_its_public_names_alone(unpacked):
+    """Its version, too, and the faces that have been imported; none of the modules that it is made of."""
+    for module, faces in ("psd_client", []), ("psd_client.torch", ["torch"]):
+        shown = f"{{*psd_client.__all__, '__version__', *{faces}}}"
+        loaded_by(unpacked, f"import {module}; assert set(dir(psd_client)) == {shown}, dir(psd_client)")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ Importing it imports no framework and opens nothing.
 
 import logging
 
+from psd import __version__ as __version__
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     BarrierTimeout,
@@ -41,6 +42,7 @@ from psd.contract.errors import (
     TlsFailed,
     Unauthenticated,
     WaitTimeout,
+    WorkerFailed,
     WrongShard,
 )
 from psd.contract.printable import PrintableRecords
@@ -86,6 +88,12 @@ __all__ = [
     "TlsFailed",
     "Unauthenticated",
     "WaitTimeout",
+    "WorkerFailed",
     "WrongShard",
 ]
 __all__ += _rules.__all__
+
+
+def __dir__() -> list[str]:
+    faces = [name for name in ("jax", "keras", "torch") if name in globals()]  # those that have been imported
+    return [*__all__, *faces, "__version__"]

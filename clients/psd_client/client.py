@@ -195,6 +195,7 @@ class ParameterServer:
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
+        copy: bool = True,
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
 
@@ -216,6 +217,9 @@ class ParameterServer:
             nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
                 "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
+            copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
+                received, which cannot be written to and which the next of these calls changes: there is one such memory. (Of
+                float16 parameters there are copies all the same: their masters are float32.)
 
         Raises:
             SpecMismatch: another worker has declared something else; the message names the first difference.
@@ -234,10 +238,11 @@ class ParameterServer:
             aggregation=aggregation,
             clip_norm=clip_norm,
             nan_policy=nan_policy,
+            is_lending=copy,
         )
-        named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()])
+        named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
-        return named.copies(self._worker.parameters)
+        return self._results()
 
     def push(self, grads: Mapping[str, Any], weight: float = 1) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
@@ -258,16 +263,18 @@ class ParameterServer:
             self._worker.declared.push(groups.scalars(), weight, present)
 
     def pull(self) -> dict[str, NDArray[Any]]:
-        """Fetch the parameters as new arrays; in synchronous jobs after the round of this worker's last push.
+        """Fetch the parameters, as new arrays; in synchronous jobs after the round of this worker's last push.
+
+        With `copy=False` in `declare`, always as the same arrays.
 
         Raises:
             WaitTimeout: the workers that it names have not pushed within the wait timeout.
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have answered.
         """
         with self._worker.operation("pull"):
-            named, _ = self._by_name
+            self._by_name  # noqa: B018 - raises what is wrong before anything is pulled
             self._worker.declared.pull()
-            return named.copies(self._worker.parameters)
+            return self._results()
 
     def push_pull(self, grads: Mapping[str, Any], weight: float = 1) -> dict[str, NDArray[Any]]:
         """`push`, then `pull`, in one round trip."""
@@ -276,7 +283,7 @@ class ParameterServer:
             self._worker.declared.confirm()
             present = named.write_gradients(grads, self._worker.gradients)
             self._worker.declared.push_pull(groups.scalars(), weight, present)
-            return named.copies(self._worker.parameters)
+            return self._results()
 
     def barrier(self, name: str) -> None:
         """Wait until all workers that are in the job have called barrier with this name.
@@ -306,17 +313,18 @@ class ParameterServer:
         return self._worker.stats()
 
     def save_client_state(self, state: bytes) -> None:
-        """Store in checkpoints what this worker needs to continue: its place in the data, the state of random numbers.
+        """Have the shards keep what this worker needs to continue: its place in the data, the state of random numbers.
 
-        Call it before the push of a step; it then belongs to the time after that step. `client_state` gives it back after a
-        restore. At most 1 MiB; it travels with the next push, to shard 0. With overlap, where the push begins in backward(),
-        call it before that.
+        Call it before the push of a step; it then belongs to the time after that step, and holds if that push counts.
+        `client_state` gives it back to the rank's next process, and after a restore. At most 1 MiB; it travels with the next
+        push, and is written to the state directory of one shard. With overlap, where the push begins in backward(), call it
+        before that.
         """
         self._worker.save_client_state(state)
 
     @property
     def client_state(self) -> bytes:
-        """The state saved by a worker of this rank, as of the step at which this one continues; empty if none.
+        """The state that a worker of this rank saved with its last push that counts; empty if none.
 
         Set by `declare`, and anew when the job goes back to a checkpoint.
         """
@@ -339,6 +347,11 @@ class ParameterServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._worker.close(error)
+
+    def _results(self) -> dict[str, NDArray[Any]]:
+        """Return what has been pulled."""
+        named, _ = self._by_name
+        return named.results(self._worker.parameters, self._worker.declared.places.lend())
 
     @property
     def _by_name(self) -> tuple[NamedTensors, ParamGroups]:

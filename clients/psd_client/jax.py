@@ -31,6 +31,11 @@ from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "GradientTransformation"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Params = Any
 State = Any
 

@@ -1,4 +1,4 @@
-"""Writes the parameters of a checkpoint as a plain safetensors file: named tensors in the declared shapes and dtypes.
+"""Writes the tensors of a checkpoint as a plain safetensors file, by name, in the declared shapes and dtypes.
 
 `safetensors.torch.load_file` and `model.load_state_dict` take it. All else stays behind. Tensors held in float32 for
 a worker's float16 or bfloat16 are rounded to nearest even, as the worker's own copy is. The file is streamed, and appears
@@ -23,10 +23,22 @@ from psd.contract.jobspec import TensorSpec
 ExportProgress = Callable[[int, int], None]
 """A callback that takes the bytes written so far and the total."""
 
-ELEMENT_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+ELEMENT_TYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 class _Place(NamedTuple):
+    name: str
     tensor: TensorSpec
     space: int
     start: int
@@ -35,7 +47,7 @@ class _Place(NamedTuple):
 def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress) -> None:
     """See CheckpointDirectory.export."""
     places = _places(manifest)
-    entries = safetensors.lay_out((p.tensor.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
+    entries = safetensors.lay_out((p.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
     # "pt" says that the layouts of weights are torch's; the transformers library asks for it.
     header = safetensors.header(entries, {"format": "pt", "psd_checkpoint": manifest.name})
     parent, _, file = path.rpartition("/")
@@ -44,13 +56,17 @@ def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: 
 
 
 def _places(manifest: Manifest) -> list[_Place]:
-    """Offsets of all tensors, wide elements first, so that each starts on a multiple of its item size."""
+    """Offsets of tensors, by each of their names, wide elements first, so that each starts on a multiple of its item size."""
     where = {
         int(tensor): (index, int(start))
         for index, stored in enumerate(manifest.spaces)
         for tensor, start in zip(stored.space.tensors, stored.space.starts, strict=True)
     }
-    places = [_Place(tensor, *where.get(index, (0, 0))) for index, tensor in enumerate(manifest.spec.tensors)]
+    places = [
+        _Place(name, tensor, *where.get(index, (0, 0)))
+        for index, tensor in enumerate(manifest.spec.tensors)
+        for name in (tensor.name, *tensor.aliases)
+    ]
     return sorted(places, key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
 
 

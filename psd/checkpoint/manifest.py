@@ -24,7 +24,7 @@ from psd.checkpoint.records import Record, StoredSpace, stored_spaces
 from psd.checkpoint.safetensors import ITEM_BYTES
 from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
 from psd.contract.errors import CheckpointCorrupt, PsdError
-from psd.contract.jobspec import GroupSpec, JobSpec
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.v1 import job_pb2
 
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
@@ -154,10 +154,15 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
             },
             "groups": [_group_document(group) for group in spec.groups],
             "spaces": _spaces_document(stored_spaces(spec)),
-            "tensors": [dataclasses.asdict(tensor) for tensor in spec.tensors],
+            "tensors": [_tensor_document(tensor) for tensor in spec.tensors],
             "job_spec": base64.b64encode(spec.to_message().SerializeToString(deterministic=True)).decode(),
         }
     )
+
+
+def _tensor_document(tensor: TensorSpec) -> dict[str, Any]:
+    fields = dataclasses.asdict(tensor)
+    return {name: value for name, value in fields.items() if value or name != "aliases"}
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     space-0/steps/4096            (k,)  U64   updates applied to each segment
     space-0/sessions/4096         (W,)  U64   the dedup window: per rank, session ...
     space-0/clocks/4096           (W,)  U64   ... and clock after the last push counted
-    space-0/parameter/4096        (n,)  F32 or F64
+    space-0/parameter/4096        (n,)  F32 or F64; of buffers also I64, I32, I16, I8, U8
     space-0/slots/momentum/4096   (n,)  likewise; one per slot of the group's rule
     space-0/padding/4096          (p,)  U8    zeros that fill the record to a multiple of 8 bytes; seldom needed
 
@@ -27,7 +27,7 @@ from psd.contract.layout import Block, Layout, Space
 
 RECORD_ALIGNMENT_BYTES = 8
 
-_ELEMENT_TYPES = {"float32": "F32", "float64": "F64"}
+_ELEMENT_TYPES = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
 
 
 class BlockPart(NamedTuple):

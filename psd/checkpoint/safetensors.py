@@ -19,11 +19,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U64": 8, "F64": 8}
+ITEM_BYTES = {
+    "U8": 1,
+    "I8": 1,
+    "BOOL": 1,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
 """The element types that psd writes, by their names in the format."""
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "I16": np.dtype("<i2"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
     "U64": np.dtype("<u8"),

@@ -105,7 +105,7 @@ def _chunks(
     start = len(header)
     for (plan, fields), block in zip(plans, blocks, strict=True):
         assert (block.space, block.offset, block.length) == (plan.space, plan.offset, plan.length), (block, plan)
-        if cut.spec.consistency.mode == "sync" and plan.trained and block.version != cut.step:
+        if cut.spec.consistency.has_rounds and plan.trained and block.version != cut.step:
             raise CheckpointFailed(f"{cut.name}: block {plan.index} is at version {block.version}, the cut at {cut.step}")
         crc32 = nbytes = 0
         for chunk in encode(block, fields):

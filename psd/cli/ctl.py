@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints, credentials
+from psd.cli import checkpoints, credentials, monitoring
 from psd.cli.arguments import (
     CREDENTIAL_OPTIONS,
     EXIT_FAILURE,
@@ -35,6 +35,7 @@ from psd.cli.terminal import show
 from psd.contract.config import ConfigError, parse_servers
 from psd.contract.credentials import Credentials
 from psd.contract.printable import printable
+from psd.contract.waits import explained
 from psd.v1 import control_pb2, control_pb2_grpc
 
 TIMEOUT_MAX_S = 3_600.0
@@ -53,6 +54,7 @@ commands:
   verify        read every byte of checkpoints and compare it with the checksums
   export        write the parameters of a checkpoint as a plain safetensors file
   credentials   make a certificate and tokens for a job on Kubernetes
+  monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
 psdctl COMMAND --help explains each."""
 
@@ -68,8 +70,11 @@ examples:
   PSD_SERVERS=127.0.0.1:7000 psdctl status --watch 2
   psdctl status --json | jq '.workers[] | select(.state == "WORKER_STATE_EXPIRED") | .rank'
 
+The clock of a worker is the number of steps that it has finished, by the shard that knows of most; the
+job's, in the first line, that of its slowest live worker.
+
 Each worker is shown once. Where the shards disagree about it, the worst is shown: the state that
-needs most attention, the lowest clock, the longest silence.
+needs most attention, the longest silence.
   live       renews its lease             finished   has left; nobody waits for it
   absent     has not joined yet           expired    its lease ran out; nobody waits for it
 
@@ -83,6 +88,8 @@ had read the parameters ("ages" of StatusReply: 0, 1, 2, 3 to 4, 5 to 8, and so 
   workers    as above: psd.v1.WorkerStatus
   waits      psd.v1.Wait of all shards, with "shards", the indices of those where the worker waits
   problems   what is wrong, in words; empty if all is well
+  clock      of the job, as above
+"clock" and "min_clock" inside of "shards" are what that shard knows: one without blocks hears of no steps.
 Numbers are numbers, except "incarnation" and "session": 64-bit names, which would lose digits in
 readers that use floating point, are strings.
 
@@ -94,6 +101,10 @@ Ctrl-C ends a watch with the status of its last picture."""
 
 
 _CHECKPOINT_USAGE = "[--servers HOST:PORT,...] [--timeout SECONDS]"
+
+_CHECKPOINT_WAIT = """\
+psdctl: {waited_s:g} s: shard 0 at {server} has not told of a complete checkpoint yet; a synchronous job takes it a few
+steps later, so its workers must train (psdctl status)"""
 
 _CHECKPOINT_DESCRIPTION = """\
 Take a checkpoint of a running job now, and print its name when it is complete on all shards. The shards must
@@ -117,7 +128,13 @@ def query(servers: Sequence[str], timeout_s: float, credentials: Credentials) ->
         stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
         request, metadata = control_pb2.StatusRequest(), credentials.metadata()
         calls = [stub.Status.future(request, timeout=timeout_s, metadata=metadata) for stub in stubs]
-        return [_answer(server, call, credentials) for server, call in zip(servers, calls, strict=True)]
+
+        def explain(waited_s: float) -> None:
+            silent = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
+            show(f"psdctl: {waited_s:g} s: no answer yet from {', '.join(silent)}", is_error=True)
+
+        with explained(explain):
+            return [_answer(server, call, credentials) for server, call in zip(servers, calls, strict=True)]
     finally:
         for channel in channels:
             channel.close()
@@ -173,7 +190,8 @@ def _run_checkpoint(args: argparse.Namespace) -> int:
     with _dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
+            with explained(lambda waited_s: show(_CHECKPOINT_WAIT.format(waited_s=waited_s, server=server), is_error=True)):
+                reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
         except grpc.RpcError as error:
             call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
             show(f"psdctl: error: shard 0 at {server}: {printable(_why(server, call, credentials))}", is_error=True)
@@ -237,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_checkpoint(commands)
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
+    monitoring.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from psd.cli import kubectl, manifests
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK
 from psd.cli.credentials import check_name
+from psd.cli.logs import LOG_LEVEL
 from psd.cli.manifests import Manifest
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, Limits, ServerConfig
@@ -193,6 +194,10 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
     }
     flags = [f"{name}={given:g}" for name, (given, usual) in values.items() if given != usual]
+    if args.on_worker_failure != default.on_worker_failure:
+        flags.append(f"--on-worker-failure={args.on_worker_failure}")
+    if args.log_level != LOG_LEVEL:
+        flags.append(f"--log-level={args.log_level}")
     return Deployment(
         image=args.image or "",
         name=args.name or manifests.NAME,

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
+from psd.cli.display import Display, is_terminal
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
-from psd.cli.server import DONE_PATTERN, READY_PATTERN
+from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, READY_PATTERN, STORED_PATTERN
 from psd.cli.state import StateDirectory, shard_path
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
@@ -46,7 +48,8 @@ class Plan:
 
     Attributes:
         run_id: of this run only; processes are found by it.
-        shards, workers, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        shards, workers, on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        has_checkpoints: the shards have a place for them.
         state_dir: where the shards' state directories are made.
         is_state_private: it is removed in any case.
         shard_command: the command of a shard, by index, address to listen at, and state directory.
@@ -58,9 +61,11 @@ class Plan:
     run_id: str
     shards: int
     workers: int
+    on_worker_failure: str
     restarts_max: int
     shard_restarts_max: int
     grace_s: float
+    has_checkpoints: bool
     state_dir: Path
     is_state_private: bool
     shard_command: Callable[[int, str, Path], Sequence[str]]
@@ -77,9 +82,11 @@ class Launcher:
         self._policy = JobPolicy(
             state_dirs=[str(shard_path(plan.state_dir, index)) for index in range(plan.shards)],
             workers=plan.workers,
+            on_worker_failure=plan.on_worker_failure,
             restarts_max=plan.restarts_max,
             shard_restarts_max=plan.shard_restarts_max,
             grace_s=plan.grace_s,
+            has_checkpoints=plan.has_checkpoints,
         )
         self._selector = selectors.DefaultSelector()
         self._children: dict[Name, Child] = {}
@@ -90,9 +97,11 @@ class Launcher:
         self._signals: list[int] = []
         names = [*(f"shard {index}" for index in range(plan.shards)), *(f"worker {rank}" for rank in range(plan.workers))]
         colour = not os.environ.get("NO_COLOR")
-        self._prefixes = Prefixes(["psd-run", *names], colour=colour and sys.stdout.isatty())
-        self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and sys.stderr.isatty())
+        self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stdout.buffer))
+        self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stderr.buffer))
+        self._display = Display(sys.stdout.buffer, self._rows)
         self._reader_is_gone = False
+        self._checkpoint = ""  # the last one that a shard has told of
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
@@ -128,6 +137,8 @@ class Launcher:
         times = [at for lines in self._lines.values() if (at := lines.quiet_at()) is not None]
         if self._policy.deadline is not None:
             times.append(self._policy.deadline)
+        if self._display.due is not None:
+            times.append(self._display.due)
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         for key, _ in self._selector.select(timeout):
             if key.fileobj is wakeups:
@@ -138,6 +149,8 @@ class Launcher:
         for name, lines in list(self._lines.items()):
             if (at := lines.quiet_at()) is not None and at <= now:
                 self._show(name, lines.flush())
+        if self._display.due is not None and self._display.due <= now:
+            self._write([])
         # Again after each: what one event decides may change what the next one means.
         if self._policy.deadline is not None and self._policy.deadline <= now:
             self._perform(self._policy.on_deadline(now))
@@ -167,7 +180,7 @@ class Launcher:
         child = self._children[name]
         lines = self._lines[name]
         self._show(name, lines.feed(child.read_rest(), time.monotonic()))
-        self._show(name, lines.flush())
+        self._show(name, lines.end())
         with contextlib.suppress(KeyError):
             self._selector.unregister(child)
         del self._children[name]
@@ -197,7 +210,7 @@ class Launcher:
         else:
             servers = [self._addresses[index] for index in range(self._plan.shards)]
             command, environ = self._plan.worker_command, self._plan.worker_environ(name.number, servers)
-        self._lines[name] = Lines()
+        self._lines[name] = Lines(is_live=self._display.is_live)
         try:
             child = Child(command, environ)
         except OSError as error:
@@ -250,6 +263,8 @@ class Launcher:
     # -- output --
 
     def _show(self, name: Name, lines: Sequence[bytes]) -> None:
+        if name.kind == "shard":
+            lines = [line for line in lines if not self._is_repeated(line)]
         self._write([self._prefixes.line(str(name), line) for line in lines])
         if name.kind != "shard":
             return
@@ -263,6 +278,16 @@ class Launcher:
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
+            elif re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
+                self._perform(self._policy.on_saved(time.monotonic()))
+
+    def _is_repeated(self, line: bytes) -> bool:
+        """True for the news of a checkpoint that another shard has told."""
+        stored = re.fullmatch(STORED_PATTERN, line.decode(errors="replace"))
+        if stored is None:
+            return False
+        earlier, self._checkpoint = self._checkpoint, stored[1]
+        return earlier == stored[1]
 
     def _say_what_runs(self) -> None:
         servers = ",".join(self._addresses[index] for index in range(self._plan.shards))
@@ -273,16 +298,20 @@ class Launcher:
         if quote is not None and quote in self._lines and self._lines[quote].tail:
             lines[0] += b"; its last lines:"
             lines += [b"    " + line for line in self._lines[quote].tail]
-        with contextlib.suppress(OSError):  # a terminal that has been closed
-            sys.stderr.buffer.write(b"".join(self._own_prefixes.line("psd-run", line) for line in lines))
-            sys.stderr.buffer.flush()
+        self._write([self._own_prefixes.line("psd-run", line) for line in lines], sys.stderr.buffer)
 
-    def _write(self, lines: Sequence[bytes]) -> None:
-        if not lines or self._reader_is_gone:
-            return
+    def _rows(self) -> list[bytes]:
+        """The unfinished lines of all processes."""
+        found = ((str(name), row) for name in sorted(self._children) for row in self._lines[name].rows)
+        return [self._prefixes.row(name, row) for name, row in found]
+
+    def _write(self, lines: Sequence[bytes], elsewhere: BinaryIO | None = None) -> None:
+        """Write lines, on standard output or elsewhere; without any, what is unfinished has changed."""
         try:
-            sys.stdout.buffer.write(b"".join(lines))
-            sys.stdout.buffer.flush()
+            if lines:
+                self._display.write(lines, time.monotonic(), elsewhere)
+            else:
+                self._display.redraw(time.monotonic())
         except OSError:  # psd-run | head, or a terminal that has been closed
             self._reader_is_gone = True
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit

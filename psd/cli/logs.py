@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 from psd.contract.printable import printable, printable_lines
 
 LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVEL = "info"
+"""The level of shards by default."""
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

@@ -107,8 +107,11 @@ def set_sizes(manifests: Iterable[Manifest], shards: int, workers: int) -> None:
 
 def set_variable(in_container: Manifest, name: str, value: str) -> None:
     """Set an environment variable of a container, in place of one of that name."""
-    others = [variable for variable in in_container["env"] if variable["name"] != name]
-    in_container["env"] = [*others, {"name": name, "value": value}]
+    for variable in in_container["env"]:
+        if variable["name"] == name:
+            variable["value"] = value  # in its place: later ones may refer to it
+            return
+    in_container["env"].append({"name": name, "value": value})
 
 
 def as_yaml(manifests: Sequence[Manifest]) -> str:

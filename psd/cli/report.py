@@ -1,8 +1,9 @@
 """One picture of a job from the answers of its shards: merged, as text for people, as JSON for programs.
 
 Pure functions on psd.v1 messages. Knows neither how they were fetched nor where the text goes. Where shards know different
-things of one worker, the worst holds, because that is what somebody who looks at the status needs to see. The tables are a
-dozen lines, which spare a dependency such as tabulate.
+things of one worker, the worst holds, because that is what somebody who looks at the status needs to see; of its clocks the
+largest, because a shard hears of a step only with a push, and one without blocks gets none. The tables are a dozen lines, which
+spare a dependency such as tabulate.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def problems(answers: Sequence[Answer]) -> list[str]:
 
 
 def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
-    """Each worker once, by rank: the worst state, the lowest clock, the longest silence, all its lanes."""
+    """Each worker once, by rank: the worst state, the largest clock, the longest silence, all its lanes."""
     merged: dict[int, pb.WorkerStatus] = {}
     for reply in replies:
         for worker in reply.workers:
@@ -86,13 +87,19 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
                 merged[worker.rank].CopyFrom(worker)
                 continue
             other.state = min(other.state, worker.state, key=_WORST_FIRST.index)
-            other.clock = min(other.clock, worker.clock)
+            other.clock = max(other.clock, worker.clock)
             never = other.last_seen_s < 0 or worker.last_seen_s < 0
             other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
             other.host, other.pid = other.host or worker.host, other.pid or worker.pid
             other.session = max(other.session, worker.session)
             other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
     return [merged[rank] for rank in sorted(merged)]
+
+
+def job_clock(workers: Sequence[pb.WorkerStatus]) -> int:
+    """Clock of the slowest live worker, or how far the job has got if none lives, by its merged workers."""
+    live = [worker.clock for worker in workers if worker.state == pb.WORKER_STATE_LIVE]
+    return min(live) if live else max((worker.clock for worker in workers), default=0)
 
 
 def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
@@ -116,6 +123,7 @@ def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
 def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
     """The object that psdctl status --help documents; later versions add keys and never change them."""
     replies = [answer.reply for answer in answers if answer.reply is not None]
+    workers = merged_workers(replies)
     return {
         "servers": [answer.server for answer in answers],
         "shards": [
@@ -126,9 +134,10 @@ def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
             }
             for answer in answers
         ],
-        "workers": [_fields(worker) for worker in merged_workers(replies)],
+        "workers": [_fields(worker) for worker in workers],
         "waits": [{**_fields(merged.wait), "shards": list(merged.shards)} for merged in merged_waits(replies)],
         "problems": problems(answers),
+        "clock": job_clock(workers),
     }
 
 
@@ -161,7 +170,7 @@ def as_text(answers: Sequence[Answer]) -> str:
     replies = [answer.reply for answer in answers if answer.reply is not None]
     workers = merged_workers(replies)
     waits = merged_waits(replies)
-    parts = [_job_line(replies), _shard_table(answers)]
+    parts = [_job_line(replies, job_clock(workers)), _shard_table(answers)]
     if workers:
         parts.append(_worker_table(workers))
     if waits:
@@ -205,7 +214,7 @@ def _missing_text(worker: pb.WorkerStatus) -> str:
     return f"worker {worker.rank} (last seen {duration(worker.last_seen_s)} ago, at step {worker.clock})"
 
 
-def _job_line(replies: Sequence[pb.StatusReply]) -> str:
+def _job_line(replies: Sequence[pb.StatusReply], clock: int) -> str:
     if not replies:
         return "no shard answered"
     declared = [reply for reply in replies if reply.consistency]
@@ -216,23 +225,22 @@ def _job_line(replies: Sequence[pb.StatusReply]) -> str:
     quorum = f", quorum {job.quorum}" if 0 < job.quorum < job.world_size else ""
     restored = f", gone on from checkpoint {job.restored_from}" if job.restored_from else ""
     return (
-        f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, {job.tensor_count} tensors, "
-        f"{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
+        f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, clock {clock}, "
+        f"{job.tensor_count} tensors, {size(sum(reply.parameter_bytes for reply in replies))} parameters, "
         f"{size(sum(reply.slot_bytes for reply in replies))} slots{restored}"
     )
 
 
 def _shard_table(answers: Sequence[Answer]) -> str:
-    rows: list[tuple[str, ...]] = [("SHARD", "ADDRESS", "STATE", "UP", "BLOCKS", "PARAMETERS", "SLOTS", "VERSION", "MIN CLOCK")]
+    rows: list[tuple[str, ...]] = [("SHARD", "ADDRESS", "STATE", "UP", "BLOCKS", "PARAMETERS", "SLOTS", "VERSION")]
     for index, answer in enumerate(answers):
         reply = answer.reply
         if reply is None:
-            rows.append((f"{index}/{len(answers)}", answer.server, "no answer", *["-"] * 6))
+            rows.append((f"{index}/{len(answers)}", answer.server, "no answer", *["-"] * 5))
             continue
-        version = f"{reply.version_min}"
+        version = f"{reply.version_min}" if reply.block_count else "-"
         if reply.version_max != reply.version_min:
             version += f"..{reply.version_max}"
-        has_live = any(worker.state == pb.WORKER_STATE_LIVE for worker in reply.workers)
         rows.append(
             (
                 f"{reply.shard_index}/{reply.shard_count}",
@@ -243,7 +251,6 @@ def _shard_table(answers: Sequence[Answer]) -> str:
                 size(reply.parameter_bytes),
                 size(reply.slot_bytes),
                 version,
-                f"{reply.min_clock}" if has_live else "-",
             )
         )
     return table(rows, left={0, 1, 2})

@@ -4,7 +4,8 @@ psd/cli/kubernetes.py on a cluster.
     run.py        flags, help, the commands and environments of shards and workers
     launcher.py   the loop: output, deaths, signals
     policy.py     what to do about a death, a signal, a deadline
-    processes.py  one child;  output.py  its lines;  watchdog.py, sweep.py  no orphans;  state.py  the shards' state directories
+    processes.py  one child;  output.py  its lines;  display.py  the terminal;  state.py  the shards' state directories
+    watchdog.py, sweep.py  no orphans
 
 Knows how a shard is started and what a worker finds in its environment; nothing of what they do.
 """
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import kubernetes, malloc
+from psd.cli import kubernetes, logs, malloc
 from psd.cli.arguments import (
     CHECKPOINT_OPTIONS,
     SERVER_DEFAULTS,
@@ -39,7 +40,7 @@ from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.processes import python_command
 from psd.cli.state import kept_run_id, private_path
-from psd.contract.config import TRANSPORTS, ConfigError, Limits, ServerConfig
+from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import InvalidRequest
@@ -75,10 +76,13 @@ examples:
 Each worker finds the defaults of psd_client.connect() and psd.distribute() in its environment,
 so that the script needs no addresses and no ranks:
 {variables}
-psd-run sets the first four, and those for which an option is given. Unless they are set, it also sets
-OMP_NUM_THREADS, so that all workers together have as many threads as there are cores;
-PYTHONUNBUFFERED=1; and malloc thresholds that spare fresh memory for each message. All output goes to
-standard output, psd-run's own messages to standard error. NO_COLOR=1 turns colours off.
+psd-run sets the first four, and those for which an option is given. For scripts that read them it sets RANK,
+LOCAL_RANK and WORLD_SIZE, too; not MASTER_ADDR and MASTER_PORT, since psd needs no process group of torch: a
+script that wants one beside it names them. Unless they are set, psd-run also sets OMP_NUM_THREADS, so that all
+workers together have as many threads as there are cores; PYTHONUNBUFFERED=1; and malloc thresholds that spare
+fresh memory for each message. All output goes to standard output, psd-run's own messages to standard error.
+On a terminal progress bars are redrawn in place, below the lines; a file gets one state a second. NO_COLOR=1
+turns colours off.
 
 The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
 of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the
@@ -86,13 +90,17 @@ workers.
 
 when something dies or is told to end:
   a worker fails       it is restarted with its rank, while --max-restarts lasts; then the others
-                       get SIGTERM, and after --grace SIGKILL. Status: the worker's
+                       get SIGTERM, and after --grace SIGKILL. Status: the worker's. Until it is back
+                       the others wait for it, for as long as --lease says; or, with
+                       --on-worker-failure continue, they go on, also when no restarts are left
   a shard dies         it is restarted at its address and continues where it was: its state directory
                        has its parameters. Workers wait for it and repeat unanswered requests. When
                        --max-shard-restarts are used up, or it could not be started {starts} times in a
                        row, or has never served, the job is stopped in the same way. Status: 1
-  Ctrl-C, SIGTERM,     the job is stopped in the same way, the shards after the workers. A second one
-  SIGHUP               kills everything at once. Status: 128 + the signal's number
+  Ctrl-C, SIGTERM,     with --checkpoint-dir, a last checkpoint is taken while the workers train, within
+  SIGHUP               --grace; a second one skips that. Then the job is stopped in the same way, the
+                       shards after the workers; if there was no checkpoint, they store what they hold.
+                       Another one kills everything at once. Status: 128 + the signal's number
   psd-run is killed    its watchdog (a small process) ends all others, and removes their state, within
                        seconds
   the watchdog dies    psd-run says so and starts another
@@ -113,6 +121,7 @@ exit status:
   N      the status of the first worker that failed for good; 128 + N if signal N killed it
   1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
+  74     all is well, or psd-run got a signal, but the last checkpoint could not be stored
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 
@@ -139,6 +148,12 @@ _TRAINING: Options = {
 }
 
 _FAULTS: Options = {
+    "on_worker_failure": Option(
+        None,
+        "when a worker fails: wait until it has been restarted, and stop the job when no restarts are left; continue without "
+        "it meanwhile, and then; or end the job at once",
+        choices=ON_WORKER_FAILURE,
+    ),
     "max_restarts": Option("R", "restart failed workers, R times in all", whole_number),
     "max_shard_restarts": Option(
         "R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", whole_number
@@ -148,10 +163,17 @@ _FAULTS: Options = {
         "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
     ),
     "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
-    "grace_s": Option("SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards", seconds),
+    "grace_s": Option(
+        "SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards, and for the last checkpoint before", seconds
+    ),
 }
 
 _WATCHING: Options = {
+    "log_level": Option(
+        None,
+        f"least important records of the shards to show (default: {logs.LOG_LEVEL}); workers log as their script says",
+        choices=logs.LEVELS,
+    ),
     "metrics_port": Option(
         "BASE",
         "serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: no "
@@ -160,7 +182,7 @@ _WATCHING: Options = {
     ),
 }
 
-_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, **SERVER_DEFAULTS}
+_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, "log_level": logs.LOG_LEVEL, **SERVER_DEFAULTS}
 
 
 def _parser() -> Parser:
@@ -193,6 +215,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         _check_count("--shards", args.shards, 1, SHARDS_MAX)
         _check_count("--workers", args.workers, 1, WORKERS_MAX)
         _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
+        _check_on_worker_failure(args.on_worker_failure, args.max_restarts)
         shard_restarts = SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts
         _check_count("--max-shard-restarts", shard_restarts, 0, RESTARTS_MAX)
         if args.metrics_port is not None:
@@ -230,19 +253,26 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         **malloc.environment(),
         **shared,
         "PSD_WORLD_SIZE": str(args.workers),
+        "WORLD_SIZE": str(args.workers),
         **for_workers,
     }
 
     options = {
         "--run-id": run_id,
         "--lease": args.lease_s,
+        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
+        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
         "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
-        "--log-level": "warning",
+        "--log-level": args.log_level,
         **{f"--{name.replace('_', '-')}": value for name, value in checkpoints.items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
+
+    def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
+        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return {**for_workers, "PSD_SERVERS": ",".join(servers), **who}
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
         which = ["--shard", f"{index}/{args.shards}", "--listen", listen, "--state-dir", str(state_dir)]
@@ -254,21 +284,28 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         run_id=run_id,
         shards=args.shards,
         workers=args.workers,
+        on_worker_failure=args.on_worker_failure,
         restarts_max=args.max_restarts,
         shard_restarts_max=shard_restarts,
         grace_s=args.grace_s,
+        has_checkpoints=bool(args.checkpoint_dir),
         state_dir=state_dir,
         is_state_private=not args.state_dir,
         shard_command=shard_command,
         worker_command=command,
         shard_environ=shared,
-        worker_environ=lambda rank, servers: {**for_workers, "PSD_SERVERS": ",".join(servers), "PSD_RANK": str(rank)},
+        worker_environ=worker_environ,
     )
 
 
 def _check_count(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def _check_on_worker_failure(word: str, restarts_max: int) -> None:
+    if word == "end" and restarts_max:
+        raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {restarts_max}")
 
 
 def _check_quorum(quorum: int | None, workers: int, consistency: str | None) -> None:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from psd.contract.printable import is_printable
+from psd.contract.waits import REPORT_AFTER_S
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
@@ -89,6 +90,10 @@ def check_client_tls(ca: str, cert: str, key: str) -> None:
         raise ConfigError("tls_ca: not given; a client's certificate is shown over TLS only, which needs the shards' CA")
 
 
+ON_WORKER_FAILURE = ("wait", "continue", "end")
+"""Words for what becomes of a job one of whose workers fails; docs/operations.md says what each means."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a shard on what it accepts from peers. Each has a flag of psd-server.
@@ -153,6 +158,8 @@ class ServerConfig:
         metrics_port: TCP port on which metrics are served, on the same host; 0: a free one; None: they are not.
         run_id: name of the only run that may join; empty: the first one that does.
         lease_s: silence after which a worker is no longer waited for.
+        on_worker_failure: a worker whose program has failed is waited for until its lease runs out, as one that was killed
+            ("wait"), or no longer ("continue"), or ends everybody's session, as one whose lease runs out does then ("end").
         grace_s: time for requests in progress after SIGTERM.
         exit_when_done: end with status 0 when all workers have left.
         state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
@@ -176,6 +183,7 @@ class ServerConfig:
     metrics_port: int | None = None
     run_id: str = ""
     lease_s: float = 10.0
+    on_worker_failure: str = "wait"
     grace_s: float = 10.0
     exit_when_done: bool = False
     state_dir: str = ""
@@ -229,6 +237,9 @@ class ServerConfig:
                     f"--rule: expected the import path of a class, such as my_package.my_module:MyRule, got {rule!r}"
                 )
         _check_seconds("--lease", self.lease_s, 0.1, 86_400)
+        if self.on_worker_failure not in ON_WORKER_FAILURE:
+            expected = ", ".join(ON_WORKER_FAILURE)
+            raise ConfigError(f"--on-worker-failure: expected one of {expected}, got {self.on_worker_failure!r}")
         _check_seconds("--grace", self.grace_s, 0, 3_600)
 
 
@@ -256,7 +267,7 @@ class ClientConfig:
     transport: str = "auto"
     wait_timeout_s: float = 600.0
     retry_timeout_s: float = 30.0
-    report_after_s: float = 5.0
+    report_after_s: float = REPORT_AFTER_S
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""

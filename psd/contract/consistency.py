@@ -1,4 +1,7 @@
-"""The consistency word: "sync", "async", "ssp:3". Parsing and printing only; psd/state/consistency.py acts on it."""
+"""The consistency word: "sync", "async", "ssp:3". Parses and prints it; acts on nothing.
+
+psd/state/aggregation/consistency.py does.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,11 @@ class Consistency:
 
     mode: str
     staleness_bound: int = 0
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if the gradients of a round make one update; False if each is applied as it arrives."""
+        return self.mode == "sync"
 
     @classmethod
     def parse(cls, word: str) -> Consistency:

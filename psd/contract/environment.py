@@ -28,7 +28,6 @@ VARIABLES = {
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
     "PSD_AGGREGATION": "fast or exact, unless the script says which",
     "PSD_REDUCE": "mean or sum, unless the script says which",
-    "PSD_CRASH_POINT": "for tests of psd itself: PATTERN:N kills a shard at the Nth step of a name like that",
     "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
@@ -37,7 +36,7 @@ VARIABLES = {
     "PSD_TLS_KEY": "PEM file of its key",
     "PSD_TOKEN_FILE": "file that holds this client's token",
 }
-"""All variables that psd reads, and their meanings; psd-run --help prints this table."""
+"""Variables for users, and their meanings; psd-run --help prints this table."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], NumberT], expected: str) -> NumberT | None:

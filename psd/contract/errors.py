@@ -16,6 +16,7 @@
     ├── NotDeclared               the shard has no job, or no initial values, yet
     ├── CutMissed                 the shard has gone beyond the cut that a reader named
     ├── SessionFenced             the worker's session has ended: its lease ran out, or its rank joined again
+    ├── WorkerFailed              another worker has failed, and the job was to end then
     ├── WaitTimeout               a wait for other workers reached its deadline
     │   └── BarrierTimeout
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
@@ -162,6 +163,12 @@ class CutMissed(PsdError):
 
 class SessionFenced(PsdError):
     """The worker's session has ended. Detail: cause, "expired" (join again) or "superseded" (somebody has the rank)."""
+
+    code = "ABORTED"
+
+
+class WorkerFailed(PsdError):
+    """Another worker has failed, or fallen silent, and the shards were told to end the job then. Detail: rank, of that one."""
 
     code = "ABORTED"
 

@@ -1,7 +1,7 @@
 """The job spec: the workers' declaration, as frozen values that are valid once they exist.
 
 Knows its message form, how to check it against the limits, and how to name the first difference between two specs. Must not
-know where tensors live (layout.py) nor how rules compute (psd/state/rules.py).
+know where tensors live (layout.py) nor how rules compute (psd/state/aggregation/rules.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.printable import is_printable
-from psd.contract.rules import STATIC, RuleInfo, rule_info
+from psd.contract.rules import BUFFERS, STATIC, RuleInfo, rule_info
 from psd.contract.staleness import STALENESS
 from psd.v1 import job_pb2
 from psd_core.optimizer import FLOAT32_MAX
@@ -32,7 +32,16 @@ DTYPES = {
     "float16": job_pb2.DTYPE_FLOAT16,
     "bfloat16": job_pb2.DTYPE_BFLOAT16,
 }
-_DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+BUFFER_DTYPES = DTYPES | {
+    "int64": job_pb2.DTYPE_INT64,
+    "int32": job_pb2.DTYPE_INT32,
+    "int16": job_pb2.DTYPE_INT16,
+    "int8": job_pb2.DTYPE_INT8,
+    "uint8": job_pb2.DTYPE_UINT8,
+    "bool": job_pb2.DTYPE_BOOL,
+}
+_DTYPE_NAMES = {number: name for name, number in BUFFER_DTYPES.items()}
+_MASTER_DTYPES = {"float16": "float32", "bfloat16": "float32", "bool": "uint8"}
 
 REDUCTIONS = {"mean": job_pb2.REDUCTION_MEAN, "sum": job_pb2.REDUCTION_SUM}
 _REDUCTION_NAMES = {number: name for name, number in REDUCTIONS.items()}
@@ -46,12 +55,18 @@ _NAN_POLICY_NAMES = {number: name for name, number in NAN_POLICIES.items()} | {j
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One dense named parameter: name, shape, dtype name (a key of DTYPES), index of its group."""
+    """One dense named tensor.
+
+    Attributes:
+        dtype: a key of DTYPES, or, of buffers, of BUFFER_DTYPES. group: index of its group.
+        aliases: other names of it, under which an export has it, too; no part of what workers must agree on.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     group: int = 0
+    aliases: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -60,8 +75,8 @@ class TensorSpec:
 
     @property
     def master_dtype(self) -> str:
-        """The dtype in which shards hold the tensor and frames carry its values: "float64" or "float32"."""
-        return "float64" if self.dtype == "float64" else "float32"
+        """The dtype in which shards hold the tensor and frames carry its values: float32 for one of 16 bits, uint8 for bool."""
+        return _MASTER_DTYPES.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,12 @@ class GroupSpec:
     @property
     def is_static(self) -> bool:
         """True if nothing is ever pushed to the group."""
-        return self.rule == STATIC.name
+        return self.rule in (STATIC.name, BUFFERS.name)
+
+    @property
+    def is_of_buffers(self) -> bool:
+        """True if the group has what workers compute themselves; their numbers may be of any kind, NaN included."""
+        return self.rule == BUFFERS.name
 
     @property
     def is_layerwise(self) -> bool:
@@ -123,17 +143,17 @@ class JobSpec:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise InvalidRequest(f"world_size: must be at least 1, got {self.world_size}")
-        if self.quorum and self.consistency.mode != "sync":
+        if self.quorum and not self.consistency.has_rounds:
             raise InvalidRequest(f"quorum: is {self.quorum}, but only sync has rounds; the mode is {self.consistency}")
         if not 0 <= self.quorum <= self.world_size:
             raise InvalidRequest(f"quorum: must be 1 to world_size ({self.world_size}), got {self.quorum}")
-        if self.consistency.mode == "sync" and self.quorum == 0:
+        if self.consistency.has_rounds and self.quorum == 0:
             object.__setattr__(self, "quorum", self.world_size)
         if self.reduction not in REDUCTIONS:
             raise InvalidRequest(f"reduction: must be one of {sorted(REDUCTIONS)}, got {self.reduction!r}")
         if self.aggregation not in AGGREGATIONS:
             raise InvalidRequest(f"aggregation: must be one of {sorted(AGGREGATIONS)}, got {self.aggregation!r}")
-        if self.aggregation == "exact" and self.consistency.mode != "sync":
+        if self.aggregation == "exact" and not self.consistency.has_rounds:
             raise InvalidRequest(f"aggregation: exact needs rounds, and only sync has them; the mode is {self.consistency}")
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
@@ -141,7 +161,7 @@ class JobSpec:
             rule = group.info
             rule.check_flags(group.flags)
             rule.check_constants(group.constants)
-            if group.staleness and self.consistency.mode == "sync":
+            if group.staleness and self.consistency.has_rounds:
                 raise InvalidRequest(
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
@@ -149,14 +169,23 @@ class JobSpec:
         seen: set[str] = set()
         for tensor in self.tensors:
             self._check_tensor(tensor)
-            if tensor.name in seen:
-                raise InvalidTensor(f"tensors: the name {tensor.name!r} is given twice")
-            seen.add(tensor.name)
+            for name in (tensor.name, *tensor.aliases):
+                if name in seen:
+                    raise InvalidTensor(f"tensors: the name {name!r} is given twice")
+                seen.add(name)
 
     @property
     def stored_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups as far as checkpoints depend on them: a staleness without slots of its own may change."""
-        return tuple(g if STALENESS[g.staleness].slots else dataclasses.replace(g, staleness="") for g in self.groups)
+        """The groups as far as checkpoints depend on them: a staleness without slots of its own may change, and whose buffers
+        are kept."""
+        return tuple(
+            dataclasses.replace(
+                group,
+                staleness=group.staleness if STALENESS[group.staleness].slots else "",
+                flags=() if group.is_of_buffers else group.flags,
+            )
+            for group in self.groups
+        )
 
     def _check_norms(self) -> None:
         if not 0 <= self.clip_norm <= FLOAT32_MAX:  # also refuses NaN
@@ -164,7 +193,7 @@ class JobSpec:
         if self.nan_policy not in NAN_POLICIES:
             raise InvalidRequest(f"nan_policy: must be one of {sorted(NAN_POLICIES)}, got {self.nan_policy!r}")
         layerwise = next((group.rule for group in self.groups if group.is_layerwise), "")
-        if layerwise and self.consistency.mode != "sync":
+        if layerwise and not self.consistency.has_rounds:
             raise InvalidRequest(
                 f"groups.rule: {layerwise} needs the norms of whole tensors, which shards know for rounds only; the mode is "
                 f"{self.consistency}, not sync"
@@ -173,7 +202,7 @@ class JobSpec:
         if norms and self.nan_policy == "allow":
             raise InvalidRequest(f"nan_policy: allow, but {norms} needs norms, and NaN has none; use refuse or skip")
         why = norms or ("nan_policy: skip" if self.nan_policy == "skip" else "")
-        if why and self.consistency.mode == "sync" and self.aggregation != "exact":
+        if why and self.consistency.has_rounds and self.aggregation != "exact":
             raise InvalidRequest(
                 f"{why} needs aggregation exact, by which all shards agree on a round's members; it is {self.aggregation}"
             )
@@ -181,7 +210,7 @@ class JobSpec:
     @property
     def has_verdicts(self) -> bool:
         """True if the way to apply a round depends on the whole gradient; see psd/contract/verdicts.py."""
-        return self.consistency.mode == "sync" and (self.clip_norm > 0 or bool(self.layerwise_tensors))
+        return self.consistency.has_rounds and (self.clip_norm > 0 or bool(self.layerwise_tensors))
 
     @cached_property
     def layerwise_tensors(self) -> tuple[int, ...]:
@@ -189,27 +218,29 @@ class JobSpec:
         return tuple(i for i, t in enumerate(self.tensors) if self.groups[t.group].is_layerwise)
 
     def _check_tensor(self, tensor: TensorSpec) -> None:
-        name_bytes = len(tensor.name.encode())
-        if not 1 <= name_bytes <= NAME_BYTES_MAX:
-            raise InvalidTensor(f"tensors.name: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {tensor.name[:40]!r}")
-        if not is_printable(tensor.name):
-            raise InvalidTensor(f"tensors.name: {tensor.name!r} has control characters")
+        for field, name in (("name", tensor.name), *(("aliases", alias) for alias in tensor.aliases)):
+            name_bytes = len(name.encode())
+            if not 1 <= name_bytes <= NAME_BYTES_MAX:
+                raise InvalidTensor(f"tensors.{field}: must have 1 to {NAME_BYTES_MAX} bytes, got {name_bytes}: {name[:40]!r}")
+            if not is_printable(name):
+                raise InvalidTensor(f"tensors.{field}: {name!r} has control characters")
         if len(tensor.shape) > DIMENSIONS_MAX:
             raise InvalidTensor(
                 f"tensor {tensor.name!r}: shape has {len(tensor.shape)} dimensions, the limit is {DIMENSIONS_MAX}"
             )
         if any(n < 0 for n in tensor.shape):
             raise InvalidTensor(f"tensor {tensor.name!r}: shape {tensor.shape} has a negative dimension")
-        if tensor.dtype not in DTYPES:
-            raise InvalidTensor(f"tensor {tensor.name!r}: dtype must be one of {sorted(DTYPES)}, got {tensor.dtype!r}")
         if not 0 <= tensor.group < len(self.groups):
             raise InvalidTensor(f"tensor {tensor.name!r}: group {tensor.group} is not below {len(self.groups)}")
+        dtypes = BUFFER_DTYPES if self.groups[tensor.group].is_of_buffers else DTYPES
+        if tensor.dtype not in dtypes:
+            raise InvalidTensor(f"tensor {tensor.name!r}: dtype must be one of {sorted(dtypes)}, got {tensor.dtype!r}")
 
     def check_limits(self, limits: Limits) -> None:
         """Raise InvalidRequest or InvalidTensor where the job is larger than a shard accepts."""
         if self.world_size > limits.workers_max:
             raise InvalidRequest(f"world_size: {self.world_size} is above the shard's --max-workers {limits.workers_max}")
-        longest = max((len(t.name.encode()) for t in self.tensors), default=0)
+        longest = max((len(name.encode()) for t in self.tensors for name in (t.name, *t.aliases)), default=0)
         if longest > limits.name_bytes_max:
             raise InvalidTensor(f"tensors.name: has {longest} bytes, the shard's --max-name-bytes is {limits.name_bytes_max}")
         elements = sum(t.size for t in self.tensors)
@@ -221,6 +252,9 @@ class JobSpec:
         """Check the counts of a message before a Python object is made for each thing in it."""
         if len(message.tensors) > limits.tensors_max:
             raise InvalidTensor(f"tensors: {len(message.tensors)} are above the shard's --max-tensors {limits.tensors_max}")
+        aliases = sum(len(tensor.aliases) for tensor in message.tensors)
+        if aliases > limits.tensors_max:
+            raise InvalidTensor(f"tensors.aliases: {aliases} are above the shard's --max-tensors {limits.tensors_max}")
         if len(message.groups) > GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(message.groups)}")
         for group in message.groups:
@@ -244,7 +278,7 @@ class JobSpec:
         for group in self.groups:
             message.groups.add(**dataclasses.asdict(group))
         for t in self.tensors:
-            message.tensors.add(name=t.name, shape=t.shape, dtype=DTYPES[t.dtype], group=t.group)
+            message.tensors.add(name=t.name, shape=t.shape, dtype=BUFFER_DTYPES[t.dtype], group=t.group, aliases=t.aliases)
         return message
 
     @classmethod
@@ -256,7 +290,7 @@ class JobSpec:
                 raise InvalidTensor(f"tensor {t.name!r}: unknown dtype number {t.dtype}")
             if len(t.shape) > DIMENSIONS_MAX:
                 raise InvalidTensor(f"tensor {t.name!r}: shape has {len(t.shape)} dimensions, the limit is {DIMENSIONS_MAX}")
-            tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group))
+            tensors.append(TensorSpec(t.name, tuple(t.shape), _DTYPE_NAMES[t.dtype], t.group, tuple(t.aliases)))
         if message.reduction not in _REDUCTION_NAMES:
             raise InvalidRequest(f"reduction: must be mean or sum, got {message.reduction}")
         if message.aggregation not in _AGGREGATION_NAMES:

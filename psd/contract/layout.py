@@ -182,9 +182,20 @@ class Layout:
         """The shard that owns a block."""
         return block % self.shard_count
 
+    @property
+    def client_state_shard(self) -> int:
+        """The shard to which workers give what they save for themselves: that of the first trained block."""
+        return self.shard_of(next((block.index for block in self.blocks if block.trained), 0))
+
     def blocks_of(self, shard: int) -> list[Block]:
         """The blocks that a shard owns, in ascending order; empty where there are fewer blocks than shards."""
         return self.blocks[shard :: self.shard_count]
+
+    @property
+    def untrained_shards(self) -> list[int]:
+        """Shards that own blocks, but none that is pushed to."""
+        owned = [self.blocks_of(shard) for shard in range(self.shard_count)]
+        return [shard for shard, blocks in enumerate(owned) if blocks and not any(block.trained for block in blocks)]
 
     def tensor_at(self, block: Block, element: int) -> str:
         """Name of the tensor that holds an element of a block, for messages."""

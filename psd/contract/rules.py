@@ -96,7 +96,11 @@ def check_weight(weight: float) -> None:
 STATIC = RuleInfo("static")
 """Tensors of a static group get initial values and nothing else: no pushes, no rounds."""
 
-RULES = {STATIC.name: STATIC} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
+BUFFERS = RuleInfo("buffers", flags=("mean",))
+"""Tensors that workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent them, or as
+the mean."""
+
+RULES = {STATIC.name: STATIC, BUFFERS.name: BUFFERS} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
 
 
 def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:

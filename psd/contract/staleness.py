@@ -1,7 +1,7 @@
 """Treatments of the age of gradients in async and ssp: the words, the numbers that travel, the slots.
 
 A gradient's *age* is the number of updates that its block has seen since the worker read the parameters that it was computed
-from. psd/state/staleness.py acts on it. Must not know blocks or messages.
+from. psd/state/aggregation/staleness.py acts on it. Must not know blocks or messages.
 """
 
 from __future__ import annotations

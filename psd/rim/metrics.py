@@ -19,10 +19,10 @@ from psd.rim.bulk_server import LaneConnections
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.counts import SECONDS, Histogram
 from psd.state.job import Job
-from psd.state.membership import Worker, WorkerState
 from psd.state.shard import Shard
 from psd.state.status import ShardState, ShardStatus
 from psd.state.tickets import WaitKind
+from psd.state.workers.membership import Worker, WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -199,10 +199,12 @@ class _ShardCollector(Collector):
             labels=("worker",),
         )
         live = [worker for worker in workers if worker.state is WorkerState.LIVE]
+        is_told = now.job is None or now.job.trained_count > 0
         yield self._gauge(
             "psd_worker_step",
-            "Steps that a live worker has finished, as far as the shard knows.",
-            *_by_worker(live, lambda worker: worker.clock, min),
+            "Steps that a live worker has finished, as far as the shard knows; absent if it has no trained blocks, since it "
+            "hears of steps by pushes.",
+            *_by_worker(live if is_told else [], lambda worker: worker.clock, min),
             labels=("worker",),
         )
         yield self._gauge(
@@ -218,8 +220,9 @@ class _ShardCollector(Collector):
         )
         yield self._gauge("psd_open_rounds", "Blocks with gradients of a round that has not closed.", ((), job.open_rounds))
         yield self._counter("psd_block_updates_total", "Updates, summed over the blocks.", ((), job.updates))
-        yield self._gauge("psd_version_min", "Updates of the block that lags furthest behind.", ((), job.version_min))
-        yield self._gauge("psd_version_max", "Updates of the block that is furthest ahead.", ((), job.version_max))
+        if job.trained_count:
+            yield self._gauge("psd_version_min", "Updates of the block that lags furthest behind.", ((), job.version_min))
+            yield self._gauge("psd_version_max", "Updates of the block that is furthest ahead.", ((), job.version_max))
         ages = HistogramMetricFamily(
             "psd_gradient_age_updates",
             "Without rounds: updates of a block between a worker's reading it and its gradient; per block.",

@@ -28,17 +28,18 @@ from psd.contract.errors import (
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state import locks
-from psd.state.barriers import Barriers
-from psd.state.block import BlockState
+from psd.state.aggregation.block import BlockState
 from psd.state.counts import Counters
-from psd.state.cuts import ClientStates
-from psd.state.initial import InitialValues
+from psd.state.durability.client_states import ClientStates
+from psd.state.durability.storage import Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
-from psd.state.membership import Membership, Worker, WorkerState
-from psd.state.storage import Storage
 from psd.state.tickets import Ticket, Waiting, WaitKind
+from psd.state.workers.barriers import Barriers
+from psd.state.workers.initial import InitialValues
+from psd.state.workers.loads import Loads
+from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
 
@@ -98,8 +99,9 @@ class ShardCore:
         self.life = LifeCycle()
         self.initial = self.new_initial()
         self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
+        self.loads = Loads(lambda: self.members.at_barriers)
         self.gates: list[Ticket] = []
-        self.client_states = ClientStates()
+        self.client_states = ClientStates(storage)
         self.timeline = 0
         self.restored_from = ""
         self.lost_round: StateLost | None = None
@@ -164,6 +166,10 @@ class ShardCore:
         if self.life.now is Life.UNREAD:
             self.become(Life.SERVING)
 
+    def new_members(self, world_size: int, clock: int = 0) -> Membership:
+        """A membership of workers that have yet to come."""
+        return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure)
+
     def new_initial(self) -> InitialValues:
         """Make the record of initial values that nobody has offered yet."""
         return InitialValues(self.life, chooses=self.config.shard_index == 0)
@@ -186,7 +192,7 @@ class ShardCore:
             return False
         stored, arena = found
         spec = JobSpec.from_message(stored.spec)
-        members = Membership(spec.world_size, self.config.lease_s)
+        members = self.new_members(spec.world_size)
         for rank in range(spec.world_size):
             session, clock, state = arena.member(rank)
             if state:
@@ -219,6 +225,7 @@ class ShardCore:
             self.become(life)
         self.initial.choice = arena.word("initialized")
         self.barriers.restore(self.storage.load_barriers())
+        self.client_states.recover(self.storage.load_client_states())
         return True
 
     def _job(self, spec: JobSpec, members: Membership, arena_of: Callable[[Layout, list[BlockShape]], Arena]) -> Job:
@@ -345,6 +352,7 @@ class ShardCore:
             elif worker.state is not WorkerState.LIVE:
                 ticket.fail(self.members.ended(worker))
         self.barriers.on_session_end(worker.rank)
+        self.loads.on_session_end(worker.rank)
         self.initial.on_gone(worker.rank, self.members.workers)
         if self.job is not None:
             self.job.on_gone(worker.rank)
@@ -382,6 +390,7 @@ class ShardCore:
         """Open what a change of who is waited for completes. Called without the lock."""
         with self.lock:
             self.barriers.on_members_changed()
+            self.loads.settle()
             self.open_gates()
             job = self.job if self.life.has_values else None
             news: list[tuple[int, int]] = []

@@ -15,18 +15,22 @@ from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
-from psd.state.agreement import Voice
-from psd.state.block import BlockState
+from psd.state.aggregation.agreement import Voice
+from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.rounds import Contribution, Outcome
+from psd.state.buffers import wants_buffers
 from psd.state.core import ShardCore, check_begun_as
-from psd.state.cuts import Cuts, check_client_state, check_cuts
+from psd.state.durability.client_states import check_client_state
+from psd.state.durability.cuts import Cuts, check_cuts
+from psd.state.durability.schedule import CutSchedule
 from psd.state.job import Job
-from psd.state.membership import WorkerState
-from psd.state.rounds import Contribution, Outcome
-from psd.state.schedule import CutSchedule
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
+from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed
+
+FIRST_GRADIENT_BYTES = 16
 
 
 class Exchange:
@@ -52,6 +56,7 @@ class Exchange:
             decisions = job.participant.check(header.decisions)
             check_cuts(header.cuts)
             check_client_state(header.client_state)
+            check_first_gradient(header.first_gradient)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
             begun_as = check_begun_as(header.session, header.caller)
@@ -78,12 +83,15 @@ class Exchange:
             since=header.since,
             is_finite=header.is_finite,
             client_state=header.client_state,
+            first_gradient=header.first_gradient,
             cuts=tuple(header.cuts),
             versions=versions,
         )
 
     def _enter(self, push: Push, job: Job) -> None:
         """Note that the push has brought a valid block: from here on it takes part."""
+        self._check_session(push)
+        self._keep_client_state(push, job)
         with self._core.lock:
             self._check_session(push)
             if job.policy.has_rounds:
@@ -91,11 +99,22 @@ class Exchange:
             self._core.on_used()
             push.worker.has_pushed = True
             skipped = self._core.members.on_clock(push.worker, push.clock)
-            self._core.client_states.on_push(push.worker.rank, push.clock, push.client_state)
         self._cuts.learn(job, push.cuts)
         push.is_entered = True
         if skipped:
             self._core.settle()
+
+    def _keep_client_state(self, push: Push, job: Job) -> None:
+        """Write down what the worker saves with this push, before any block counts it."""
+        rank, members = push.worker.rank, self._core.members
+        if push.client_state:
+            self._core.client_states.on_push(
+                rank,
+                (push.begun_as, push.clock + 1),
+                push.client_state,
+                counted=job.last_counted(rank),
+                is_current=lambda: members.session_of(rank) == push.session,
+            )
 
     def gate(self, call: Push | Pull, clock: int) -> Ticket | None:
         """A ticket if a worker at `clock` must wait for slower ones before it may push or pull."""
@@ -219,6 +238,8 @@ class Exchange:
                 self._core.counters.pushes_duplicate += 1
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
+            wants = wants_buffers(job, self._core.members, push.worker)
+            same = job.same_gradient_as(push.worker.rank, push.first_gradient)
         self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -228,6 +249,8 @@ class Exchange:
             blocks_staged=staged,
             cuts=self._cuts.latest(),
             overruled=overruled,
+            wants_buffers=wants,
+            same_gradient_as=same,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------
@@ -298,8 +321,14 @@ def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
     """The factor of a push; InvalidRequest if the worker may not choose it, or it is out of range."""
     if not header.HasField("scale"):
         return 1.0
-    if spec.consistency.mode == "sync" or not spec.clip_norm:
+    if spec.consistency.has_rounds or not spec.clip_norm:
         raise InvalidRequest("scale: only in a job without rounds that has clip_norm; in rounds, a verdict has it")
     if not 0 <= header.scale <= 1:  # also refuses NaN
         raise InvalidRequest(f"scale: must be from 0 to 1, got {header.scale}")
     return header.scale
+
+
+def check_first_gradient(digest: bytes) -> None:
+    """Raise InvalidRequest unless it has the length of a digest, or none."""
+    if len(digest) not in (0, FIRST_GRADIENT_BYTES):
+        raise InvalidRequest(f"first_gradient: has {len(digest)} bytes, expected {FIRST_GRADIENT_BYTES} or none")

@@ -6,7 +6,7 @@ Must not know sessions, leases or tickets.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,17 +16,20 @@ from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Block, Layout
-from psd.state.agreement import Agreement, Scalars
-from psd.state.block import BlockServices, BlockState
-from psd.state.consistency import policy_of
+from psd.state.aggregation import pages
+from psd.state.aggregation.agreement import Agreement, Scalars
+from psd.state.aggregation.block import BlockServices, BlockState
+from psd.state.aggregation.consistency import policy_of
+from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
+from psd.state.aggregation.offered import Offered
+from psd.state.aggregation.pages import Counted
+from psd.state.aggregation.rounds import FastRound
+from psd.state.aggregation.rules import BoundRule, check_listed
+from psd.state.aggregation.settlement import Coordinator, Participant
+from psd.state.aggregation.staleness import bound_rule
 from psd.state.counts import Histogram, RoundTimes, total
-from psd.state.exact_rounds import ExactRound, MeasuredRound
-from psd.state.membership import Membership
-from psd.state.rounds import FastRound
-from psd.state.rules import BoundRule, check_listed
-from psd.state.settlement import Coordinator, Participant
-from psd.state.staleness import bound_rule
-from psd.state.storage import Storage
+from psd.state.durability.storage import Storage
+from psd.state.workers.membership import Membership
 from psd_core.arena import Arena, BlockShape, Page
 
 
@@ -44,6 +47,8 @@ class Job:
 
     Attributes:
         blocks: this shard's blocks by index. trained_count: those that every push must cover.
+        buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
+        wants_all_buffers: each of them is.
         agreement: SYNC: the scalars of the open rounds.
         coordinator: EXACT, on shard 0 only; participant: on all shards: see settlement.py.
     """
@@ -97,11 +102,16 @@ class Job:
                 services,
                 RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
                 self._ratio_places(plan),
+                Offered() if "mean" in spec.groups[plan.group].flags and spec.groups[plan.group].is_of_buffers else None,
             )
             for slot, plan in enumerate(plans)
         }
         self._trained = [b for b in self.blocks.values() if b.plan.trained]
         self.trained_count = len(self._trained)
+        self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
+        self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
+        self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
+        self._first_gradients: dict[int, bytes] = {}  # digests by rank
         self.participant = Participant(spec, self._trained)
         self.coordinator: Coordinator | None = None
         if self.is_exact and shard_index == 0:
@@ -144,6 +154,13 @@ class Job:
         for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
             info.check_scalars(values, self.spec.groups[index].flags, index)
         self._fit_scalars = scalars
+
+    def same_gradient_as(self, rank: int, digest: bytes) -> int | None:
+        """The lowest other rank whose first gradient had this digest; None if there is none. Empty: not known."""
+        if not digest:
+            return None
+        self._first_gradients[rank] = digest
+        return min((other for other, its in self._first_gradients.items() if its == digest and other != rank), default=None)
 
     def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
         """The versions that a push's header says its worker has read, by block; empty where rounds make them pointless.
@@ -204,6 +221,11 @@ class Job:
         """Updates applied to the block that is furthest ahead."""
         return max((b.version for b in self._trained), default=0)
 
+    @property
+    def trained_versions(self) -> tuple[int, ...]:
+        """Versions of the trained blocks, ascending, each once: one if no round is half closed."""
+        return tuple(sorted({block.version for block in self._trained}))
+
     def entry_round(self, rank: int) -> int:
         """The first round in which a new session of the rank takes part, as far as this shard's blocks tell.
 
@@ -213,21 +235,35 @@ class Job:
             return self.version_max
         return max((block.entry_round(rank) for block in self._trained), default=0)
 
+    def counted(self, rank: int) -> Counted:
+        """The last push of a rank that counts in some block here, or will when its round closes."""
+        is_committed = self.coordinator is not None and self.coordinator.has_committed(rank)
+        return max((block.counted(rank, is_committed=is_committed) for block in self._trained), default=(0, 0))
+
+    def last_counted(self, rank: int) -> Counted:
+        """The last push of a rank that counts in the first block here; others may be a round behind or ahead. Takes no lock."""
+        return self._trained[0].last_counted(rank)
+
+    def counted_on(self, of_blocks: Mapping[int, Page]) -> list[Counted]:
+        """The last push of each rank that some of these pages, of all blocks, count."""
+        trained = [of_blocks[block.plan.index] for block in self._trained]
+        return pages.counted(trained) if trained else [(0, 0)] * self.spec.world_size
+
     def settle(self) -> None:
         """Close every round that is complete now that somebody left, expired or skipped rounds."""
         if self.policy.has_rounds:
             for block in self._trained:
                 block.settle()
 
-    def pin_all(self) -> dict[int, Page]:
-        """The pages of all blocks at one instant, pinned, by block."""
+    def pin_all(self, but: Collection[int] = ()) -> dict[int, Page]:
+        """The pages of all blocks at one instant, but for some, pinned, by block."""
         pages: dict[int, Page] = {}
         with contextlib.ExitStack() as locks:
             for block in self.blocks.values():
                 locks.enter_context(block.lock)
             try:
-                for index, block in self.blocks.items():
-                    pages[index] = block.pin()
+                for index in self.blocks.keys() - but:
+                    pages[index] = self.blocks[index].pin()
             except BaseException:
                 self.unpin_all(pages)
                 raise

@@ -15,25 +15,36 @@ from collections.abc import Callable
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
-from psd.contract.config import ServerConfig
-from psd.contract.errors import Draining, PsdError, WrongShard
-from psd.state.admission import Admission
+from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.errors import CheckpointFailed, Draining, PsdError, WrongShard
+from psd.contract.roster import Absence
+from psd.state.aggregation.settlement_desk import SettlementDesk
+from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.cuts import Cuts, Done, Snapshot, check_cuts
+from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
+from psd.state.durability.restoration import Restoration
+from psd.state.durability.schedule import CutSchedule
+from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
-from psd.state.membership import Worker, WorkerState
-from psd.state.restoration import Restoration
-from psd.state.schedule import CutSchedule
-from psd.state.settlement_desk import SettlementDesk
+from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
-from psd.state.storage import Storage
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.workers.admission import Admission
+from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
+
+
+def check_writable(directory: CheckpointDirectory) -> None:
+    """Raise ConfigError if no checkpoint could be stored there: better at the start than when the first one is due."""
+    try:
+        directory.check()
+    except CheckpointFailed as error:
+        raise ConfigError(f"--checkpoint-dir: {error}") from error
 
 
 class Shard:
@@ -46,13 +57,14 @@ class Shard:
         directory: of checkpoints to restore from.
 
     Raises:
-        ConfigError: --state-dir is another shard's or run's, in use, or damaged.
+        ConfigError: --state-dir is another shard's or run's, in use, or damaged; or --checkpoint-dir cannot be written to. A
+            shard that goes on with what it has does so without.
 
     Attributes:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
     """
 
     def __init__(
@@ -71,11 +83,15 @@ class Shard:
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover()
+        if directory is not None and not self.is_recovered:
+            check_writable(directory)
         with self._core.job_lock:
             self.restored_from = None if self.is_recovered else self.restoration.load_newest()
         self.admission = Admission(self._core, wall, self.restoration.redeclare)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
+        self.buffers = BufferDesk(self._core, self.cuts)
+        self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.is_draining = False
         self._started = now()
@@ -100,9 +116,10 @@ class Shard:
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Take back a barrier's arrival whose caller has given up."""
+        """Take back the arrival, at a barrier or a load, of a caller that has given up."""
         with self._core.lock:
             self._core.barriers.on_withdraw(ticket)
+            self._core.loads.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
         """Expire leases, handle the consequences, retry updates that lacked room, and announce a cut if one is due; to be
@@ -121,6 +138,7 @@ class Shard:
             self._core.settle()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()
+        self.cuts.on_tick(self.now(), self.config.lease_s)
         return expired
 
     def drain(self) -> None:
@@ -164,7 +182,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
-        snapshot.client_states.update(self._core.client_states.at(step))
+        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages)))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""
@@ -272,9 +290,16 @@ class Shard:
         return STATES.get(self._core.life.now, ShardState.SERVING)
 
     @property
-    def is_initialized(self) -> bool:
-        """True if the job is declared and has its initial values."""
-        return self._core.life.has_values
+    def absent(self) -> dict[int, Absence]:
+        """The workers that nobody waits for any more, by rank, and why."""
+        members = self._core.membership
+        return members.absent if members is not None else {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers; 0 before the first one has joined."""
+        members = self._core.membership
+        return len(members.workers) if members is not None else 0
 
     def missing_for(self, ticket: Ticket) -> list[Worker]:
         """The workers that a ticket waits for."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from psd.state.counts import Counters
 from psd.state.job import Job
 from psd.state.life import Life
-from psd.state.membership import Worker
 from psd.state.tickets import Ticket
+from psd.state.workers.membership import Worker
 
 
 class ShardState(enum.Enum):

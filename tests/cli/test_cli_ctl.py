@@ -1,13 +1,17 @@
 """psdctl: options, and what it shows of a live job."""
 
+import functools
 import json
+import socket
 import threading
+from pathlib import Path
 from signal import SIGINT
 
 import numpy as np
 import pytest
 
 import psd_client
+from psd.cli import ctl
 from psd.cli.ctl import main
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
@@ -54,6 +58,13 @@ def test_main_when_asked_for_help_then_it_explains(options, words, capsys):
 
     assert exit_.value.code == 0
     assert words in capsys.readouterr().out
+
+
+def test_monitoring_when_asked_for_a_file_then_it_is_printed_as_it_is(capsys):
+    assert main(["monitoring", "dashboard"]) == 0
+    assert json.loads(capsys.readouterr().out)["panels"]
+    assert main(["monitoring", "alerts"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml").read_text()
 
 
 def test_checkpoint_when_a_shard_answers_with_control_characters_then_they_are_escaped(servers, capsys, monkeypatch):
@@ -125,7 +136,7 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
 
     assert status == 0
     shown = capsys.readouterr().out
-    assert "run live-1: sync, mean, 2 workers, 1 tensors, 1.1 MiB parameters, 1.1 MiB slots" in shown
+    assert "run live-1: sync, mean, 2 workers, clock 1, 1 tensors, 1.1 MiB parameters, 1.1 MiB slots" in shown
     assert "worker 0 waits in round 1 for worker 1 (last seen" in shown
     assert "at step 1); so far" in shown
     (wait,) = picture["waits"]
@@ -134,3 +145,21 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
     assert [worker["state"] for worker in picture["workers"]] == ["WORKER_STATE_LIVE", "WORKER_STATE_LIVE"]
     assert [shard["status"]["pushes_duplicate"] for shard in picture["shards"]] == [0, 0]
     assert picture["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("status", "0.1 s: no answer yet from {}\n"),
+        ("checkpoint", "0.1 s: shard 0 at {} has not told of a complete checkpoint yet"),
+    ],
+)
+def test_psdctl_when_a_shard_says_nothing_then_says_so_meanwhile(command, said, monkeypatch, capsys):
+    """However long it is to wait."""
+    monkeypatch.setattr(ctl, "explained", functools.partial(ctl.explained, after_s=0.1))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        assert main([command, "--servers", server, "--timeout", "0.5"]) == 1
+
+    assert capsys.readouterr().err.startswith(f"psdctl: {said.format(server)}")

@@ -80,6 +80,7 @@ def test_options_reach_shards_and_workers():
     """Those of the training are the workers' environment, those of the shards their arguments."""
     plan = deployment(
         *["--workers", "3", "--consistency", "ssp:2", "--lease", "20", "--grace", "90", "--rule", "m:R", "--max-restarts", "4"],
+        *["--log-level", "debug"],
         *["--checkpoint-dir", "s3://b/r", "--checkpoint-steps", "7", "--name", "mine", "--namespace", "ours", "train.py"],
     )
 
@@ -88,7 +89,7 @@ def test_options_reach_shards_and_workers():
     args = manifests.container(stateful_set)["args"]
     variables = {variable["name"]: variable.get("value") for variable in manifests.container(job)["env"]}
 
-    assert {"--lease=20", "--grace=90", "--checkpoint-steps=7", "--rule=m:R"} <= set(args)
+    assert {"--lease=20", "--grace=90", "--checkpoint-steps=7", "--rule=m:R", "--log-level=debug"} <= set(args)
     assert sum(arg.startswith("--grace") for arg in args) == 1
     assert stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 110
     assert (variables["PSD_CONSISTENCY"], variables["PSD_WORLD_SIZE"]) == ("ssp:2", "3")

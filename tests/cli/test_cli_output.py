@@ -31,8 +31,8 @@ def test_feed_when_a_progress_bar_redraws_then_one_state_a_second_and_the_last_a
 def test_feed_when_a_progress_bar_wipes_itself_out_then_its_last_state_is_shown():
     lines = Lines()
 
-    assert lines.feed(b"\r10%\r", now=0.0) == [b"10%"]
-    assert lines.feed(b"\r90%", now=0.1) == []
+    assert lines.feed(b"\r10%\r", now=0.0) == []
+    assert lines.feed(b"\r90%", now=0.1) == [b"10%"]
     assert lines.feed(b"\r    \r\n", now=0.2) == [b"90%"]
     assert lines.feed(b"next\n", now=0.3) == [b"next"]
 
@@ -40,8 +40,8 @@ def test_feed_when_a_progress_bar_wipes_itself_out_then_its_last_state_is_shown(
 def test_feed_when_the_last_state_was_shown_already_then_the_end_of_the_line_shows_nothing():
     lines = Lines()
 
-    assert lines.feed(b"100%\r", now=0.0) == [b"100%"]
-    assert lines.feed(b"\n", now=5.0) == []
+    assert lines.feed(b"100%\r\r", now=0.0) == [b"100%"]
+    assert lines.feed(b" \n", now=5.0) == []
 
 
 def test_flush_when_a_line_has_no_end_then_it_is_shown_and_not_again():
@@ -70,6 +70,44 @@ def test_tail_when_there_were_many_lines_then_the_last_are_kept():
 
     assert lines.tail[0] == b"92"
     assert lines.tail[-1] == b"99"
+
+
+def test_rows_when_the_reader_sees_them_then_no_state_of_a_bar_becomes_a_line_but_the_last():
+    lines = Lines(is_live=True)
+
+    assert lines.feed(b"\r10%", now=0.0) == []
+    assert lines.rows == [b"10%"]
+    assert lines.feed(b"\r20%", now=5.0) == []
+    assert (lines.rows, lines.quiet_at()) == ([b"20%"], None)
+    assert lines.feed(b"\r100%\nloading ...", now=5.1) == [b"100%"]
+    assert lines.rows == [b"loading ..."]
+    assert (lines.end(), lines.rows) == ([b"loading ..."], [])
+
+
+def test_rows_when_bars_are_nested_then_there_is_one_for_each():
+    """As tqdm draws them: down to the inner bar, and up again."""
+    lines = Lines(is_live=True)
+
+    def inner(text):
+        return b"\n\r" + text + b"\x1b[A"
+
+    assert lines.feed(b"\repoch 0/3" + inner(b"batch 0/9"), now=0.0) == [b"epoch 0/3"]  # nobody could know that it is one
+    assert lines.feed(inner(b"batch 9/9") + b"\repoch 1/3", now=0.1) == []
+    assert lines.rows == [b"epoch 1/3", b"batch 9/9"]
+    assert lines.feed(inner(b"         \r") + inner(b"batch 1/9"), now=0.2) == []
+    assert lines.rows == [b"epoch 1/3", b"batch 1/9"]
+    assert lines.feed(b"\n\rbatch 2/9\x1b", now=0.3) + lines.feed(b"[A\repoch 2/3", now=0.3) == []
+    assert lines.rows == [b"epoch 2/3", b"batch 2/9"]
+    assert lines.feed(inner(b"         \r") + b"\r         \rloss 0.5\n", now=0.4) == []
+    assert lines.feed(b"done\nend\n", now=0.5) == [b"loss 0.5", b"done", b"end"]
+
+
+def test_flush_when_a_nested_bar_has_ended_then_it_is_shown():
+    lines = Lines(is_live=True)
+    lines.feed(b"\x1b[A\rbatch 9/9\n", now=1.0)
+
+    assert lines.quiet_at() == 1.1
+    assert (lines.flush(), lines.quiet_at()) == ([b"batch 9/9"], None)
 
 
 def test_prefixes_when_names_differ_in_length_then_texts_are_aligned():

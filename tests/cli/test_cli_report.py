@@ -1,10 +1,22 @@
 """One picture from the answers of several shards: psd/cli/report.py."""
 
 import json
+import re
 
 import pytest
 
-from psd.cli.report import Answer, as_json, as_text, duration, merged_waits, merged_workers, problems, size, wait_text
+from psd.cli.report import (
+    Answer,
+    as_json,
+    as_text,
+    duration,
+    job_clock,
+    merged_waits,
+    merged_workers,
+    problems,
+    size,
+    wait_text,
+)
 from psd.v1 import control_pb2 as pb
 
 
@@ -92,13 +104,34 @@ def test_text_when_peers_have_chosen_control_characters_then_nothing_gets_to_the
 
 
 def test_merged_workers_when_shards_disagree_then_the_worst_holds():
-    one = shard(0, workers=[worker(0, clock=41, last_seen_s=0.1)])
-    other = shard(1, workers=[worker(0, pb.WORKER_STATE_EXPIRED, clock=39, last_seen_s=12)])
+    one = shard(0, workers=[worker(0, last_seen_s=0.1)])
+    other = shard(1, workers=[worker(0, pb.WORKER_STATE_EXPIRED, last_seen_s=12)])
 
     (merged,) = merged_workers([one, other])
 
-    assert (merged.state, merged.clock, merged.last_seen_s) == (pb.WORKER_STATE_EXPIRED, 39, 12)
+    assert (merged.state, merged.last_seen_s) == (pb.WORKER_STATE_EXPIRED, 12)
     assert merged_workers([other, one]) == [merged]
+
+
+def test_clocks_when_a_shard_has_no_blocks_then_are_those_of_the_shard_that_was_told():
+    """A model of a few KB is one block. The other shards hear of no step."""
+    blank = {"block_count": 0, "version_min": 0, "version_max": 0, "min_clock": 0}
+    found = answers(
+        shard(0, workers=[worker(0, clock=42), worker(1)]), shard(1, workers=[worker(0, clock=0), worker(1, clock=0)], **blank)
+    )
+
+    picture, text = as_json(found), as_text(found)
+
+    assert (picture["clock"], [each["clock"] for each in picture["workers"]]) == (40, [42, 40])
+    assert "2 workers, clock 40, 4 tensors" in text
+    assert re.search(r"1/2 .* 0     3.0 MiB    0 B        -$", text, re.MULTILINE)
+
+
+def test_job_clock_when_workers_do_not_live_then_they_hold_it_back_no_longer():
+    left = worker(0, pb.WORKER_STATE_FINISHED, clock=60)
+
+    assert job_clock([left, worker(1, clock=50), worker(2, pb.WORKER_STATE_EXPIRED, clock=7)]) == 50
+    assert job_clock([left, worker(1, pb.WORKER_STATE_ABSENT, clock=0)]) == 60
 
 
 def test_merged_workers_when_a_shard_has_never_seen_one_then_it_counts_as_never_seen():
@@ -143,11 +176,11 @@ def test_as_text_when_all_is_well_then_every_part_is_there():
     )
 
     assert text.splitlines() == [
-        "run mnist-1: sync, mean, 2 workers, 4 tensors, 6.0 MiB parameters, 0 B slots",
+        "run mnist-1: sync, mean, 2 workers, clock 40, 4 tensors, 6.0 MiB parameters, 0 B slots",
         "",
-        "SHARD  ADDRESS         STATE      UP  BLOCKS  PARAMETERS  SLOTS  VERSION  MIN CLOCK",
-        "0/2    127.0.0.1:7000  serving  75 s       3     3.0 MiB    0 B   40..41         40",
-        "1/2    127.0.0.1:7001  serving  75 s       3     3.0 MiB    0 B   40..41         40",
+        "SHARD  ADDRESS         STATE      UP  BLOCKS  PARAMETERS  SLOTS  VERSION",
+        "0/2    127.0.0.1:7000  serving  75 s       3     3.0 MiB    0 B   40..41",
+        "1/2    127.0.0.1:7001  serving  75 s       3     3.0 MiB    0 B   40..41",
         "",
         "WORKER  STATE  CLOCK  LAST SEEN  PROCESS   TRANSPORT",
         "0       live      40  0.2 s ago  host:100  shm, tcp (not shm: the shard is on another machine)",
@@ -193,7 +226,7 @@ def test_as_json_when_written_and_read_then_numbers_are_exact_and_zeros_present(
     wait = pb.Wait(rank=0, kind=pb.WAIT_KIND_ROUND, clock=41, missing=[worker(1)])
     picture = json.loads(json.dumps(as_json(answers(shard(0, waits=[wait]), None))))
 
-    assert list(picture) == ["servers", "shards", "workers", "waits", "problems"]
+    assert list(picture) == ["servers", "shards", "workers", "waits", "problems", "clock"]
     status = picture["shards"][0]["status"]
     assert list(status) == [field.name for field in pb.StatusReply.DESCRIPTOR.fields]
     assert status["incarnation"] == str(2**63 + 1)

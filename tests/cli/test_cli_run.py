@@ -1,6 +1,8 @@
 """psd-run: whole jobs whose processes are killed one by one."""
 
+import contextlib
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 import pytest
 
+from psd.checkpoint import CheckpointDirectory, CheckpointState
+from psd.cli.arguments import EXIT_CHECKPOINT
 from psd.cli.processes import python_command
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
@@ -21,14 +25,39 @@ import psd_client
 victim = os.path.exists(sys.argv[1]) if len(sys.argv) > 1 else False
 with psd_client.connect() as ps:
     params = ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
-    for step in range(4):
-        if victim and ps.rank == 1 and step == 2:
+    while ps.clock < 4:
+        if victim and ps.rank == 1 and ps.clock == 2:
             os.remove(sys.argv[1])
+            if sys.argv[2] == "raise":
+                raise RuntimeError("a bad row")
             os.kill(os.getpid(), signal.SIGKILL)
         params = ps.push_pull({"w": np.ones(5, np.float32)})
 print("trained to", params["w"][0])
 """
-"""Four steps; if the file that it is given exists, worker 1 removes it and dies in the third."""
+"""Four steps; if the file that it is given exists, worker 1 removes it and dies in the third, as it is told."""
+
+LEFT_ALONE = """
+import logging, threading
+import numpy as np
+import psd_client
+
+class Heard(logging.StreamHandler):
+    def emit(self, record):
+        super().emit(record)
+        if "has failed" in record.getMessage():
+            heard.set()
+
+heard = threading.Event()
+logging.getLogger("psd_client").addHandler(Heard())
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    while not heard.is_set():
+        if ps.rank == 1 and ps.clock == 2:
+            raise SystemExit(3)
+        ps.push_pull({"w": np.ones(5, np.float32)})
+print("heard of it")
+"""
+"""Worker 1 ends with status 3; worker 0 trains on until its log says so."""
 
 WAITING = """
 import os, signal, sys
@@ -54,6 +83,37 @@ while True:
 """Does not end on SIGTERM."""
 
 
+ENDLESS = """
+import signal, sys
+import numpy as np
+import psd_client
+
+ps = psd_client.connect()
+params = ps.declare({"w": np.zeros(3000, np.float32)}, optimizer=psd_client.SGD(lr=0.5))
+for step in range(10**9):
+    params = ps.push_pull({"w": params["w"] - 1})
+    if step == 3:
+        if sys.argv[1:] == ["hang"]:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        print("training", flush=True)
+        while sys.argv[1:] == ["hang"]:
+            signal.pause()
+"""
+"""Trains until it is ended; or, if it is to hang, does nothing after four steps, and does not end on SIGTERM."""
+
+SPOILING = """
+import os, sys
+import numpy as np
+import psd_client
+
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    ps.push_pull({"w": np.ones(5, np.float32)})
+    os.rmdir(sys.argv[1])
+    open(sys.argv[1], "w").close()
+"""
+"""Trains, and puts a file in the place of the directory for checkpoints."""
+
 LEAVING = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
@@ -64,8 +124,9 @@ TIMEOUT_S = 30.0
 
 
 @pytest.mark.process
-def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job):
-    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum")
+def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job, tmp_path):
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-steps", "1")
+    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints)
 
     assert run.end() == 0
     for rank in range(3):
@@ -73,6 +134,9 @@ def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shar
     for index in range(2):
         assert f"[shard {index}]  psd-server: shard {index}/2 done: all workers have left" in run.output
     assert all(re.match(r"\[(psd-run|shard \d|worker \d)\] ", line) for line in run.lines)
+    stored = re.findall(r"stored checkpoint (\S+)", run.output)
+    assert stored[-1].endswith("-final")
+    assert len(set(stored)) == len(stored), "one line each, whichever shards were last"
     run.assert_nothing_left()
 
 
@@ -112,17 +176,33 @@ def test_job_when_a_worker_is_killed_then_the_status_says_by_which_signal(job):
 
 
 @pytest.mark.process
-def test_job_when_a_killed_worker_may_be_restarted_then_training_goes_on_to_the_end(job, tmp_path):
+@pytest.mark.parametrize(("how", "death"), [("SIGKILL", "was killed by SIGKILL"), ("raise", "ended with status 1")])
+def test_job_when_a_worker_that_has_failed_may_be_restarted_then_no_step_is_made_without_it(job, tmp_path, how, death):
     marker = tmp_path / "die"
     marker.touch()
+    options = ("--shards", "2", "--workers", "2", "--reduce", "sum", "--max-restarts", "1", "--lease", "60")
 
-    run = job(TRAINING, "--shards", "2", "--workers", "2", "--max-restarts", "1", args=(str(marker),))
+    run = job(TRAINING, *options, args=(str(marker), how))
 
     assert run.end() == 0
-    assert "worker 1 was killed by SIGKILL" in run.output
-    assert "starting it again (no restarts left)" in run.output
-    assert "[worker 0] trained to" in run.output
-    assert "[worker 1] trained to" in run.output
+    assert re.search(rf"worker 1 {death}.*; starting it again \(no restarts left\)", run.output)
+    for rank in range(2):
+        assert f"[worker {rank}] trained to -8.0" in run.output
+    assert "waited for from now on" not in run.output
+    run.assert_nothing_left()
+
+
+@pytest.mark.process
+def test_job_when_the_others_are_to_go_on_without_a_worker_then_every_log_says_so_and_so_does_the_status(job):
+    run = job(LEFT_ALONE, "--shards", "2", "--workers", "2", "--on-worker-failure", "continue", "--lease", "0.9")
+
+    assert run.end() == 3
+    assert "worker 1 ended with status 3; the others go on without it" in run.output
+    news = "worker 1 has failed: 1 of 2 workers are waited for from now on"
+    assert f"[worker 0] psd: worker 0: {news}" in run.output
+    assert re.search(rf"\[shard 0\] .*{news}", run.output)
+    assert len(re.findall(news, run.output)) == 2
+    assert "[worker 0] heard of it" in run.output
     run.assert_nothing_left()
 
 
@@ -187,14 +267,35 @@ def test_job_when_psd_run_is_signalled_twice_then_everything_is_killed_at_once(j
 
 
 @pytest.mark.process
-def test_job_when_a_worker_ignores_sigterm_then_the_grace_bounds_its_end(job):
-    run = job(STUBBORN, "--grace", "0.3")
-    run.line(r"\[worker 0\] pid")
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_job_when_psd_run_is_signalled_in_training_then_it_ends_with_a_checkpoint(job, tmp_path, consistency):
+    place = tmp_path / "checkpoints"
+    run = job(ENDLESS, "--shards", "2", "--workers", "2", "--consistency", consistency, "--checkpoint-dir", str(place))
+    run.line("training")
+
+    run.signal(SIGINT)
+
+    assert run.end() == 128 + SIGINT
+    assert "has stored the last checkpoint: " in run.output
+    assert "no checkpoint within" not in run.output
+    assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
+    run.assert_nothing_left()
+
+
+@pytest.mark.process
+def test_job_when_its_workers_hang_and_ignore_sigterm_then_the_grace_bounds_its_end_and_shards_store_what_they_hold(
+    job, tmp_path
+):
+    place = tmp_path / "checkpoints"
+    run = job(ENDLESS, "--workers", "2", "--grace", "1", "--checkpoint-dir", str(place), args=("hang",))
+    run.line("training")
 
     run.signal(SIGTERM)
 
     assert run.end() == 128 + SIGTERM
-    assert "not ended within 0.3 s: shard 0, worker 0; killing" in run.output
+    assert "takes no checkpoint while workers train: the workers have not trained up to it" in run.output
+    assert re.search("not ended within 1 s: worker .*; killing", run.output)
+    assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
 
 
 @pytest.mark.process
@@ -224,6 +325,30 @@ def test_job_when_nobody_reads_the_output_any_more_then_it_stops(tmp_path):
 
 
 @pytest.mark.process
+def test_job_when_its_reader_is_a_terminal_then_a_progress_bar_is_redrawn_in_place(tmp_path):
+    """As soon as its first state is there, though its line has no end yet."""
+    script, may_go_on = tmp_path / "script.py", tmp_path / "may-go-on"
+    script.write_text("import sys; print(end='\\r1/2'); open(sys.argv[1]).read(); print('\\r2/2'); sys.exit(4)")
+    os.mkfifo(may_go_on)
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "psd.cli.run", str(script), str(may_go_on)]
+    shown = b""
+
+    with subprocess.Popen(command, stdout=its, stderr=its, env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"}) as run:
+        os.close(its)
+        with contextlib.suppress(OSError):  # its other end has been closed
+            while data := os.read(ours, 4096):
+                shown += data
+                if b"1/2\x1b" in shown and may_go_on.exists():
+                    may_go_on.write_text("")
+                    may_go_on.unlink()
+    os.close(ours)
+
+    assert run.returncode == 4
+    assert re.search(rb"\x1b\[\?7l\[worker 0\] 1/2.*\x1b\[1F\x1b\[J\[worker 0\] 2/2\r\n", shown, re.DOTALL)
+
+
+@pytest.mark.process
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot leave out the working directory")
 def test_python_command_when_the_working_directory_has_modules_of_the_same_names_then_they_are_not_seen(tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
@@ -235,3 +360,14 @@ def test_python_command_when_the_working_directory_has_modules_of_the_same_names
 
     assert done.returncode == 0
     assert b"usage: psd-server" in done.stdout
+
+
+@pytest.mark.process
+def test_job_when_its_last_checkpoint_cannot_be_stored_then_the_status_says_so_and_the_parameters_are_kept(job, tmp_path):
+    place, state = tmp_path / "checkpoints", tmp_path / "state"
+    run = job(SPOILING, "--checkpoint-dir", str(place), "--state-dir", str(state), args=(str(place),))
+
+    assert run.end() == EXIT_CHECKPOINT
+    assert re.search(rf"a checkpoint failed: cannot \w+ {place}\S*: Not a directory", run.output)
+    assert "shard 0 could not store the last checkpoint" in run.output
+    assert (state / "shard-0" / "arena").exists()

@@ -59,6 +59,7 @@ def test_main_when_asked_for_help_then_it_explains_the_environment_and_the_polic
     help_ = capsys.readouterr().out
     assert exit_.value.code == 0
     assert all(name in help_ for name in VARIABLES)
+    assert "PSD_CRASH_POINT" not in help_, "which is for tests of psd itself"
     assert "when something dies" in help_
     assert "exit status:" in help_
 
@@ -117,6 +118,7 @@ def test_worker_environ_when_options_are_given_then_only_those_are_set(script):
         "PSD_AGGREGATION": "exact",
         "PSD_REDUCE": "sum",
     }
+    assert (environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == ("1", "1", "3")
     assert environ["HOME"] == "/home"
     assert environ["PYTHONUNBUFFERED"] == "1"
 
@@ -152,17 +154,20 @@ def test_worker_environ_when_threads_are_not_set_then_the_cores_are_shared_out(s
 
 
 def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(script):
-    checkpoints = "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2"
+    checkpoints = (
+        "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 --log-level debug"
+    )
     rules = "--rule mine:A --rule mine:B"
     plan = parse([*f"--shards 2 --lease 3 --grace 4 {checkpoints} {rules}".split(), script], {})
 
     command = plan.shard_command(1, "127.0.0.1:7001", Path("/state/shard-1"))
-    config, _ = parse_shard(command[command.index("psd.cli.server") + 1 :])
+    config, log_settings = parse_shard(command[command.index("psd.cli.server") + 1 :])
 
     assert (config.shard_index, config.shard_count, config.listen) == (1, 2, "127.0.0.1:7001")
     assert (config.run_id, config.state_dir, config.exit_when_done) == (plan.run_id, "/state/shard-1", True)
     assert (config.lease_s, config.grace_s) == (3, 4)
     assert (config.checkpoint_dir, config.checkpoint_secs) == ("s3://bucket/run", 60)
     assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
+    assert log_settings.level == "debug"
     assert config.rules == ("mine:A", "mine:B")
     assert config.rule_dir == str(Path(script).absolute().parent)

@@ -87,6 +87,8 @@ def test_job_when_its_shards_are_killed_one_by_one_then_training_ends_as_if_noth
     assert re.search(r"shard 1 .*; starting it again, its state is in \S+/shard-1 \(98 restarts left\)", run.output)
     assert re.search(r"shard 1 serves again, \d+\.\d s after its end", run.output)
     assert len(re.findall(r"trained from \S+ to {-8.0}", run.output)) == 2
+    assert "INFO the shard continues where its earlier process ended" in run.output
+    assert "WARNING" not in run.output
     run.assert_nothing_left()
 
 

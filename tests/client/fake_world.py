@@ -18,8 +18,8 @@ from psd.contract.consistency import Consistency
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Block, Layout
-from psd.state.membership import Worker, tick_s
 from psd.state.shard import Shard
+from psd.state.workers.membership import Worker, tick_s
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards

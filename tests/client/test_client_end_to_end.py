@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,43 @@ def test_declare_when_values_differ_then_the_first_ones_hold(cluster: Start) -> 
         for name, array in params.items():
             assert (array.shape, array.dtype) == (shapes[name], dtypes[name])
             assert (array == initializer).all()
+
+
+def test_declare_without_copies_when_parameters_are_pulled_then_the_same_arrays_change(cluster: Start) -> None:
+    """They cannot be written to, and outlive the connection; float16, of which psd holds a float32 master, is copied."""
+    values = {"w": np.ones((3, 5), np.float32), "h": np.ones(4, np.float16)}
+    with connect(cluster(2).servers, 0, 1) as ps:
+        declared = ps.declare(values, SGD(lr=1), copy=False)
+        assert [params.tolist() for params in declared.values()] == [value.tolist() for value in values.values()]
+        pulled = ps.push_pull({"w": values["w"], "h": values["h"]})
+
+        assert np.shares_memory(declared["w"], pulled["w"])
+        assert (declared["w"] == 0).all()
+        assert (declared["h"].dtype, declared["h"][0], pulled["h"][0]) == (np.float16, 1, 0)
+        with pytest.raises(ValueError, match="read-only"):
+            pulled["w"][...] = 1
+    assert (pulled["w"] == 0).all()
+
+
+@pytest.mark.parametrize(("copy", "models"), [(False, 2), (True, 3)])
+def test_memory_when_a_model_is_declared_and_pushed_then_there_are_so_many_of_it(
+    cluster: Start, copy: bool, models: int
+) -> None:
+    """Besides the program's gradients: those that are sent, the parameters that it has, and those that it gets."""
+    running = cluster(1)
+    nbytes = 16 << 20
+    values = {"w": np.ones(nbytes // 4, np.float32)}
+    with connect(running.servers, 0, 1, transport="tcp") as ps:
+        tracemalloc.start()
+        try:
+            params = ps.declare(values, SGD(lr=1), copy=copy)
+            params = ps.push_pull(values)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert (params["w"] == 0).all()
+    assert models * nbytes <= peak < (models + 0.9) * nbytes  # the shard's two scratch blocks are in this process, too
 
 
 def test_push_when_a_gradient_is_absent_then_the_parameter_stays(cluster: Start) -> None:
@@ -331,16 +369,18 @@ def test_wait_when_long_then_is_explained_on_the_log(cluster: Start, caplog: pyt
             waiting.result()
 
 
-def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(cluster: Start) -> None:
-    """The lower level: flat buffers, scalars per group, static tensors that nothing is pushed to."""
+@pytest.mark.parametrize("static", [0, 1])
+def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(cluster: Start, static: int) -> None:
+    """The lower level: flat buffers, scalars per group, static tensors that nothing is pushed to. What a worker saves is kept
+    also if shard 0 trains nothing."""
     servers = cluster(2).servers
-    specs = [
-        TensorSpec("w", (9000,), "float32", 0),
-        TensorSpec("running_mean", (3,), "float32", 1),
-    ]
-    groups = [GroupSpec("sgd"), GroupSpec("static")]
+    trained, groups = 1 - static, [GroupSpec("sgd"), GroupSpec("sgd")]
+    groups[static] = GroupSpec("static")
+    scalars: list[list[float]] = [[1.0, 0, 0, 0], [1.0, 0, 0, 0]]
+    scalars[static] = []
+    specs = [TensorSpec("w", (9000 if static else 3,), "float32", trained), TensorSpec("mean", (3,), "float32", static)]
 
-    def work(rank: int) -> tuple[float, float]:
+    def work(rank: int) -> tuple[float, float, bytes]:
         def initial(buffers: psd_client.lanes.flat.FlatBuffers) -> None:
             for view in buffers.views:
                 view[...] = 4
@@ -349,12 +389,15 @@ def test_declare_tensors_when_groups_are_static_then_values_are_shared_and_stay(
             ps._worker.declare_tensors(specs, groups, initial=initial)
             for _ in range(2):
                 ps._worker.gradients.views[0][:] = 1
-                ps._worker.push_pull_flat([[1.0, 0, 0, 0], []], 1.0, np.array([True, False]))
-            ps._worker.push_flat([[1.0, 0, 0, 0], []])
+                ps.save_client_state(b"state of %d" % rank)
+                ps._worker.push_pull_flat(scalars, 1.0, np.array([True, False]))
+            ps._worker.push_flat(scalars)
             ps._worker.pull_flat()
-            return float(ps._worker.parameters.views[0][-1]), float(ps._worker.parameters.views[1][0])
+            ps.barrier("done")
+            ps._worker._session.begin_anew()
+            return float(ps._worker.parameters.views[0][-1]), float(ps._worker.parameters.views[1][0]), ps.client_state
 
-    assert in_threads(lambda: work(0), lambda: work(1)) == [(1, 4), (1, 4)]
+    assert in_threads(lambda: work(0), lambda: work(1)) == [(1, 4, b"state of 0"), (1, 4, b"state of 1")]
 
 
 def test_push_when_there_is_nothing_to_train_then_the_clock_still_moves(cluster: Start) -> None:

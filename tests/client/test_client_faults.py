@@ -13,7 +13,7 @@ import pytest
 from client_faults import Thread, connect_faulty, expire, until
 
 from psd.contract.errors import Draining, Overloaded, PsdError, SessionFenced, ShardUnavailable
-from psd.state.membership import WorkerState
+from psd.state.workers.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
 
 Start = Callable[..., Any]

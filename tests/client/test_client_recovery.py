@@ -13,7 +13,7 @@ import pytest
 from client_faults import Restartable, Thread, connect_faulty, expire, until
 
 from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, StateLost, WaitTimeout
-from psd.state.membership import WorkerState
+from psd.state.workers.membership import WorkerState
 from psd_client import SGD, ParameterServer, connect
 from psd_client.worker.session import REJOINS_MAX
 
@@ -139,9 +139,7 @@ def test_worker_when_forgotten_after_a_push_then_stays_until_the_round_has_close
     job = restartable()
     with connect(job.servers, 1, 2) as peer:
         ps = connect(job.servers, 0, 2)
-        other = Thread(lambda: declare(peer, aggregation=aggregation))
-        declare(ps, aggregation=aggregation)
-        other.result()
+        declare_both(ps, peer, aggregation=aggregation)
         ps.push(gradient(2.0))
         del ps
         until(lambda: bool(job.shards[0].shard._core.waiting.open(0)))
@@ -240,16 +238,21 @@ def test_close_when_something_has_failed_then_waits_for_nobody(cluster: Start, f
 def test_push_when_a_shard_is_restarted_again_and_again_then_sums_are_exact(
     restartable: Callable[..., Restartable], consistency: str
 ) -> None:
-    """Integers and lr 1: what was acknowledged is in, once."""
+    """Integers and lr 1: what was acknowledged is in, once; and what came with the last one is given to the next process."""
     job = restartable()
     with connect(job.servers, 0, 1) as ps:
         declare(ps, consistency=consistency)
         for step in range(6):
+            ps.save_client_state(b"after %d" % step)
             ps.push(gradient(step))
             job.restart(step % 2)
         total = ps.pull()["w"]
+        job.restart(0)
+        with connect(job.servers, 0, 1) as successor:
+            declare(successor, consistency=consistency)
 
     assert set(total.tolist()) == {-15.0}
+    assert successor.client_state == b"after 5"
 
 
 def test_barrier_when_shard_zero_is_restarted_while_it_waits_then_goes_on(restartable: Callable[..., Restartable]) -> None:
@@ -291,7 +294,7 @@ def test_declare_when_shard_zero_has_lost_its_part_then_is_told_and_nothing_is_m
     with connect(job.servers, 0, 1) as ps, pytest.raises(StateLost, match=r"shard 1 at .* shard 0 has lost its part"):
         declare(ps)
 
-    assert not blank.shard.is_initialized
+    assert not blank.shard._core.life.has_values
     first.close()
 
 

@@ -89,9 +89,9 @@ def test_psd_run_applies_the_very_manifests():
     worker = manifests.container(ours["Job", "psd-worker"])
     usual = manifests.container(theirs["Job", "psd-worker"])
 
-    variables = {variable["name"]: variable["value"] for variable in worker.pop("env")}
+    names = {variable["name"] for variable in worker.pop("env")}
 
-    assert {name for name in variables if not name.startswith("MALLOC_")} == {variable["name"] for variable in usual["env"]}
+    assert {name for name in names if not name.startswith("MALLOC_")} == {variable["name"] for variable in usual["env"]}
     assert {**worker, "env": usual["env"]} == usual
     worker["env"] = usual["env"]
     assert ours == theirs
@@ -234,6 +234,8 @@ def test_sizes_volumes_and_variables_agree(rendered):
             assert owner["spec"]["completions"] == owner["spec"]["parallelism"] == int(variables["PSD_WORLD_SIZE"])
             assert owner["spec"]["completionMode"] == "Indexed"
             assert "PSD_RANK" not in variables
+            assert variables["WORLD_SIZE"] == "$(PSD_WORLD_SIZE)"
+            assert list(variables).index("PSD_WORLD_SIZE") < list(variables).index("WORLD_SIZE"), "it is expanded only then"
 
 
 def test_no_secret_is_kept_here():

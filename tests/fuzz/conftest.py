@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rim"))
 
 from malformed_target import ME, SPEC, Target
 
-from psd.state.membership import WorkerState
+from psd.state.workers.membership import WorkerState
 
 USES = 50
 """Requests in use, at most of one shard; worker ME must not have left it."""

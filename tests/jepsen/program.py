@@ -279,6 +279,7 @@ def main() -> None:
     history = History(options.history)
     logger = logging.getLogger("psd_client")
     logger.addHandler(_Logs(history))
+    logger.setLevel(logging.INFO)  # what the job begins from, too
     logger.propagate = False
     history.write("begin", pid=os.getpid(), seed=options.seed)
     program = Program(options, history)

@@ -22,8 +22,8 @@ import numpy as np
 from google.protobuf.message import Message as Protobuf
 from green import Event, Fiber, Fibers, Future, Lock, Sleep, Waiters
 
+from psd.state.aggregation.version_waits import VersionWaits
 from psd.state.tickets import Ticket
-from psd.state.version_waits import VersionWaits
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane
 from psd_core.arena import Arena, Page
@@ -33,6 +33,11 @@ LEFT_OUT_TYPES = frozenset(
         "Accumulators",
         "Admission",
         "Block",
+        "BufferDesk",
+        "BufferKeeper",
+        "ParameterDesk",
+        "ParameterLoad",
+        "Loads",
         "Call",
         "Checkpointer",
         "ClientConfig",

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from psd.state.agreement import Agreement, Voice
+from psd.state.aggregation.agreement import Agreement, Voice
+from psd.state.aggregation.rounds import FastRound, Outcome
 from psd.state.job import Job
-from psd.state.rounds import FastRound, Outcome
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.membership import Memberships
 from psd_client.worker.sent_push import SentPush

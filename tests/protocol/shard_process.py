@@ -26,12 +26,12 @@ from psd.contract.config import ServerConfig
 from psd.contract.errors import PsdError
 from psd.state import core as state_core
 from psd.state import locks
-from psd.state import restoration as state_restoration
 from psd.state import shard as state_shard
-from psd.state.membership import WorkerState
-from psd.state.settlement import KEPT
+from psd.state.aggregation.settlement import KEPT
+from psd.state.durability import restoration as state_restoration
+from psd.state.durability.storage import Storage
 from psd.state.shard import Shard
-from psd.state.storage import Storage
+from psd.state.workers.membership import WorkerState
 from psd_core.arena import WORDS
 
 Key = tuple[Any, ...]
@@ -164,7 +164,12 @@ class ShardProcess:
     def _start(self) -> None:
         self._lives += 1
         config = ServerConfig(
-            self._index, self._setting.shards, run_id="run", lease_s=self._setting.lease_s, state_dir=str(self._directory)
+            self._index,
+            self._setting.shards,
+            run_id="run",
+            lease_s=self._setting.lease_s,
+            on_worker_failure="continue",  # the other words leave more to the lease, which is explored, too
+            state_dir=str(self._directory),
         )
         self._shard = Shard(
             config,

@@ -72,6 +72,22 @@ def story(world: World, actions: Sequence[Action], *, from_step: int = 0) -> Ite
             yield f"        WRONG: {text}"
 
 
+_OF_SHARDS = {
+    "kill": "is killed and restarted",
+    "outage": "is killed, and stays away",
+    "restart": "is restarted",
+    "blank": "is killed, and restarted without what it held",
+    "tick": "looks after what it has lost",
+    "suspend": "is suspended for two leases",
+}
+_OF_WORKERS = {
+    "start": "is started",
+    "die": "dies; it is started again",
+    "stall": "does nothing from here on",
+    "wake": "goes on",
+}
+
+
 def tell(world: World, state: State, action: Action, result: Any) -> str:
     """One action in words."""
     match action:
@@ -92,26 +108,10 @@ def tell(world: World, state: State, action: Action, result: Any) -> str:
         case ("beat", process, shard):
             number = state.workers[process].view.beats[shard]
             return f"{_name(world, process)} -> shard {shard}: {_request(world.requests[number])}"
-        case ("kill", shard):
-            return f"shard {shard} is killed and restarted"
-        case ("outage", shard):
-            return f"shard {shard} is killed, and stays away"
-        case ("restart", shard):
-            return f"shard {shard} is restarted"
-        case ("blank", shard):
-            return f"shard {shard} is killed, and restarted without what it held"
-        case ("tick", shard):
-            return f"shard {shard} looks after what it has lost"
-        case ("suspend", shard):
-            return f"shard {shard} is suspended for two leases"
-        case ("start", process):
-            return f"{_name(world, process)} is started"
-        case ("die", process):
-            return f"{_name(world, process)} dies; it is started again"
-        case ("stall", process):
-            return f"{_name(world, process)} does nothing from here on"
-        case ("wake", process):
-            return f"{_name(world, process)} goes on"
+        case (str(what), int(shard)) if what in _OF_SHARDS:
+            return f"shard {shard} {_OF_SHARDS[what]}"
+        case (str(what), int(process)) if what in _OF_WORKERS:
+            return f"{_name(world, process)} {_OF_WORKERS[what]}"
         case ("choose", process, choice):
             return f"{_name(world, process)} decides: {state.workers[process].view.options[choice]}"
         case ("slept", process, _):

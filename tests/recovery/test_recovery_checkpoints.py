@@ -67,19 +67,28 @@ def stored(
 
 @pytest.mark.parametrize("restored_count", [1, 2, 3, 5], ids="to {}".format)
 def test_a_job_goes_on_from_its_checkpoint_on_any_number_of_shards(
-    cluster: Callable[..., Any], tmp_path: Path, undisturbed: dict[str, Any], stored: Path, restored_count: int
+    cluster: Callable[..., Any],
+    tmp_path: Path,
+    undisturbed: dict[str, Any],
+    stored: Path,
+    restored_count: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """10 steps, a checkpoint at the end, 20 more steps elsewhere: the same bits as 30 steps in one go."""
+    """10 steps, a checkpoint at the end, 20 more steps elsewhere: the same bits as 30 steps in one go, and no warning."""
     url = str(shutil.copytree(stored, tmp_path / "checkpoints"))
 
     restored = run(cluster(restored_count, checkpoint_dir=url).servers, 2, 30, **EXACT)
 
     for name in SHAPES:
         np.testing.assert_array_equal(undisturbed[name], restored[name], err_msg=name)
+    assert caplog.messages == []
 
 
-def test_checkpoints_are_taken_by_steps_and_old_ones_removed(cluster: Callable[..., Any], tmp_path: Path) -> None:
-    """Every 10 steps, the last two kept, each at exactly that step on all shards."""
+def test_checkpoints_are_taken_by_steps_and_old_ones_removed(
+    cluster: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every 10 steps, the last two kept, each at exactly that step on all shards; the log names each."""
+    caplog.set_level("INFO", "psd")
     url = str(tmp_path / "checkpoints")
     running = cluster(3, checkpoint_dir=url, checkpoint_steps=10, checkpoint_keep=2, lease_s=2)
 
@@ -90,6 +99,7 @@ def test_checkpoints_are_taken_by_steps_and_old_ones_removed(cluster: Callable[.
     found = CheckpointDirectory(url).checkpoints()
     assert [info.state for info in found[:2]] == [CheckpointState.VALID, CheckpointState.VALID]
     assert found[0].step == 150
+    assert f"stored checkpoint {found[0].name}" in caplog.messages
     assert all(info.step % 10 == 0 for info in found)
     assert sum(info.state is CheckpointState.VALID for info in found) == 2
 

@@ -23,8 +23,8 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
 from psd.rim.pace import Pace
+from psd.state.aggregation.rounds import FastRound
 from psd.state.counts import LANES
-from psd.state.rounds import FastRound
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2, job_pb2
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from raw_client import RawWorker, failure, spec
 
+import psd_client
 from psd.rim import metrics_server
 from psd.rim.metrics import WORKERS_MAX
 from psd.rim.metrics_server import CONNECTIONS_MAX, HEAD_BYTES_MAX, MetricsServer
@@ -194,6 +196,19 @@ def test_the_workers_beyond_a_number_share_a_series(cluster: Callable[..., Any],
     assert value(metrics, "psd_worker_awaited_seconds_total", worker="other") == 10
     assert {s.labels["worker"] for s in metrics["psd_worker_step"].samples} == {"0", "other"}
     assert value(metrics, "psd_workers", state="absent") == world - 3
+
+
+def test_a_shard_without_blocks_says_nothing_of_steps(cluster: Callable[..., Any]) -> None:
+    """It is sent no pushes, and zeros would tell a dashboard that the job stands still."""
+    small = cluster(2, metrics_port=0)
+    with psd_client.connect(small.servers, rank=0, world_size=1) as ps:
+        ps.declare({"w": np.zeros(3, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+        ps.push_pull({"w": np.ones(3, np.float32)})
+        told, blank = (scrape(shard.metrics_port) for shard in small.shards)
+
+    assert (value(told, "psd_worker_step"), value(told, "psd_version_min")) == (1, 1)
+    assert not blank["psd_worker_step"].samples
+    assert {"psd_version_min", "psd_version_max"} & set(blank) == set()
 
 
 def test_calls_that_a_token_does_not_allow_are_counted(

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
-from psd.state.membership import tick_s
-from psd.state.rounds import FastRound
+from psd.state.aggregation.rounds import FastRound
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.transfers import Push
+from psd.state.workers.membership import tick_s
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 SGD = (1.0, 0.0, 0.0, 0.0)  # lr, momentum, dampening, weight_decay
@@ -105,13 +105,14 @@ class Driver:
         shard: int = 0,
         shards: int = 1,
         lease_s: float = 10.0,
+        on_worker_failure: str = "continue",  # so that a test may end a session without letting a lease pass
         directory: CheckpointDirectory | None = None,
         **config: Any,
     ) -> None:
         self.time = FakeTime()
         self.spec = spec if spec is not None else job_spec()
         self.layout = Layout(self.spec, shards)
-        self.config = ServerConfig(shard, shards, lease_s=lease_s, **config)
+        self.config = ServerConfig(shard, shards, lease_s=lease_s, on_worker_failure=on_worker_failure, **config)
         self.incarnation = INCARNATION
         self._start(directory=directory)
 
@@ -248,6 +249,7 @@ class Driver:
         versions: Sequence[int] = (),
         session: int = 0,
         since: int = 0,
+        client_state: bytes = b"",
     ) -> data_pb2.PushHeader:
         return data_pb2.PushHeader(
             caller=seat.caller,
@@ -258,6 +260,7 @@ class Driver:
             scalars=[data_pb2.GroupScalars(values=scalars) for _ in self.spec.groups],
             versions=versions,
             since=since,
+            client_state=client_state,
         )
 
     def begin_push(self, seat: Seat, clock: int, **header: Any) -> Push:
@@ -316,6 +319,27 @@ class Driver:
         numbers = found[1].parameter.tolist()
         self.core.declared().arena.unpin(found[1])
         return numbers
+
+    def write_part(self, directory: CheckpointDirectory, cut: Cut, **beside: Any) -> None:
+        """Write the shard's blocks as they are, with the workers' clocks."""
+        job = self.core.declared()
+        parts = []
+        for block in job.blocks.values():
+            plan, page, group = block.plan, block._page, job.spec.groups[block.plan.group]
+            slots = dict(zip(group.info.slots(group.flags), page.slots, strict=True))
+            where = plan.space, plan.offset, plan.length
+            parts.append(BlockPart(*where, block.version, page.parameter, slots, page.steps, page.sessions, page.clocks))
+        clocks = {worker.rank: worker.clock for worker in self.core.members.workers}
+        directory.write_part(cut, self.config.shard_index, parts, worker_clocks=clocks, **beside)
+
+    def lent_accumulators(self) -> set[int]:
+        """The accumulators that are lent, from here on: a set that follows them."""
+        lent: set[int] = set()
+        arena = self.core.job.arena
+        lend, give = arena.lend_accumulator, arena.return_accumulator
+        arena.lend_accumulator = lambda block: lent.add(id(array := lend(block))) or array
+        arena.return_accumulator = lambda array: (lent.discard(id(array)), give(array))
+        return lent
 
     def version(self, block: int = 0) -> int:
         return self.core.declared().blocks[block].version

@@ -14,9 +14,9 @@ from shard_driver import Killed
 from simulated_settlement import Sent, SettlingWorker
 
 from psd.contract.errors import SessionFenced, ShardRestarted
-from psd.state.block import BlockState
-from psd.state.lent import Loan
-from psd.state.rounds import Outcome
+from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.lent import Loan
+from psd.state.aggregation.rounds import Outcome
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.transfers import Pull, Push

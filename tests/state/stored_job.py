@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from shard_driver import Driver, Seat, job_spec
 
-from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
+from psd.checkpoint import CheckpointDirectory, Cut
 from psd.contract.jobspec import JobSpec
 from psd.v1 import control_pb2
 
@@ -136,24 +136,8 @@ def trained(mode: str, workers: int, shards: int, ahead_s: float = 0.0) -> Clust
 def store(cluster: Cluster, directory: CheckpointDirectory) -> str:
     """Write all shards' parts as they are; the checkpoint's name."""
     for driver in cluster.drivers:
-        job = driver.core.declared()
-        cut = Cut("a1", STEP, 0, driver.core.run_id, 5.0, job.layout)
-        parts = [
-            BlockPart(
-                space=block.plan.space,
-                offset=block.plan.offset,
-                length=block.plan.length,
-                version=block.version,
-                parameter=block._page.parameter,
-                slots={},
-                steps=block._page.steps,
-                sessions=block._page.sessions,
-                clocks=block._page.clocks,
-            )
-            for block in job.blocks.values()
-        ]
-        clocks = {worker.rank: worker.clock for worker in driver.core.members.workers}
-        directory.write_part(cut, driver.config.shard_index, parts, worker_clocks=clocks)
+        cut = Cut("a1", STEP, 0, driver.core.run_id, 5.0, driver.core.declared().layout)
+        driver.write_part(directory, cut)
     assert directory.complete(cut)
     return cut.name
 

@@ -6,7 +6,7 @@ import pytest
 from shard_driver import Driver, job_spec
 
 from psd.contract.errors import BarrierTimeout, InvalidRequest, WrongShard
-from psd.state.barriers import NAMES_MAX
+from psd.state.workers.barriers import NAMES_MAX
 from psd.v1 import control_pb2
 
 

@@ -8,7 +8,7 @@ import pytest
 from shard_driver import Driver
 
 from psd.contract.config import ConfigError
-from psd.state import storage
+from psd.state.durability import storage
 
 
 @pytest.fixture

@@ -8,7 +8,10 @@ import pytest
 from shard_driver import Driver, job_spec
 
 from psd.contract.errors import InvalidRequest
-from psd.state.cuts import CLIENT_STATE_BYTES_MAX, CLIENT_STATES_KEPT, CUTS_MAX, ClientStates, check_client_state, check_cuts
+from psd.state.durability.cuts import (
+    CUTS_MAX,
+    check_cuts,
+)
 from psd.v1 import data_pb2
 
 
@@ -68,6 +71,22 @@ def test_a_snapshot_has_every_block_at_the_version_of_the_cut():
     assert (snapshot.worker_clocks, taker.progressed) == ({0: 2}, 3)
     driver.shard.cuts.release(snapshot)
     assert (pins(driver), snapshot.pages) == ([1, 1], {})
+
+
+def test_a_snapshot_has_what_workers_have_saved_with_the_pushes_that_it_counts():
+    """Not what comes with a push that is early for the next round, nor what came with one that was too late."""
+    driver = Driver(job_spec(2, quorum=1))
+    taker = Taker(driver)
+    a, b = driver.start()
+    driver.learn_cuts([cut()])
+    driver.push(a, 0, 1.0, client_state=b"a after 0")
+    assert driver.push(b, 0, 1.0, client_state=b"b after 0").blocks_late == 1
+    early = driver.begin_push(b, 2, client_state=b"b after 2")
+    assert driver.push_block(early, 0, 1.0) is not None
+
+    driver.push(a, 1, 1.0, client_state=b"a after 1")
+
+    assert [snapshot.client_states for snapshot in taker.ready] == [{0: b"a after 1"}]
 
 
 def test_a_snapshot_is_complete_only_with_its_last_block():
@@ -277,26 +296,6 @@ def test_what_is_no_cut_is_refused_by_name():
     for time in (-1.0, float("nan"), float("inf"), 1e12):
         with pytest.raises(InvalidRequest, match=r"cuts\.created_at: expected seconds from 0"):
             check_cuts([data_pb2.Cut(id="c1", created_at=time)])
-    with pytest.raises(InvalidRequest, match="client_state: has 1048577 bytes"):
-        check_client_state(bytes(CLIENT_STATE_BYTES_MAX + 1))
-
-
-def test_client_states_are_those_that_apply_at_the_step_of_the_cut():
-    """What came with the push of clock c says how to go on at c + 1; an empty one changes nothing."""
-    states = ClientStates()
-    for clock in range(3):
-        states.on_push(0, clock, b"after %d" % clock)
-    states.on_push(1, 0, b"other")
-    states.on_push(1, 1, b"")
-
-    assert states.at(0) == {}
-    assert states.at(2) == {0: b"after 1", 1: b"other"}
-    assert states.at(None) == {0: b"after 2", 1: b"other"}
-    for clock in range(3, 20):
-        states.on_push(0, clock, b"later")
-    assert len(states._states[0]) == CLIENT_STATES_KEPT
-    states.restore({0: b"restored"}, 5)
-    assert (states.at(4), states.at(5), states.at(None)) == ({}, {0: b"restored"}, {0: b"restored"})
 
 
 def test_cuts_that_workers_name_are_few():

@@ -10,7 +10,7 @@ import pytest
 from shard_driver import Driver, Fuse, Killed, job_spec
 
 from psd.contract.errors import InvalidRequest, StateLost, WrongShard
-from psd.state.settlement import KEPT
+from psd.state.aggregation.settlement import KEPT
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
@@ -391,11 +391,7 @@ def test_memory_of_staged_gradients_is_given_back():
     """After many rounds with late workers and rejoins, no more is lent than one round needs."""
     driver = Driver(exact(3, quorum=2, blocks=2))
     seats = driver.start()
-    lent = set()
-    arena = driver.core.job.arena
-    lend, give = arena.lend_accumulator, arena.return_accumulator
-    arena.lend_accumulator = lambda block: lent.add(id(array := lend(block))) or array
-    arena.return_accumulator = lambda array: (lent.discard(id(array)), give(array))
+    lent = driver.lent_accumulators()
 
     for clock in range(20):
         for seat in seats:

@@ -18,7 +18,7 @@ from stored_job import STEP, begun, spec_of, store, trained
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError
 from psd.contract.errors import InternalError, OutOfSpace, RolledBack, StateLost
-from psd.state import storage
+from psd.state.durability import storage
 from psd.state.life import Life
 
 LOCK_BYTES = 24

@@ -9,7 +9,7 @@ from settling import bring, clipped, commit, decision, measure, push_all
 from shard_driver import Driver, job_spec
 
 from psd.contract.errors import OutOfSpace
-from psd.state.rounds import Outcome
+from psd.state.aggregation.rounds import Outcome
 from psd.state.tickets import Ticket
 
 

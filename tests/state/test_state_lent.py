@@ -159,7 +159,7 @@ def test_the_dedup_window_has_all_who_made_up_the_round():
     second, _ = lend(driver, b, 4.0)
     read(driver, second)
 
-    state = driver.core.job.blocks[0]
+    page = driver.core.job.blocks[0]._page
 
-    assert [state.counted_clock(seat.rank, seat.session) for seat in (a, b)] == [1, 1]
+    assert [(int(page.sessions[seat.rank]), int(page.clocks[seat.rank])) for seat in (a, b)] == [(a.session, 1), (b.session, 1)]
     assert driver.push(a, 0, 2.0, scalars=SGD).blocks_duplicate == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psd.state.lent import Loan, Sum
+from psd.state.aggregation.lent import Loan, Sum
 
 
 class Arrays:

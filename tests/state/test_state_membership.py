@@ -15,7 +15,7 @@ from psd.contract.errors import (
     SpecMismatch,
     WrongShard,
 )
-from psd.state.membership import Membership, WorkerState, tick_s
+from psd.state.workers.membership import Membership, WorkerState, tick_s
 from psd.v1 import control_pb2, data_pb2, job_pb2
 
 

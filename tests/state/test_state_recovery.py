@@ -10,10 +10,9 @@ from shard_driver import INCARNATION, Driver, Fuse, Killed, job_spec
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import NotDeclared, RolledBack, SessionFenced, ShardRestarted, StateLost
 from psd.state.life import Life
-from psd.state.membership import WorkerState
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
-from psd.v1 import control_pb2
+from psd.state.workers.membership import WorkerState
 
 
 @pytest.fixture
@@ -352,25 +351,9 @@ def test_ssp_gates_know_the_clocks_of_before(driver_of):
     assert found.future.done()
 
 
-def test_client_states_come_again_with_the_pushes(driver_of):
-    """They are memory, and belong to checkpoints; a restarted shard learns them from the next push."""
-    driver = driver_of(job_spec(1))
-    (a,) = driver.start()
-    header = driver.header(a, 0)
-    header.client_state = b"row 7"
-    push = driver.shard.exchange.begin_push(header)
-    driver.push_block(push, 0, 1.0)
-    assert driver.core.client_states.at(None) == {0: b"row 7"}
-
-    driver.restart(a)
-    reply = driver.shard.admission.declare(control_pb2.DeclareRequest(caller=a.caller, spec=driver.spec.to_message()))[0]
-
-    assert (reply.initialized, reply.client_state) == (True, b"")
-
-
 def test_what_killed_shards_left_in_memory_is_cleared_by_the_next_one(tmp_path, monkeypatch):
     """Whole arenas at once; directories in which none was made yet only when nobody can be about to lock them."""
-    monkeypatch.setattr("psd.state.storage.memory_directory", lambda: tmp_path)
+    monkeypatch.setattr("psd.state.durability.storage.memory_directory", lambda: tmp_path)
     driver = Driver()
     driver.start()
     left = driver.core.storage.directory

@@ -33,24 +33,8 @@ def directory(tmp_path):
 
 def store(driver, directory, step, timeline=0, cut_id="a1"):
     """Write the shard's blocks as they are; the checkpoint's name."""
-    job = driver.core.job
-    cut = Cut(cut_id, step, timeline, driver.core.run_id, 5.0, job.layout)
-    parts = [
-        BlockPart(
-            space=block.plan.space,
-            offset=block.plan.offset,
-            length=block.plan.length,
-            version=block.version,
-            parameter=block._page.parameter,
-            slots=dict(zip(("momentum",), block._page.slots, strict=True)),
-            steps=block._page.steps,
-            sessions=block._page.sessions,
-            clocks=block._page.clocks,
-        )
-        for block in job.blocks.values()
-    ]
-    clocks = {worker.rank: worker.clock for worker in driver.core.members.workers}
-    directory.write_part(cut, 0, parts, worker_clocks=clocks, client_states={0: b"row 2"})
+    cut = Cut(cut_id, step, timeline, driver.core.run_id, 5.0, driver.core.job.layout)
+    driver.write_part(directory, cut, client_states={0: b"row 2"})
     assert directory.complete(cut)
     return cut.name
 
@@ -89,11 +73,15 @@ def test_a_fresh_shard_loads_the_newest_checkpoint_and_waits_to_be_told(director
         fresh.declare(seat)
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(directory):
-    """Two rounds, a restore, one more round: the numbers of three rounds; each worker gets back what it had saved."""
+@pytest.mark.parametrize("dies", [False, True])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(directory, tmp_path, dies):
+    """Two rounds, a restore, one more round: the numbers of three rounds; each worker gets back what it had saved, also from
+    the restored shard's next process."""
     first, seats, name = trained(directory)
-    fresh = Driver(spec_of(), directory=directory)
+    fresh = Driver(spec_of(), directory=directory, state_dir=str(tmp_path / "state"))
     rollback(fresh, name, 1)
+    if dies:
+        fresh.restart(directory=directory)
     again = [fresh.join(rank) for rank in range(2)]
 
     replies = [fresh.declare(seat)[0] for seat in again]

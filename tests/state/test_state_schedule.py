@@ -7,7 +7,7 @@ import inspect
 import pytest
 from shard_driver import Driver, job_spec
 
-from psd.state.cuts import UNWRITTEN_MAX
+from psd.state.durability.cuts import UNWRITTEN_MAX
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.v1 import data_pb2

@@ -10,7 +10,7 @@ from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.staleness import parse_staleness
-from psd.state.staleness import EPS, age_bucket
+from psd.state.aggregation.staleness import EPS, age_bucket
 
 SGD = (0.5, 0.0, 0.0, 0.0)
 

@@ -14,10 +14,10 @@ from stored_job import begun, store, trained
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import NotDeclared, StateLost
-from psd.state.block import BlockState
-from psd.state.exact_rounds import ExactRound
+from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.exact_rounds import ExactRound
+from psd.state.aggregation.rounds import Contribution, FastRound
 from psd.state.life import Life
-from psd.state.rounds import Contribution, FastRound
 
 
 class GoneAtASecondLook(BlockState):

@@ -8,7 +8,7 @@ from stored_job import STEP, begun, spec_of, store, trained
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, NotDeclared, RolledBack, ShardRestarted, StateLost
-from psd.state.block import BlockState
+from psd.state.aggregation.block import BlockState
 from psd.state.life import Life
 
 

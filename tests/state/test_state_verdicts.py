@@ -326,11 +326,7 @@ def test_memory_is_given_back():
     """After many rounds, with skipped ones and late workers, no more is lent than one round needs."""
     driver = Driver(clipped(3, quorum=2, blocks=2, nan_policy="skip"))
     seats = driver.start()
-    lent = set()
-    arena = driver.core.job.arena
-    lend, give = arena.lend_accumulator, arena.return_accumulator
-    arena.lend_accumulator = lambda block: lent.add(id(array := lend(block))) or array
-    arena.return_accumulator = lambda array: (lent.discard(id(array)), give(array))
+    lent = driver.lent_accumulators()
 
     for clock in range(20):
         for seat in seats:

@@ -173,7 +173,7 @@ def test_wrappers_do_not_change_names(run_workers, wrap):
     assert run_workers(1, 1, worker) == [["0.weight", "0.bias", "2.weight", "2.bias"]]
 
 
-def test_buffers_are_each_workers_own(run_workers):
+def test_workers_compute_with_buffers_of_their_own(run_workers):
     """BatchNorm's statistics are those of the data that the worker has seen; its weights are shared."""
 
     def worker(ps):

@@ -28,6 +28,7 @@ def test_step_after_the_job_has_gone_back_then_goes_on(cluster: Any, tmp_path: P
     address = running.shards[1].address
     model = torch.nn.Linear(1500, 1000, bias=False)
     torch.nn.init.zeros_(model.weight)
+    model.register_buffer("steps", torch.tensor(0))
     with psd_client.connect(running.servers, 0, 1, wait_timeout=60) as ps:
         optimizer = psd.distribute(model, SGD(model.parameters(), lr=1.0), ps=ps, consistency="async", overlap=overlap)
 
@@ -35,6 +36,7 @@ def test_step_after_the_job_has_gone_back_then_goes_on(cluster: Any, tmp_path: P
             """False if the job has gone back."""
             try:
                 optimizer.zero_grad()
+                model.steps += 1
                 model.weight.sum().backward()
                 optimizer.step()
             except psd_client.RolledBack:
@@ -56,3 +58,4 @@ def test_step_after_the_job_has_gone_back_then_goes_on(cluster: Any, tmp_path: P
         optimizer.pull()
 
         assert model.weight.eq(-clock - STEPS_AFTER).all()
+        assert model.steps < STEPS_BEFORE + STEPS_AFTER  # the checkpoint's, and those since

@@ -31,6 +31,10 @@ from psd_client.keras.options import KerasOptions, options_of
 __all__ = ["distribute", "DistributedOptimizer", "DistributedLossScaleOptimizer"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def distribute(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer | str,

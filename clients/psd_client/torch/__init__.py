@@ -11,7 +11,7 @@ at the job's clock. Must not know blocks, shards or messages. Only the torch mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, overload
@@ -28,7 +28,15 @@ from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
-from psd_client.torch.declaration import Options, TorchDeclaration, check_optimizer, read_declaration
+from psd_client.torch.buffers import Buffers
+from psd_client.torch.declaration import (
+    BUFFER_POLICIES,
+    Options,
+    TorchDeclaration,
+    check_optimizer,
+    read_declaration,
+    state_values,
+)
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors
@@ -36,6 +44,10 @@ from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_core.optimizer import Optimizer
 
 __all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def distribute(
@@ -52,7 +64,7 @@ def distribute(
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
     overlap: bool | str = False,
-    buffers: str = "local",
+    buffers: str = "first",
     **connect_args: Any,
 ) -> DistributedOptimizer:
     """Declare the model's parameters and return an optimizer whose steps happen on the shards.
@@ -85,8 +97,9 @@ def distribute(
             without `no_sync()`, are refused, and such an error ends this worker's part in the job. "forward", in async only:
             step() does not wait either, and the next forward pass begins with what has arrived; the rest is one step older, and
             never two. Errors of a push are then raised by the next backward() or step(); `pull` makes the model whole.
-        buffers: "local", the only policy: each worker keeps its own buffers, such as BatchNorm's running statistics, which are
-            then those of the data it has seen. To save a model, save any worker's.
+        buffers: whose buffers checkpoints, exports and readers have, such as BatchNorm's running statistics: of those in the
+            model's state_dict. "first": those of the first worker that is there. "mean": the mean over all workers, of integers
+            the first one's. "local": nobody's. Each worker computes with its own, which begin as the job's.
 
     Raises:
         TypeError: an optimizer that is not supported yet, or arguments that exclude each other.
@@ -95,8 +108,8 @@ def distribute(
     """
     if ps is not None and connect_args:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
-    if buffers != "local":
-        raise InvalidRequest(f'buffers: the only policy is "local" (each worker keeps its own), got {buffers!r}')
+    if buffers not in BUFFER_POLICIES:
+        raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     if overlap not in (False, True, "forward"):
         raise InvalidRequest(f'overlap: must be False, True or "forward", got {overlap!r}')
     mode = job_defaults().consistency_of(consistency)
@@ -104,7 +117,7 @@ def distribute(
         raise InvalidRequest(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
-    if overlap and clip_norm is not None and mode.mode != "sync":
+    if overlap and clip_norm is not None and not mode.has_rounds:
         raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
     if overlap == "forward" and staleness.startswith("dc"):
         raise InvalidRequest(
@@ -124,12 +137,13 @@ def distribute(
     for group in optimizer.param_groups:
         for scalar, value in stale_scalars.items():
             group.setdefault(scalar, value)
-    declaration = read_declaration(model, optimizer, replace(template, staleness=name), always)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=name), always, buffers)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(as_tensors(flat), declaration.parameters)
+            torch._foreach_copy_(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
+        Buffers(declaration, flat).write()
 
     try:
         worker_of(connection).declare_tensors(
@@ -148,7 +162,8 @@ def distribute(
             connection.close()
         raise
     with torch.no_grad():
-        torch._foreach_copy_(declaration.parameters, as_tensors(worker_of(connection).parameters))
+        values = as_tensors(worker_of(connection).parameters)
+        torch._foreach_copy_(declaration.parameters, values[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
 
@@ -176,6 +191,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         register(self, self, optimizer)
         self._declaration = declaration
         self._parameters = Parameters(declaration, worker.parameters)
+        self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
+        self._buffers.receive()
+        if declaration.buffers:
+            worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
         self._size_of_step: float | None = None
@@ -185,6 +204,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             in_background = overlap == "forward"
             leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
         self._gradients = Gradients(declaration, worker.gradients, leaving)
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0: which share of the data is its own."""
+        return self.ps.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, and of shares of the data."""
+        return self.ps.world_size
 
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
@@ -211,6 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
+            InvalidRequest: the program has changed parameters itself, see `load_parameters`; nothing has been sent.
             NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
                 overlap, where the worker cannot go on.
             PsdError: what the shards or the connection refuse.
@@ -233,6 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
+        self._parameters.check_unchanged()
         if self._overlap:
             self._finish_overlapped(size)
         else:
@@ -249,6 +280,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.settle()
         self._worker.pull_flat()
         self._parameters.copy()
+        self._buffers.follow(self._worker.times_gone_back)
+
+    def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
+
+        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
+        all have them when it returns. What the rule keeps on the shards, such as momentum, stays. A worker that is started
+        again must not call it at another step than the others; to begin with other values, load them into the model before
+        `distribute`.
+
+        Args:
+            state_dict: the model's, whole, such as torch.load or safetensors have it.
+
+        Raises:
+            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or of another shape; or another worker was given
+                other values. Nothing was set.
+            NonFiniteGradient: a parameter holds NaN or infinity; nothing was set.
+            BarrierTimeout: not all workers have called it within the wait timeout.
+        """
+        values = state_values(self._declaration, state_dict)
+        self._gradients.settle()
+        count = len(self._declaration.parameters)
+
+        @torch.no_grad()
+        def write(flat: FlatBuffers) -> None:
+            torch._foreach_copy_(as_tensors(flat)[:count], values[:count])
+
+        self._worker.set_parameters(write)
+        self._parameters.copy()
+        with torch.no_grad():
+            for tensor, value in zip(self._declaration.parameters + self._declaration.buffers, values, strict=True):
+                tensor.copy_(value)
+        self._parameters.note()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -261,6 +325,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """Overlap: begin the push when the first gradient is there, with the header as it is then."""
+        self._parameters.check_unchanged()
         scalars = self._groups.scalars_now(self.param_groups)
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size

@@ -6,7 +6,7 @@ know connections, gradients or steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
-from psd.contract.rules import STATIC
+from psd.contract.rules import BUFFERS, STATIC
 from psd_client.optimizers import group_spec
 from psd_client.torch.options import check_no_slots, check_options, rule_of
 from psd_core.optimizer import Optimizer
@@ -25,6 +25,17 @@ _DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+_BUFFER_DTYPES = {
+    **_DTYPES,
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+BUFFER_POLICIES = ("first", "mean", "local")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,17 +43,20 @@ class TorchDeclaration:
     """The declaration of one model and optimizer.
 
     Attributes:
-        parameters: the model's distinct parameters. tensors: their specs, in the same order.
+        parameters: the model's distinct parameters. buffers: those that the shards keep. local_buffers: names of all, if not.
+        tensors: the specs of both, in the same order.
         always: flags that the optimizer's class stands for.
         trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
     """
 
     parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
     tensors: list[TensorSpec]
     groups: list[GroupSpec]
     always: tuple[str, ...]
     trained: list[int]
     frozen: list[int]
+    local_buffers: frozenset[str] = frozenset()
 
 
 class Options(torch.optim.Optimizer):
@@ -58,11 +72,12 @@ class Options(torch.optim.Optimizer):
 
 
 def read_declaration(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...]
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, template: GroupSpec, always: tuple[str, ...], buffers: str
 ) -> TorchDeclaration:
-    """Read and check the declaration. `template`: the rule."""
+    """Read and check the declaration. `template`: the rule. `buffers`: "first", "mean" or "local"."""
     groups = [group_spec(template, always, group) for group in optimizer.param_groups]
-    named = _named_parameters(model)
+    every_name = _plain_names(model.named_parameters(remove_duplicate=False), _named_buffers(model))
+    named, aliases = _distinct(every_name[0])
     known = {id(parameter) for _, parameter in named}
     group_of: dict[int, int] = {}
     for number, options in enumerate(optimizer.param_groups):
@@ -83,13 +98,47 @@ def read_declaration(
         elif id(parameter) in group_of:
             frozen.append(index)
         group = group_of[id(parameter)] if is_trained else static
-        tensors.append(TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype], group))
+        tensors.append(TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype], group, aliases[name]))
     if not trained:
         raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
     _check_memory(named)
     if len(trained) < len(tensors):
         groups.append(GroupSpec(STATIC.name))
-    return TorchDeclaration([parameter for _, parameter in named], tensors, groups, always, trained, frozen)
+    kept, aliases = _distinct(every_name[1] if buffers != "local" else [])
+    tensors += [_buffer_spec(name, aliases[name], buffer, len(groups)) for name, buffer in kept]
+    if kept:
+        groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
+    local = frozenset(name for name, _ in every_name[1] if buffers == "local")
+    return TorchDeclaration(
+        [parameter for _, parameter in named], [buffer for _, buffer in kept], tensors, groups, always, trained, frozen, local
+    )
+
+
+def state_values(declaration: TorchDeclaration, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The values of the declared tensors in a state_dict, in their order; of tied ones any name will do.
+
+    Raises:
+        InvalidRequest, InvalidTensor: one is missing, unexpected, or of another shape.
+    """
+    (named,) = _plain_names(state.items())
+    given = dict(named)
+    values = []
+    for tensor in declaration.tensors:
+        names = [name for name in (tensor.name, *tensor.aliases) if name in given]
+        if not names:
+            raise InvalidRequest(f"state_dict: {tensor.name!r} is missing")
+        value = given[names[0]]
+        if tuple(value.shape) != tensor.shape:
+            raise InvalidTensor(
+                f"state_dict: {tensor.name!r} has the shape {tuple(value.shape)}, the model's has {tensor.shape}"
+            )
+        values.append(value)
+        for name in names:
+            del given[name]
+    unexpected = given.keys() - declaration.local_buffers
+    if unexpected:
+        raise InvalidRequest(f"state_dict: {min(unexpected)!r} is not in the model")
+    return values
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:
@@ -102,15 +151,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], 
     return always, GroupSpec(rule)
 
 
-def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The model's distinct parameters, by their names without DistributedDataParallel and torch.compile."""
-    named = [
-        (".".join(part for part in name.split(".") if part != "_orig_mod"), parameter)
-        for name, parameter in model.named_parameters()  # a tied parameter comes once, by its first name
-    ]
-    while named and all(name.startswith("module.") for name, _ in named):
-        named = [(name.removeprefix("module."), parameter) for name, parameter in named]
+def _plain_names(*lists: Iterable[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """Names without what DistributedDataParallel and torch.compile put before them, or between."""
+    named = [[(".".join(part for part in name.split(".") if part != "_orig_mod"), item) for name, item in one] for one in lists]
+    names = [name for one in named for name, _ in one]
+    while names and all(name.startswith("module.") for name in names):
+        named = [[(name.removeprefix("module."), item) for name, item in one] for one in named]
+        names = [name for one in named for name, _ in one]
     return named
+
+
+def _distinct(named: Iterable[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], dict[str, tuple[str, ...]]]:
+    """Each tensor by its first name; and by that, its other ones."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Any] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    found = [(names[key][0], tensor) for key, tensor in tensors.items()]
+    return found, {first: tuple(dict.fromkeys(rest)) for first, *rest in names.values()}
 
 
 def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
@@ -122,6 +181,29 @@ def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
         raise InvalidTensor(f"parameter {name!r} has layout {parameter.layout}; psd trains dense (strided) parameters")
     if parameter.dtype not in _DTYPES:
         raise InvalidTensor(f"parameter {name!r} has dtype {parameter.dtype}; psd trains {', '.join(map(str, _DTYPES))}")
+
+
+def _named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are in the model's state_dict, under all of their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public way to ask
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _buffer_spec(name: str, aliases: Sequence[str], buffer: torch.Tensor, group: int) -> TensorSpec:
+    """The declaration of a buffer; InvalidTensor if shards cannot keep it."""
+    what = "is on the meta device" if buffer.is_meta else f"has layout {buffer.layout}"
+    if torch.nn.parameter.is_lazy(buffer):
+        what = "has no shape yet"
+    elif buffer.layout is torch.strided and not buffer.is_meta:
+        if buffer.dtype in _BUFFER_DTYPES:
+            return TensorSpec(name, tuple(buffer.shape), _BUFFER_DTYPES[buffer.dtype], group, tuple(aliases))
+        what = f"has dtype {buffer.dtype}"
+    raise InvalidTensor(
+        f'buffer {name!r} {what}, and shards cannot keep it; pass buffers="local", with which checkpoints have no buffers, or '
+        "register it with persistent=False"
+    )
 
 
 def _check_memory(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

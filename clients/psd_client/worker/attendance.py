@@ -1,9 +1,9 @@
 """The clock since which a worker has been in the job without a gap, which decides whose scalars a round has; and the notices
 about it.
 
-The shards let the worker speak that has been there longest (psd/state/agreement.py). So a worker that was started again, or has
-fallen behind, and whose learning-rate schedule may lag by that, changes nobody's update and ends nobody. Must not know lanes,
-blocks or frameworks.
+The shards let the worker speak that has been there longest (psd/state/aggregation/agreement.py). So a worker that was started
+again, or has fallen behind, and whose learning-rate schedule may lag by that, changes nobody's update and ends nobody. Must
+not know lanes, blocks or frameworks.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class JobDeclaration:
                 is_provided = all(self._initialize(lanes[:1], choice))
                 break
             self._check_still_chosen(choice, accepted.index(False) + 1)
-        return Declared(is_provided, max(reply.clock for reply in replies), replies[0].client_state)
+        state = replies[self._values.layout.client_state_shard].client_state
+        return Declared(is_provided, max(reply.clock for reply in replies), state)
 
     def _declare_at(self, lane: Lane, call: Call) -> control_pb2.DeclareReply:
         reply = lane.declare(control_pb2.DeclareRequest(caller=self._caller(lane.shard), spec=self._message), call)

@@ -36,19 +36,23 @@ class FlatCalls(WorkerConnection):
         aggregation: str | None = None,
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
+        is_lending: bool = False,
     ) -> None:
-        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's.
+
+        is_lending: see ParameterPlaces.
+        """
         with self.operation("declare"):
             if self._exchange is not None:
                 raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
             default = job_defaults()
             mode = default.consistency_of(consistency)
             if quorum is None:
-                quorum = default.quorum if mode.mode == "sync" else 0
+                quorum = default.quorum if mode.has_rounds else 0
             if aggregation is None:
                 is_layerwise = any(group.is_layerwise for group in groups)
                 needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
-                aggregation = "fast" if mode.mode != "sync" else "exact" if needs_exact else default.aggregation
+                aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
             if clip_norm is not None and not clip_norm > 0:
                 raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
             spec = JobSpec(
@@ -64,7 +68,9 @@ class FlatCalls(WorkerConnection):
             )
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
-            exchange = ParameterExchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
+            exchange = ParameterExchange(
+                self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing, is_lending=is_lending
+            )
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
@@ -73,6 +79,18 @@ class FlatCalls(WorkerConnection):
                 )
             self._session.declare(spec, exchange.parameters, exchange.pull_all)
             self._exchange = exchange
+
+    def keep_buffers(self, fill: Callable[[int], None]) -> None:
+        """Store what `fill` writes into the views in `parameters` of tensors of buffers, whenever that is due.
+
+        fill: given `times_gone_back`. Where that has grown, what is there is the job's, and nothing is to be written.
+        """
+        self.declared.buffers.fill = fill
+
+    @property
+    def times_gone_back(self) -> int:
+        """Number of times that the job has gone back to a checkpoint since it was declared; `parameters` then hold it anew."""
+        return self.declared.buffers.times_gone_back
 
     @property
     def nan_policy(self) -> str:
@@ -111,6 +129,14 @@ class FlatCalls(WorkerConnection):
         """Pull into `parameters`, whose contents are undefined if it fails."""
         with self.operation("pull"):
             self.declared.pull()
+
+    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
+        """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.
+
+        When it returns `parameters` hold them.
+        """
+        with self.operation("load_parameters"):
+            self.declared.set_parameters(write)
 
     def push_pull_flat(
         self,

@@ -113,7 +113,7 @@ class Entrance:
         reply = lane.join(request, Call(min(call.timeout_s, JOIN_TIMEOUT_S), call.scope))
         _check(reply, lane)
         if self._memberships.on_resumed(seen, lane.shard, reply.incarnation):
-            logger.warning(
+            logger.info(
                 "psd: worker %d: shard %d at %s was restarted; going on with it", self._config.rank, lane.shard, lane.address
             )
 

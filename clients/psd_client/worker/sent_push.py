@@ -32,7 +32,7 @@ class SentPush:
 
     Attributes:
         session: as which it was begun; its name is (rank, session, header.clock), whoever sends it again.
-        header: without its caller. client_state: goes to shard 0.
+        header: without its caller. client_state: see Layout.client_state_shard.
         present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is not in it.
         feed: gives the blocks, if they are still being computed. versions_read: by block, of the parameters that the gradients
             were computed from; None: of those that were received last.
@@ -66,10 +66,10 @@ class SentPush:
         own.CopyFrom(self.header)
         own.caller.CopyFrom(caller)
         own.session = self.session
-        if shard == 0:
+        if shard == buffers.layout.client_state_shard:
             own.client_state = self.client_state
         own.versions.extend(versions)
-        return GradientPart(own, blocks, buffers, self.present, self.feed)
+        return GradientPart(blocks, buffers, self.present, self.feed, header=own)
 
     @property
     def is_superseded(self) -> bool:

@@ -78,6 +78,11 @@ class Session:
         return self.memberships.held.caller(shard)
 
     @property
+    def world_size(self) -> int:
+        """Number of workers of the job."""
+        return self._config.world_size
+
+    @property
     def reported_clock(self) -> int:
         """The clock that heartbeats report."""
         pushing = self.pushing
@@ -198,9 +203,7 @@ class Session:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def prepare_lanes(self) -> list[Share]:
-        """Open the transports for bulk data; return a function that shares memory with the shards that can see this
-        process's."""
-
+        """Open the transports for bulk data; return what shares memory with each shard that can see this process's."""
         shares: list[Share | None] = []
         for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
             with attempt:

@@ -76,7 +76,9 @@ def _bring_together(replies: Sequence[control_pb2.JoinReply], shards: Shards) ->
     timeline = latest + 1
     known = zip(*(reply.workers for reply in replies if not reply.is_tentative), strict=False)
     workers = [next((state for state in _STATES if state in states), control_pb2.WORKER_STATE_ABSENT) for states in known]
-    logger.warning("psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
+    # Where no shard has gone on, a job begins from its checkpoint, as it was meant to.
+    level = logging.INFO if all(reply.is_tentative for reply in replies) else logging.WARNING
+    logger.log(level, "psd: the shards go back to checkpoint %s, timeline %d", checkpoint, timeline)
 
     def roll_back(lane: Lane, call: Call) -> control_pb2.RollbackReply:
         request = control_pb2.RollbackRequest(

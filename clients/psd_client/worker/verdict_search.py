@@ -1,8 +1,9 @@
 """Exact aggregation with norms over the whole gradient: finds the verdict on a decided round.
 
-Every shard measures its part of the round, shard 0 turns the measures of all into a verdict, and the pull that follows carries
-it to the shards, which apply the round. Any worker may do so, for a round of its own or one whose workers are gone, and all of
-them come to the same verdict; the first one's is kept. See psd/state/settlement.py. Must not know gradients or clocks.
+Every shard measures its part of the round, shard 0 turns the measures of all into a verdict, and the pull that follows
+carries it to the shards, which apply the round. Any worker may do so, for a round of its own or one whose workers are gone,
+and all of them come to the same verdict; the first one's is kept. See psd/state/aggregation/settlement.py. Must not know
+gradients or clocks.
 """
 
 from __future__ import annotations

@@ -115,17 +115,14 @@ class WorkerConnection:
             return
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            feed = self._feed
-            if feed is not None and feed.in_background and feed.is_finished and is_success:
-                feed.ended.wait()
-            elif feed is not None:
-                feed.abort()
+            self._end_feed(is_success)
             untold, self._untold = self._untold, None
             if untold is not None and is_success:
                 is_success = False
                 logger.error("psd: worker %d: its last push failed, and the program has not been told: %s", self.rank, untold)
             if is_success and self._exchange is not None:
                 self._confirm_last(self._exchange)
+                self._store_last(self._exchange)
         except BaseException:  # Ctrl-C
             is_success = False
             raise
@@ -149,10 +146,14 @@ class WorkerConnection:
 
         One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
         """
+        if os.getpid() == self._pid:
+            self._end_feed(is_success=getattr(sys, "last_value", None) is None)
+
+    def _end_feed(self, is_success: bool) -> None:
         feed = self._feed
-        if feed is None or os.getpid() != self._pid:
+        if feed is None:
             return
-        if feed.in_background and feed.is_finished and getattr(sys, "last_value", None) is None:
+        if feed.in_background and feed.is_finished and is_success:
             feed.ended.wait()
         else:
             feed.abort()
@@ -171,6 +172,16 @@ class WorkerConnection:
                 exchange.confirm()
         except (PsdError, RuntimeError) as error:
             self._warn_unconfirmed(str(error))
+
+    def _store_last(self, exchange: ParameterExchange) -> None:
+        """Store the buffers of the last step for the job's last checkpoint."""
+        if self._ended.locked() or self._busy.locked() or self._last_failed:
+            return
+        try:
+            with self.operation("close"):
+                exchange.buffers.before_leaving()
+        except (PsdError, RuntimeError) as error:
+            logger.warning("psd: worker %d: the buffers of its last steps could not be stored: %s", self.rank, error)
 
     def _warn_unconfirmed(self, why: str) -> None:
         logger.warning(

@@ -11,9 +11,9 @@ Nothing under that lock takes the shard's (see core.py). Must not know sessions'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,26 @@ from psd.checkpoint import RestoredBlock
 from psd.contract import layout
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state import locks, pages
-from psd.state.consistency import Policy
+from psd.state import locks
+from psd.state.aggregation import pages
+from psd.state.aggregation.consistency import Policy
+from psd.state.aggregation.lent import Loan
+from psd.state.aggregation.offered import Offered
+from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update, segments
+from psd.state.aggregation.rules import BoundRule, Gradient, SegmentFailed
+from psd.state.aggregation.staleness import Readers
+from psd.state.aggregation.version_waits import VersionWaits
 from psd.state.counts import RoundTimes
-from psd.state.lent import Loan
-from psd.state.membership import Membership
-from psd.state.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update, segments
-from psd.state.rules import BoundRule, Gradient, SegmentFailed
-from psd.state.staleness import Readers
 from psd.state.tickets import Ticket
-from psd.state.version_waits import VersionWaits
+from psd.state.workers.membership import Membership
 from psd_core.arena import Arena, ArenaClosed, ArenaFull, Page
+
+
+class SetMark(NamedTuple):
+    """One call that sets parameters: its session, and the session's count of such calls."""
+
+    session: int
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class BlockState:
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         readers: what the workers have read, where there are no rounds.
         ratio_places: see RoundSetting; None unless the rule is layer-wise.
+        offered: of a block of buffers that holds the mean of the workers'; else None.
     """
 
     def __init__(
@@ -77,8 +87,10 @@ class BlockState:
         services: BlockServices,
         times: RoundTimes,
         ratio_places: NDArray[np.intp] | None = None,
+        offered: Offered | None = None,
     ) -> None:
         self.plan = plan
+        self.offered = offered
         self.times = times
         self.ratio_places = ratio_places
         self.lock = locks.new(locks.Level.BLOCK, plan.index)
@@ -100,6 +112,7 @@ class BlockState:
         self._waits = VersionWaits()
         self._failure: RuleFailed | None = None  # why the open round could not be closed
         self.lacks_space = False
+        self._set_mark: SetMark | None = None  # of the call by which parameters were set last, in this life of the shard
         page = self._arena.current(slot)
         self._open(page.version if page is not None else 0)
 
@@ -137,6 +150,35 @@ class BlockState:
             OutOfSpace: the block is as it was.
         """
         self.begin(self._written(lambda page: pages.restore(page, stored)), stored.version)
+
+    def store(self, rank: int, values: NDArray[Any], present: Collection[int]) -> None:
+        """Replace the values of a block of buffers by this worker's, or by the mean over the ranks that are present.
+
+        Raises:
+            OutOfSpace: the block is as it was.
+        """
+        with self.lock:
+            if self.offered is not None:
+                values = self.offered.mean_with(rank, values, present)
+            page = self._written(lambda page: pages.initialize(page, values, ()))
+            self.version += 1
+            self._arena.publish(self._slot, page, self.version)
+
+    def set_values(self, values: NDArray[Any], mark: SetMark, clock: int) -> None:
+        """Replace the parameters, and nothing else. The same call again changes nothing; nor, with rounds, does one that comes
+        when the block is beyond its clock.
+
+        Raises:
+            OutOfSpace: the block is as it was.
+        """
+        with self.lock:
+            is_beyond = self._services.policy.has_rounds and self.plan.trained and self.version > clock
+            if self._set_mark == mark or is_beyond:
+                return
+            before = self._page
+            page = self._written(lambda page: pages.set_parameters(before, page, values))
+            self._arena.publish(self._slot, page, self.version)
+            self._set_mark = mark
 
     def _written(self, write: Callable[[Page], None]) -> Page:
         page = self._spare()
@@ -220,7 +262,21 @@ class BlockState:
         Gradients of its earlier sessions that are still on their way are refused from now on.
         """
         with self.lock:
-            return self.version + self._round.has_gradient_of(rank)
+            return self.version + (self._round.session_of(rank, is_committed=True) > 0)
+
+    def counted(self, rank: int, *, is_committed: bool) -> pages.Counted:
+        """The last push of a rank that counts here, or will when the open round closes. is_committed: see Round.session_of."""
+        with self.lock:
+            session = self._round.session_of(rank, is_committed=is_committed)
+            return (session, self.version + 1) if session else pages.counted([self._page])[rank]
+
+    def last_counted(self, rank: int) -> pages.Counted:
+        """The last push of a rank that counts here by now. Takes no lock: another call may hold it while its kernel works."""
+        page = self._arena.pin(self._slot)
+        try:
+            return pages.counted([page])[rank]
+        finally:
+            self._arena.unpin(page)
 
     def decide(self, round_: int, members: int) -> None:
         """EXACT: let the workers `members` (a bit mask) make up a round; it closes when their gradients are here."""
@@ -400,12 +456,6 @@ class BlockState:
         if round_ < self.version:
             return 0
         return self._round.missing()
-
-    def counted_clock(self, rank: int, session: int) -> int:
-        """The clock up to which pushes of this session have been counted here: the window's, 0 for another session."""
-        with self.lock:
-            page = self._page
-            return int(page.clocks[rank]) if int(page.sessions[rank]) == session else 0
 
     @property
     def _page(self) -> Page:

@@ -6,8 +6,8 @@ Must not know how rules compute, or what is in a block.
 from __future__ import annotations
 
 from psd.contract.errors import InvalidRequest, WrongShard
+from psd.state.aggregation.settlement import Coordinator
 from psd.state.core import ShardCore
-from psd.state.settlement import Coordinator
 from psd.state.tickets import Ticket, WaitKind
 from psd.v1 import control_pb2
 

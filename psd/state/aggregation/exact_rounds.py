@@ -1,8 +1,9 @@
 """The open round of a block with exact aggregation: it keeps gradients apart until it is settled how they count.
 
-`ExactRound` takes them only from the workers that shard 0 has decided on, and adds them in the order of the ranks, so that the
-result depends on nothing else. `MeasuredRound` also waits for a verdict, where updates need norms over the whole gradient. See
-psd/state/settlement.py for who decides and judges. Under the block's lock; must not know versions, workers' leases or shards.
+`ExactRound` takes them only from the workers that shard 0 has decided on, and adds them in the order of the ranks, so that
+the result depends on nothing else. `MeasuredRound` also waits for a verdict, where updates need norms over the whole
+gradient. See psd/state/aggregation/settlement.py for who decides and judges. Under the block's lock; must not know versions,
+workers' leases or shards.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 import psd_core
 from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.consistency import ranks_in
-from psd.state.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update
-from psd.state.rules import Gradient, Layerwise
+from psd.state.aggregation.consistency import ranks_in
+from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Unmeasured, Update
+from psd.state.aggregation.rules import Gradient, Layerwise
 from psd_core.arena import Page
 
 
@@ -46,6 +47,12 @@ class ExactRound(Round):
         if staged.session == part.session:
             return Outcome.STAGED if self._decided is None else Outcome.DUPLICATE
         return Outcome.LATE if staged.session > part.session or self._decided is not None else None
+
+    def session_of(self, rank: int, *, is_committed: bool) -> int:
+        """See Round."""
+        part = self._parts.get(rank)
+        counts = is_committed if self._decided is None else self._decided >> rank & 1
+        return part.session if part is not None and counts else 0
 
     def take(self, part: Contribution) -> Taken:
         """See Round."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 import psd_core
-from psd.state.pages import BlockAccumulators
+from psd.state.aggregation.pages import BlockAccumulators
 
 HALF_BYTES = 2
 """Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""

@@ -29,11 +29,11 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.state.aggregation.rules import check_listed
 from psd.state.core import ShardCore
-from psd.state.cuts import Cuts
+from psd.state.durability.cuts import Cuts
 from psd.state.life import Life
-from psd.state.membership import Membership
-from psd.state.rules import check_listed
+from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ class Restoration:
             if not is_there:
                 manifest = self._readable().load(request.checkpoint)
                 self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
-        logger.warning("went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
+        # A shard that waited for this has said already what it starts from; another one gives up later steps.
+        level = logging.DEBUG if is_there else logging.WARNING
+        logger.log(level, "went back to checkpoint %s; timeline %d begins", request.checkpoint, request.timeline)
 
     def redeclare(self, spec: JobSpec) -> None:
         """Let the first declaration after a restore change workers, consistency, reduction and the treatment of staleness.
@@ -160,7 +162,7 @@ class Restoration:
             for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
                 pass
         if members is None:
-            members = Membership(spec.world_size, core.config.lease_s)
+            members = core.new_members(spec.world_size)
         self._give_up(manifest, timeline, members)
         try:
             job = core.make_job(spec, members, manifest.name)
@@ -168,6 +170,8 @@ class Restoration:
                 block = job.blocks[restored.block.index]
                 has_rounds = job.policy.has_rounds and block.plan.trained
                 block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+            keeps_states = core.config.shard_index == job.layout.client_state_shard
+            core.client_states.begin(manifest.client_states if keeps_states else {})
         except Exception:
             core.storage.close(keep=False)
             with core.lock:
@@ -179,7 +183,6 @@ class Restoration:
                 job.arena.set_word("decided", manifest.step)
             job.arena.set_word("timeline", timeline)
             core.timeline = timeline
-            core.client_states.restore(dict(manifest.client_states), manifest.step)
             members.on_gone_back(workers, core.now())
             core.take_job(job, members)
             core.become(following)

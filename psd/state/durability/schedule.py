@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from psd.checkpoint import Cut, EndNote
 from psd.contract.errors import NotDeclared
 from psd.state import locks
 from psd.state.core import ShardCore
-from psd.state.cuts import AHEAD, FINAL_ID, Cuts, new_id
-from psd.state.membership import WorkerState
+from psd.state.durability.cuts import AHEAD, FINAL_ID, Cuts, new_id
+from psd.state.job import Job
+from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 
 
@@ -35,25 +37,26 @@ class CutSchedule:
     @property
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
-        job = self._core.job
+        job = self._job_with_part()
+        return job is not None and job.trained_count > 0
+
+    def _job_with_part(self) -> Job | None:
+        """The job, if there is one, and a part of it here."""
+        job = self._core.job  # once: asked without the lock, too
         if job is None or self._core.is_tentative or not self._core.life.has_values:
-            return False
-        return job.trained_count > 0 and not job.arena.is_closed
+            return None
+        return job if job.blocks and not job.arena.is_closed else None
 
     @property
-    def is_reachable(self) -> bool:
-        """True if a cut announced now will be reached: without workers no round would come to it."""
-        if not self.is_training:
-            return False
-        if not self._has_rounds:
-            return True
-        with self._core.lock:
-            return any(worker.state is WorkerState.LIVE for worker in self._core.members.workers)
+    def is_left_in_order(self) -> bool:
+        """True if every worker has left, so that all shards know alike where the job has ended."""
+        members = self._core.membership
+        return members is not None and all(worker.state is WorkerState.FINISHED for worker in members.workers)
 
     @property
     def progress(self) -> int:
-        """Rounds closed; without rounds the clock of the slowest worker, or of the last that has left."""
-        if self._has_rounds:
+        """Rounds closed; without rounds, or trained blocks, the clock of the slowest worker, or of the last that has left."""
+        if self._has_rounds and self._core.declared().trained_count:
             return self._core.declared().version_max
         with self._core.lock:
             slowest = self._core.members.min_clock()
@@ -72,10 +75,31 @@ class CutSchedule:
 
         It is the same on all shards if all workers have left in order.
         """
-        if self.is_training:
+        job = self._job_with_part()
+        if job is not None:
             created_at = max(worker.left_at for worker in self._core.members.workers)
             cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
-            self._cuts.take_final(self._core.declared(), cut)
+            self._cuts.take_final(job, cut)
+
+    def end_note(self) -> EndNote | None:
+        """Describe what this shard holds, now that nothing changes it any more; None if that is nothing."""
+        job = self._core.job
+        if job is None or not job.blocks or self._core.is_tentative or not self._core.life.has_values or job.arena.is_closed:
+            return None
+        return EndNote(
+            nonce=new_id(),
+            run_id=self._core.run_id,
+            timeline=self._core.timeline,
+            layout_digest=job.layout.digest.hex(),
+            step=self.progress,
+            versions=job.trained_versions if self._has_rounds else (),
+            ended_at=self._wall(),
+        )
+
+    def take_end(self, cut: Cut) -> None:
+        """Take this shard's part of the cut that the shards' end notes agree on."""
+        message = data_pb2.Cut(id=cut.cut_id, step=cut.step, created_at=cut.created_at)
+        self._cuts.take_final(self._core.declared(), message)
 
     def announce_due(self) -> None:
         """Announce a cut if one is due, and the earlier ones are written."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
 from psd.state.life import Life, LifeCycle
-from psd.state.membership import Worker
 from psd.state.tickets import Ticket
+from psd.state.workers.membership import Worker
 
 
 @locks.guarded_by(locks.Level.SHARD, but=("has",))

@@ -2,7 +2,8 @@
 
 A shard announces a cut, workers carry it to the others. With rounds it is a version a few rounds ahead, so that every shard
 hears of it before its blocks get there; each block's page is pinned when the block reaches that version. Without rounds each
-shard pins all its blocks at one instant. Training goes on meanwhile: an update writes to another page.
+shard pins all its blocks at one instant. Training goes on meanwhile: an update writes to another page. Pages of buffers come
+last: whoever keeps them has stored them before the last round closed; where there are no rounds, the shard waits for them.
 
 A `Snapshot` that is complete, or that cannot be completed any more, is put into the queue of whoever began it, who takes it
 from there in a thread of its own. Nobody is called back, since pages come under the blocks' locks. Thread-safe.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -37,8 +38,6 @@ FINAL_ID = "final"
 CUTS_MAX = 8
 TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999."""
-CLIENT_STATE_BYTES_MAX = 1 << 20
-CLIENT_STATES_KEPT = 8
 
 GOES_BACK = "the job goes back to a checkpoint"
 """The reason when a cut is missed because the job goes back."""
@@ -62,12 +61,6 @@ def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
             raise InvalidRequest(f"cuts.created_at: expected seconds from 0 to {TIME_S_MAX:g}, got {cut.created_at}")
 
 
-def check_client_state(state: bytes) -> None:
-    """Raise InvalidRequest if a client state is too large."""
-    if len(state) > CLIENT_STATE_BYTES_MAX:
-        raise InvalidRequest(f"client_state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
-
-
 @dataclass(eq=False)
 class Snapshot:
     """This shard's part of a cut.
@@ -78,12 +71,15 @@ class Snapshot:
         why_missed: why they cannot; empty if they are there.
         pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
         worker_clocks, client_states: by rank.
+        awaits_buffers: no round says when they are there, and they have not been brought. since: when that was noticed.
     """
 
     cut: data_pb2.Cut
     job: Job
     done: Done
     why_missed: str = ""
+    awaits_buffers: bool = False
+    since: float | None = None
     timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
     is_complete: bool = False
@@ -93,39 +89,6 @@ class Snapshot:
 
 Done: TypeAlias = "SimpleQueue[Snapshot | None]"
 """Snapshots that are complete or missed; None comes from the waiting threads themselves, to wake up."""
-
-
-class ClientStates:
-    """State that workers need to go on after a restore: a few entries per rank, each with the clock at which it applies."""
-
-    def __init__(self) -> None:
-        self._lock = locks.new(locks.Level.LEAF)
-        self._states: dict[int, dict[int, bytes]] = {}
-
-    def on_push(self, rank: int, clock: int, state: bytes) -> None:
-        """Keep the state that came with the push of `clock`: it tells how to go on at clock + 1."""
-        if not state:
-            return
-        with self._lock:
-            kept = self._states.setdefault(rank, {})
-            kept[clock + 1] = state
-            for old in sorted(kept)[:-CLIENT_STATES_KEPT]:
-                del kept[old]
-
-    def at(self, step: int | None) -> dict[int, bytes]:
-        """The latest state by rank that applies at `step` or before; None: the latest."""
-        found = {}
-        with self._lock:
-            for rank, kept in self._states.items():
-                clocks = [clock for clock in kept if step is None or clock <= step]
-                if clocks:
-                    found[rank] = kept[max(clocks)]
-        return found
-
-    def restore(self, states: dict[int, bytes], step: int) -> None:
-        """Begin with the states of a checkpoint."""
-        with self._lock:
-            self._states = {rank: {step: state} for rank, state in states.items()}
 
 
 class Cuts:
@@ -195,6 +158,8 @@ class Cuts:
     def begin(self, snapshot: Snapshot) -> None:
         """Collect the pages of a cut: as the blocks reach its version, or now if there are no rounds."""
         job = snapshot.job
+        is_ruled_by_rounds = job.policy.has_rounds and job.trained_count > 0
+        snapshot.awaits_buffers = snapshot.done is self._to_store and bool(job.buffer_blocks) and not is_ruled_by_rounds
         with self._lock:
             is_gone = job in self._gone
             self._open[snapshot] = None
@@ -204,9 +169,31 @@ class Cuts:
             elif job.policy.has_rounds:
                 self._wait_for_versions(snapshot)
             else:
-                self._add(snapshot, job.pin_all())
+                self._add(snapshot, job.pin_all(but=job.buffer_blocks))
         except ArenaClosed:  # since a moment ago
             self._miss(snapshot, GOES_BACK)
+
+    def take_buffers(self, cut_ids: Collection[str]) -> None:
+        """Take the buffers for these cuts as they are: their worker has brought them."""
+        with self._lock:
+            waiting = [snapshot for snapshot in self._open if snapshot.awaits_buffers and snapshot.cut.id in cut_ids]
+        self._take_buffers(waiting)
+
+    def on_tick(self, now: float, patience_s: float) -> None:
+        """Take the buffers as they are for cuts that have waited for them for so long: their worker is busy, or gone."""
+        with self._lock:
+            waiting = [snapshot for snapshot in self._open if snapshot.awaits_buffers]
+        for snapshot in waiting:
+            snapshot.since = now if snapshot.since is None else snapshot.since
+        self._take_buffers([s for s in waiting if s.since is not None and now - s.since > patience_s])
+
+    def _take_buffers(self, snapshots: Sequence[Snapshot]) -> None:
+        for snapshot in snapshots:
+            snapshot.awaits_buffers = False
+            try:
+                self._add(snapshot, {})
+            except ArenaClosed:
+                self._miss(snapshot, GOES_BACK)
 
     def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
         """Take the blocks as they are, now that nothing changes them any more."""
@@ -246,13 +233,15 @@ class Cuts:
 
     def _wait_for_versions(self, snapshot: Snapshot) -> None:
         blocks = snapshot.job.blocks
-        if not blocks:
+        if len(blocks) == len(snapshot.job.buffer_blocks):
             self._add(snapshot, {})
         for index, block in blocks.items():
 
             def take(page: Page, index: int = index) -> None:
                 self._add(snapshot, {index: page})
 
+            if index in snapshot.job.buffer_blocks:
+                continue
             if not block.plan.trained:
                 take(block.pin())
             elif not block.at_version(snapshot.cut.step, snapshot, take):
@@ -267,6 +256,9 @@ class Cuts:
             is_open = snapshot in self._open
             if is_open:
                 snapshot.pages.update(pages)
+                buffers = snapshot.job.buffer_blocks
+                if len(snapshot.pages) + len(buffers) == len(snapshot.job.blocks) and not snapshot.awaits_buffers:
+                    snapshot.pages.update({index: block.pin() for index, block in buffers.items()})
                 snapshot.is_complete = len(snapshot.pages) == len(snapshot.job.blocks)
             if snapshot.is_complete and is_open:
                 del self._open[snapshot]

@@ -19,7 +19,7 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import ADAPTIVE, NONE, RATE
 from psd.state import locks
-from psd.state.rules import Gradient, Rule, rule_of
+from psd.state.aggregation.rules import Gradient, Rule, rule_of
 from psd_core.arena import Page
 
 EPS = 1e-7

@@ -7,13 +7,16 @@ Must not know rounds, rules or locks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.checkpoint import RestoredBlock
 from psd_core.arena import Arena, Page
+
+Counted: TypeAlias = tuple[int, int]
+"""A rank's last push that counts, as the dedup window of a page has it: its session, and the clock after it."""
 
 
 def initialize(page: Page, values: NDArray[Any], slot_starts: Sequence[float]) -> None:
@@ -44,6 +47,13 @@ def carry_over(before: Page, after: Page) -> None:
     np.copyto(after.steps, before.steps)
 
 
+def set_parameters(before: Page, after: Page, values: NDArray[Any]) -> None:
+    """Write other parameters, and all else as it was."""
+    carry_over(before, after)
+    np.copyto(after.parameter, values)
+    count(before, after, {}, 0)
+
+
 def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) -> None:
     """Write the dedup window, with the pushes of `clock` of these sessions, by rank, now counted."""
     after.sessions[:] = before.sessions
@@ -51,6 +61,13 @@ def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) ->
     for rank, session in sessions.items():
         after.sessions[rank] = session
         after.clocks[rank] = clock + 1
+
+
+def counted(pages: Sequence[Page]) -> list[Counted]:
+    """The last push of each rank that any of these pages counts."""
+    sessions = np.max([page.sessions for page in pages], axis=0)
+    clocks = np.max([np.where(page.sessions == sessions, page.clocks, 0) for page in pages], axis=0)
+    return list(zip(sessions.tolist(), clocks.tolist(), strict=True))
 
 
 class BlockAccumulators:

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _BARRIERS_NAME = "barriers"
 _VERDICT_NAME = "verdict"
 _BOOT_NAME = "boot"
+_CLIENT_STATE_PREFIX = "client-state-"
 _CLOSED = b"closed"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PRIVATE_PREFIX = f"psd-{os.getuid()}-"
@@ -180,9 +181,24 @@ class Storage:
         """The stored verdict; empty if there is none."""
         return self._load(_VERDICT_NAME)
 
-    def _save(self, name: str, content: bytes) -> None:
+    def save_client_state(self, name: str, state: bytes) -> None:
+        """Keep one of the states that workers save for themselves, under a name. Raises what `save_barriers` does."""
+        self._save(f"{_CLIENT_STATE_PREFIX}{name}", state, "client_state")
+
+    def remove_client_state(self, name: str) -> None:
+        """Forget a state that may have been kept."""
+        if not self._is_private:
+            self._crash_point("storage.client_state.remove")
+            (self.directory / f"{_CLIENT_STATE_PREFIX}{name}").unlink(missing_ok=True)
+
+    def load_client_states(self) -> dict[str, bytes]:
+        """The states that are kept, by name."""
+        paths = [path for path in self.directory.glob(f"{_CLIENT_STATE_PREFIX}*") if path.suffix != ".new"]
+        return {path.name.removeprefix(_CLIENT_STATE_PREFIX): path.read_bytes() for path in paths}
+
+    def _save(self, name: str, content: bytes, what: str = "") -> None:
         if self.arena is not None and not self._is_private:  # a private arena has no next process
-            self._write(name, content, lambda step: self._crash_point(f"storage.{name}.{step}"))
+            self._write(name, content, lambda step: self._crash_point(f"storage.{what or name}.{step}"))
 
     def _note_boot(self, content: bytes) -> None:
         """Record the machine's boot on the disk, before the files that depend on it."""
@@ -280,3 +296,5 @@ def _remove_notes(directory: Path) -> None:
     for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
         for path in (directory / name, directory / f"{name}.new"):
             path.unlink(missing_ok=True)
+    for path in directory.glob(f"{_CLIENT_STATE_PREFIX}*"):
+        path.unlink(missing_ok=True)

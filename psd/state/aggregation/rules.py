@@ -1,7 +1,7 @@
 """The update rules as a shard applies them to a page: each binds a group's flags and calls one kernel, or a user's own class.
 
-psd/contract/rules.py says what a rule's numbers may be, psd_core what they do; psd/state/staleness.py puts what aged gradients
-need around a rule. Must not know workers, rounds or locks.
+psd/contract/rules.py says what a rule's numbers may be, psd_core what they do; psd/state/aggregation/staleness.py puts what
+aged gradients need around a rule. Must not know workers, rounds or locks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psd.contract.custom_rules import ListedRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
-from psd.state.pages import BlockAccumulators
+from psd.state.aggregation.pages import BlockAccumulators
 from psd_core.arena import Page
 
 logger = logging.getLogger(__name__)

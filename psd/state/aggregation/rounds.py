@@ -1,7 +1,7 @@
 """The open round of a block: the gradients that it has, and how they are summed.
 
-`Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/exact_rounds.py keeps them apart until
-shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
+`Round` is what a block asks of it. `FastRound` adds gradients as they arrive; psd/state/aggregation/exact_rounds.py keeps
+them apart until shard 0 has decided on them. Used under the block's lock. Must not know versions, workers' leases or pages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
-from psd.state.agreement import Voice
-from psd.state.consistency import Policy
-from psd.state.lent import Loan, Sum
-from psd.state.membership import Membership
-from psd.state.pages import BlockAccumulators
-from psd.state.rules import Gradient, Rule
+from psd.state.aggregation.agreement import Voice
+from psd.state.aggregation.consistency import Policy
+from psd.state.aggregation.lent import Loan, Sum
+from psd.state.aggregation.pages import BlockAccumulators
+from psd.state.aggregation.rules import Gradient, Rule
+from psd.state.workers.membership import Membership
 from psd_core.arena import Page
 
 
@@ -171,11 +171,15 @@ class Round(ABC):
         """Mask of the workers that are waited for in this round, whether they have contributed or not."""
         return self._setting.members.waited_in(self._number)
 
-    # -- what is of some kinds only ------------------------------------------------------------------------------------
+    @abstractmethod
+    def session_of(self, rank: int, *, is_committed: bool) -> int:
+        """The session of a rank whose gradient counts in this round, unless the process dies before it closes; 0: none's does.
 
-    def has_gradient_of(self, rank: int) -> bool:
-        """FAST: true if a session of the rank has contributed, so that no other one can."""
-        raise NotImplementedError
+        Args:
+            is_committed: EXACT: all shards have it, as shard 0 knows.
+        """
+
+    # -- what is of some kinds only ------------------------------------------------------------------------------------
 
     def take_over(self, loan: Loan) -> None:
         """FAST: copy what was lent by this loan. If it fails, nothing has changed."""
@@ -253,9 +257,10 @@ class FastRound(Round):
             return None
         return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
-    def has_gradient_of(self, rank: int) -> bool:
+    def session_of(self, rank: int, *, is_committed: bool = True) -> int:
         """See Round."""
-        return rank in self.sessions
+        del is_committed
+        return self.sessions.get(rank, 0)
 
     def take(self, part: Contribution) -> Taken:
         """See Round."""

@@ -23,12 +23,12 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import Squares, Verdict, judged, measure_message, measures_gradients, members_mask
 from psd.state import locks
-from psd.state.block import BlockState
-from psd.state.consistency import Policy, ranks_in
-from psd.state.membership import Membership, Worker
-from psd.state.rounds import Unmeasured
-from psd.state.storage import Storage
+from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.consistency import Policy, ranks_in
+from psd.state.aggregation.rounds import Unmeasured
+from psd.state.durability.storage import Storage
 from psd.state.tickets import Ticket
+from psd.state.workers.membership import Membership, Worker
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_core.arena import Arena
 
@@ -76,7 +76,11 @@ class Coordinator:
 
     def entry_clock(self, rank: int) -> int:
         """The clock at which a new session of a rank takes part. If its last one had committed the open round, that stands."""
-        return self.next_round + (self._committed >> rank & 1)
+        return self.next_round + self.has_committed(rank)
+
+    def has_committed(self, rank: int) -> bool:
+        """True if all shards have the rank's gradient for the round that is to be decided next."""
+        return bool(self._committed >> rank & 1)
 
     def latest(self) -> list[job_pb2.Decision]:
         """The decisions that are kept, oldest first."""

@@ -1,0 +1,86 @@
+"""What users install: sdist and wheel as `python -m build` makes them, in an empty environment of each Python that is here.
+
+make test-install runs it: it builds psd once for every Python, and installs what psd needs from the package index.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT, copy_tracked
+
+OLDEST = (3, 10)
+OURS = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
+IS_USABLE = """
+import ensurepip, pathlib, sys, sysconfig, venv
+if pathlib.Path(sysconfig.get_path("include"), "Python.h").exists() and sys.prefix == sys.base_prefix:
+    print(*sys.version_info[:2])
+"""
+PINNED = {**os.environ, "PIP_CONSTRAINT": str(ROOT / ".ci/constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+TRAINING = """
+import importlib.metadata
+import numpy as np
+import psd_client
+
+assert psd_client.__version__ == importlib.metadata.version("psd")
+with psd_client.connect() as ps:
+    params = ps.declare({"w": np.zeros(300_000, np.float32)}, optimizer=psd_client.SGD(lr=0.5))
+    for _ in range(5):
+        params = ps.push_pull({"w": params["w"] - 1})
+    print("trained to", params["w"][-1], *ps.transports)
+"""
+
+
+def interpreters():
+    """One interpreter of each minor version: ours, then what pyenv and uv have, then what is on the path."""
+    homes = [Path(os.environ.get("PYENV_ROOT", "~/.pyenv")) / "versions", Path("~/.local/share/uv/python")]
+    found = [path for home in homes for path in sorted(home.expanduser().glob("*/bin/python3"))]
+    found += [Path(path) for minor in range(OLDEST[1], 30) if (path := shutil.which(f"python3.{minor}"))]
+    usable = {}
+    for path in [OURS, *found]:
+        said = subprocess.run([path, "-c", IS_USABLE], capture_output=True, text=True, check=False).stdout.split()
+        if said and tuple(map(int, said)) >= OLDEST:
+            usable.setdefault(".".join(said), path)
+    return usable
+
+
+def run(*command, cwd):
+    done = subprocess.run(
+        command, cwd=cwd, env=PINNED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with an sdist, and a wheel that was built from it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    copy_tracked(source)
+    run(sys.executable, "-m", "build", "--outdir", out, source, cwd=out)
+    return out
+
+
+@pytest.mark.parametrize(("version", "python"), interpreters().items(), ids=interpreters())
+def test_install_when_the_environment_is_empty_then_everything_works(version, python, built, tmp_path):
+    """The wheel where its Python is ours, else the sdist. A job is trained, stored and exported by what is installed then."""
+    run(python, "-m", "venv", "env", cwd=tmp_path)
+    here = tmp_path / "env/bin"
+    (package,) = built.glob("*.whl" if python == OURS else "*.tar.gz")
+
+    run(here / "python", "-m", "pip", "install", "--quiet", package, cwd=tmp_path)
+
+    run(here / "python", "-m", "pip", "check", cwd=tmp_path)
+    (tmp_path / "train.py").write_text(TRAINING)
+    options = ["--shards", "2", "--workers", "2", "--checkpoint-dir", "stored"]
+    said = run(here / "psd-run", *options, "train.py", cwd=tmp_path)
+    assert said.count("trained to 0.96875 shm shm") == 2, said
+    run(here / "psdctl", "export", "stored", "--to", "model.safetensors", cwd=tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size > 1_200_000
+    assert "PsdWorkerExpired" in run(here / "psdctl", "monitoring", "alerts", cwd=tmp_path)
