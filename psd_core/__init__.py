@@ -28,6 +28,7 @@ array([2.5, 3. , 3.5], dtype=float32)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -45,6 +46,7 @@ __all__ = [
     "RUN",
     "accumulate",
     "aligned_empty",
+    "aligned_zeros",
     "first_nonfinite",
     "scaled_copy",
     "square_root",
@@ -134,9 +136,18 @@ def aligned_empty(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     Raises:
         ValueError: ``n`` is negative.
     """
+    return _aligned(np.empty, n, dtype)
+
+
+def aligned_zeros(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return an array as `aligned_empty` does, of zeros; unused pages of a large one cost nothing."""
+    return _aligned(np.zeros, n, dtype)
+
+
+def _aligned(make: Callable[..., npt.NDArray[Any]], n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     itemsize = np.dtype(dtype).itemsize
     if n < 0:
         raise ValueError(f"n: expected a length >= 0, got {n}")
-    memory = np.empty(n * itemsize + _CACHE_LINE_BYTES, np.uint8)
+    memory = make(n * itemsize + _CACHE_LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % _CACHE_LINE_BYTES
     return memory[start : start + n * itemsize].view(dtype)

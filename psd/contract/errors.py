@@ -16,10 +16,12 @@
     ├── NotDeclared               the shard has no job, or no initial values, yet
     ├── CutMissed                 the shard has gone beyond the cut that a reader named
     ├── SessionFenced             the worker's session has ended: its lease ran out, or its rank joined again
+    ├── WorkerFailed              another worker has failed, and the job was to end then
     ├── WaitTimeout               a wait for other workers reached its deadline
     │   └── BarrierTimeout
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
     ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
+    ├── CheckpointUnsupported     a checkpoint is whole, but of a version of psd whose checkpoints this one does not read
     ├── RuleFailed                a user's own update rule raised; the parameters are as they were
     ├── OutOfSpace                a shard has no room for the job's parameters, or in its --state-dir
     ├── Overloaded                a limit on concurrent work is reached
@@ -166,6 +168,12 @@ class SessionFenced(PsdError):
     code = "ABORTED"
 
 
+class WorkerFailed(PsdError):
+    """Another worker has failed, or fallen silent, and the shards were told to end the job then. Detail: rank, of that one."""
+
+    code = "ABORTED"
+
+
 class WaitTimeout(PsdError):
     """A wait for other workers reached its deadline. Detail: missing, the ranks that were waited for."""
 
@@ -186,6 +194,12 @@ class CheckpointCorrupt(PsdError):
     """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it."""
 
     code = "DATA_LOSS"
+
+
+class CheckpointUnsupported(PsdError):
+    """A checkpoint is whole, but of a format, a layout or a rule that this version of psd does not know."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class RuleFailed(PsdError):

@@ -11,6 +11,8 @@ def describe_worker(worker: control_pb2.WorkerStatus) -> str:
     """A worker in words, such as "worker 3, last seen 12 s ago, at step 40"."""
     if worker.last_seen_s < 0:
         return f"worker {worker.rank}, which has not joined yet"
+    if worker.failed:
+        return f"worker {worker.rank}, which failed {worker.last_seen_s:.0f} s ago, at step {worker.clock}"
     return f"worker {worker.rank}, last seen {worker.last_seen_s:.0f} s ago, at step {worker.clock}"
 
 

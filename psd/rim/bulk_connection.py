@@ -37,7 +37,13 @@ Admit = Callable[["ServedConnection", bytes], int]
 HELLO_BYTES_MAX = 1024
 """Longest head until the ticket has been shown."""
 
-_PUSHES = (bulk_pb2.BULK_METHOD_PUSH, bulk_pb2.BULK_METHOD_PUSH_PULL)
+_HEADS = {
+    bulk_pb2.BULK_METHOD_PUSH: "push",
+    bulk_pb2.BULK_METHOD_PULL: "pull",
+    bulk_pb2.BULK_METHOD_PUSH_PULL: "push",
+    bulk_pb2.BULK_METHOD_INITIALIZE: "initialize",
+}
+"""The field of BulkCall that says what is to be done, by its method."""
 
 
 class ServedConnection:
@@ -196,23 +202,28 @@ class ServedConnection:
 
     def _call(self, call: bulk_pb2.BulkCall) -> None:
         """Answer one call: with blocks as they become ready, and then its reply or its error."""
-        pushed = _Pushed(self._stream, self._scratch, self._attached, self.rank) if call.method in _PUSHES else None
+        head = _HEADS.get(call.method, "pull")
+        sent: _Sent | None = None
+        if head != "pull":
+            sent = _Sent(self._stream, self._scratch, self._attached, self.rank, is_initial=head == "initialize")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
         reply = bulk_pb2.BulkReply()
         try:
             self._shard.check_draining()
-            self._check_caller(call.pull.caller if pushed is None else call.push.caller)
+            self._check_caller(getattr(call, head).caller)
             self._is_in_call = True
-            with self._way_out() as put, contextlib.closing(self._answers(call, pushed)) as answers:
+            with self._way_out() as put, contextlib.closing(self._answers(call, sent)) as answers:
                 for item in answers:
-                    if not isinstance(item, PulledBlock):
+                    if isinstance(item, data_pb2.PushReply):
                         reply.push.CopyFrom(item)
+                    elif isinstance(item, data_pb2.InitializeReply):
+                        reply.initialize.CopyFrom(item)
                     elif has_payload:
                         self._plane.counts.count_bytes(sent=item.nbytes)
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
-                        put(_Outgoing(item, call.into_memory, call.announce))
+                        put(_Outgoing(item, call.place if call.into_memory else None, call.announce))
                     else:
                         item.release()
         except (Disconnected, TimeoutError):
@@ -221,8 +232,8 @@ class ServedConnection:
             if self._has_hung_up:  # there is nobody to be told
                 raise Disconnected from error
             refusal = self._guard.as_error(error)
-            if pushed is not None:
-                pushed.skip_rest()
+            if sent is not None:
+                sent.skip_rest()
             self._send_error(refusal)
         else:
             self._stream.send(Kind.REPLY, reply.SerializeToString())
@@ -231,15 +242,19 @@ class ServedConnection:
             with self._lock:
                 self._callbacks.clear()
 
-    def _answers(self, call: bulk_pb2.BulkCall, pushed: _Pushed | None) -> Generator[PulledBlock | data_pb2.PushReply]:
+    def _answers(
+        self, call: bulk_pb2.BulkCall, sent: _Sent | None
+    ) -> Generator[PulledBlock | data_pb2.PushReply] | Generator[data_pb2.InitializeReply]:
         """Begin the call on the data plane."""
         waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
-        if pushed is None:
+        if sent is None:
             if call.method != bulk_pb2.BULK_METHOD_PULL:
                 raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
             return self._plane.pull(call.pull, waiter)
+        if call.method == bulk_pb2.BULK_METHOD_INITIALIZE:
+            return self._plane.initialize(call.initialize, sent.blocks())
         begin = self._plane.push if call.method == bulk_pb2.BULK_METHOD_PUSH else self._plane.push_pull
-        return begin(call.push, pushed.blocks(), waiter)
+        return begin(call.push, sent.blocks(), waiter)
 
     @contextlib.contextmanager
     def _way_out(self) -> Iterator[Callable[[_Outgoing], None]]:
@@ -265,12 +280,12 @@ class ServedConnection:
         answer = out.answer
         try:
             head = data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
-            if not out.into_memory:
+            if out.place is None:
                 self._stream.send(Kind.ANSWER, head, answer.values, more=True)  # at least the REPLY
                 return
             if self._has_hung_up:  # a worker that has not waited for this process may use its memory otherwise
                 raise Disconnected("the worker has hung up")
-            np.copyto(self._attached().parameter(answer.block), answer.values)
+            np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, head)
         finally:
@@ -294,22 +309,25 @@ class ServedConnection:
 
 class _Outgoing(NamedTuple):
     answer: PulledBlock
-    into_memory: bool
+    place: int | None  # in attached memory; None: it leaves in a message
     is_announced: bool
 
 
-class _Pushed:
-    """The blocks of one push, read from the messages after its CALL.
+class _Sent:
+    """The blocks of one push, or of initial values, read from the messages after its CALL.
 
     Args:
-        memory: gives what is attached. rank: of the worker.
+        memory: gives what is attached. rank: of the worker. is_initial: parameters, and not gradients.
     """
 
-    def __init__(self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory], rank: int) -> None:
+    def __init__(
+        self, stream: Stream, scratch: memoryview, memory: Callable[[], WorkerMemory], rank: int, *, is_initial: bool
+    ) -> None:
         self._stream = stream
         self._scratch = scratch
         self._memory = memory
         self._rank = rank
+        self._is_initial = is_initial
         self._unread = 0  # payload bytes of the last message
         self._is_last = False
 
@@ -319,13 +337,16 @@ class _Pushed:
             message = self._next()
             count = len(message.blocks)
             if not count and not self._is_last:
-                raise InvalidRequest("blocks: is empty in a message that is not the last of its push")
+                raise InvalidRequest("blocks: is empty in a message that is not the last of its call")
+            if self._is_initial and message.present:
+                raise InvalidRequest("present: belongs to a push, and not to initial values")
             if len(message.present) not in (0, count):
                 raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
             if message.in_memory:
                 if self._unread:
                     raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
                 memory = self._memory()
+                values_of = memory.values if self._is_initial else memory.gradient
                 # What has come together has no order, and the update of a round that is complete is left to the first call that
                 # reads the block: each worker's begins elsewhere, and they share the work.
                 begin = count * self._rank // memory.world_size
@@ -333,8 +354,8 @@ class _Pushed:
                     block = message.blocks[i]
                     present = message.present[i] if message.present else b""
                     is_empty = present and not any(present)
-                    gradient = memoryview(b"") if is_empty else memory.gradient(block)
-                    yield PushedBlock(block, present, gradient, is_lent=True, is_followed=left > 1)
+                    values = memoryview(b"") if is_empty else values_of(block)
+                    yield PushedBlock(block, present, values, is_lent=True, is_followed=left > 1)
             else:
                 if count > 1 or (self._unread and not count):
                     raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")
@@ -343,7 +364,7 @@ class _Pushed:
                     yield PushedBlock(block, message.present[0] if message.present else b"", payload)
 
     def skip_rest(self) -> None:
-        """Read what the worker is still sending of a push that was refused."""
+        """Read what the worker is still sending of a call that was refused."""
         self._stream.skip(self._unread)
         while not self._is_last:
             self._next()
@@ -352,7 +373,7 @@ class _Pushed:
     def _next(self) -> bulk_pb2.BulkBlocks:
         kind, head, self._unread = self._stream.receive()
         if kind is not Kind.BLOCKS:
-            raise InvalidRequest(f"kind: expected the BLOCKS of a push, got {kind.name}")
+            raise InvalidRequest(f"kind: expected the BLOCKS of a call, got {kind.name}")
         self._is_last = True  # a message that cannot be read is the last one, too: what comes then is not expected
         message = _parsed(bulk_pb2.BulkBlocks, head)
         self._is_last = message.last

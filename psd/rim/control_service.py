@@ -58,6 +58,7 @@ class ControlService:
             "Heartbeat": self.heartbeat,
             "Leave": self.leave,
             "Barrier": self.barrier,
+            "Load": self.load,
             "Commit": self.commit,
             "Measure": self.measure,
             "Checkpoint": self.checkpoint,
@@ -99,8 +100,7 @@ class ControlService:
     def heartbeat(self, request: control_pb2.HeartbeatRequest, context: grpc.ServicerContext) -> control_pb2.HeartbeatReply:
         """See ControlService.Heartbeat."""
         del context
-        waits = self._shard.admission.heartbeat(request)
-        return control_pb2.HeartbeatReply(waits=[views.wait_status(self._shard, ticket) for ticket in waits])
+        return views.heartbeat_reply(self._shard, self._shard.admission.heartbeat(request))
 
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
         """See ControlService.Leave."""
@@ -140,6 +140,11 @@ class ControlService:
         generation = Waiter(self._shard, context).wait(self._shard.arrive(request))
         self._shard.count_barrier(self._shard.age_s(began))
         return control_pb2.BarrierReply(generation=generation)
+
+    def load(self, request: control_pb2.LoadRequest, context: grpc.ServicerContext) -> control_pb2.LoadReply:
+        """See ControlService.Load."""
+        ticket = self._shard.parameters.load(request)
+        return control_pb2.LoadReply(sets=ticket is not None and Waiter(self._shard, context).wait(ticket))
 
     def describe(self, request: control_pb2.DescribeRequest, context: grpc.ServicerContext) -> control_pb2.DescribeReply:
         """See ControlService.Describe."""

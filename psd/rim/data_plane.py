@@ -21,7 +21,7 @@ from psd.v1 import data_pb2
 
 
 class PushedBlock(NamedTuple):
-    """One block of a push.
+    """One block of a push, or of initial values.
 
     Attributes:
         present: as in PushFrame.
@@ -77,6 +77,18 @@ class DataPlane:
         self.counts = shard.lane_counts(lane)
         self._now = shard.now
         self._exchange = shard.exchange
+        self._admission = shard.admission
+
+    def initialize(self, head: data_pb2.InitializeFrame, blocks: Iterator[PushedBlock]) -> Generator[data_pb2.InitializeReply]:
+        """See DataService.Initialize: the reply."""
+        init = self._admission.begin_initialize(head.caller, head.layout_digest, head.choice)
+        try:
+            for block in blocks:
+                self._admission.initialize_block(init, block.block, block.payload)
+                self.counts.count_bytes(received=block.payload.nbytes)
+            yield data_pb2.InitializeReply(accepted=self._admission.end_initialize(init))
+        finally:
+            init.give_back()
 
     def push(self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter) -> Generator[data_pb2.PushReply]:
         """See DataService.Push: the push's reply."""

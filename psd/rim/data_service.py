@@ -60,6 +60,11 @@ class DataService:
                     message_parser(data_pb2.BuffersRequest),
                     data_pb2.BuffersReply.SerializeToString,
                 ),
+                "SetParameters": grpc.unary_unary_rpc_method_handler(
+                    guard.unary(self.set_parameters),
+                    message_parser(data_pb2.ParametersRequest),
+                    data_pb2.ParametersReply.SerializeToString,
+                ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
@@ -152,31 +157,26 @@ class DataService:
     def initialize(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> data_pb2.InitializeReply:
         """See DataService.Initialize."""
         del context
-        init = None
-        for frame in requests:
-            head, payload = checked(frame)
-            if init is None:
-                if not head.HasField("caller"):
-                    raise InvalidRequest("caller: the first frame of an initialization must have one")
-                init = self._shard.admission.begin_initialize(head.caller, head.layout_digest, head.choice)
-            elif head.HasField("caller"):
-                raise InvalidRequest("caller: stands on a frame that is not the first")
-            if head.HasField("block"):
-                self._shard.admission.initialize_block(init, head.block, payload)
-                self._plane.counts.count_bytes(received=payload.nbytes)
-            elif payload.nbytes:
-                raise InvalidRequest("block: absent, but the frame has a payload")
-            elif not head.HasField("caller"):
-                raise InvalidRequest("block: absent from a frame that is not the first")
-        if init is None:
+        frame = next(requests, None)
+        if frame is None:
             raise InvalidRequest("InitializeFrame: the stream ended without a frame")
-        return data_pb2.InitializeReply(accepted=self._shard.admission.end_initialize(init))
+        first: Frame = checked(frame)
+        if not first.head.HasField("caller"):
+            raise InvalidRequest("caller: the first frame of an initialization must have one")
+        (reply,) = self._plane.initialize(first.head, _initial_blocks(first, requests))
+        return reply
 
     def store_buffers(self, request: data_pb2.BuffersRequest, context: grpc.ServicerContext) -> data_pb2.BuffersReply:
         """See DataService.StoreBuffers."""
         del context
         self._plane.counts.count_bytes(received=self._shard.buffers.store(request))
         return data_pb2.BuffersReply()
+
+    def set_parameters(self, request: data_pb2.ParametersRequest, context: grpc.ServicerContext) -> data_pb2.ParametersReply:
+        """See DataService.SetParameters."""
+        del context
+        self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
+        return data_pb2.ParametersReply()
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
         try:
@@ -193,6 +193,23 @@ def _next(requests: Iterator[Frame]) -> Frame:
         raise InvalidRequest("last: the stream ended before the last frame of a push")
     found: Frame = checked(frame)
     return found
+
+
+def _initial_blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
+    """The blocks of initial values, from the first frame to the end of the stream."""
+    frame: Frame | None = first
+    while frame is not None:
+        head, payload = frame
+        if frame is not first and head.HasField("caller"):
+            raise InvalidRequest("caller: stands on a frame that is not the first")
+        if head.HasField("block"):
+            yield PushedBlock(head.block, b"", payload)
+        elif payload.nbytes:
+            raise InvalidRequest("block: absent, but the frame has a payload")
+        elif frame is not first:
+            raise InvalidRequest("block: absent from a frame that is not the first")
+        following = next(requests, None)
+        frame = None if following is None else checked(following)
 
 
 def _header(frame: Frame) -> data_pb2.PushHeader:

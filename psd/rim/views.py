@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import psd
+from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -36,7 +37,18 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
         pid=worker.pid,
         session=worker.session,
         transport=worker.transport,
+        failed=worker.has_failed,
     )
+
+
+def heartbeat_reply(shard: Shard, waits: list[Ticket]) -> control_pb2.HeartbeatReply:
+    """The reply to a heartbeat: the worker's waits and, from shard 0, who is not waited for any more."""
+    reply = control_pb2.HeartbeatReply(waits=[wait_status(shard, ticket) for ticket in waits])
+    if shard.config.shard_index == 0:
+        ranks = {Absence.FAILED: reply.failed, Absence.SILENT: reply.silent, Absence.FINISHED: reply.finished}
+        for rank, why in shard.absent.items():
+            ranks[why].append(rank)
+    return reply
 
 
 def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:

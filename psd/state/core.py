@@ -38,6 +38,7 @@ from psd.state.locks import Level
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.state.workers.barriers import Barriers
 from psd.state.workers.initial import InitialValues
+from psd.state.workers.loads import Loads
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
@@ -98,6 +99,7 @@ class ShardCore:
         self.life = LifeCycle()
         self.initial = self.new_initial()
         self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
+        self.loads = Loads(lambda: self.members.at_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates(storage)
         self.timeline = 0
@@ -164,6 +166,10 @@ class ShardCore:
         if self.life.now is Life.UNREAD:
             self.become(Life.SERVING)
 
+    def new_members(self, world_size: int, clock: int = 0) -> Membership:
+        """A membership of workers that have yet to come."""
+        return Membership(world_size, self.config.lease_s, clock, self.config.on_worker_failure)
+
     def new_initial(self) -> InitialValues:
         """Make the record of initial values that nobody has offered yet."""
         return InitialValues(self.life, chooses=self.config.shard_index == 0)
@@ -179,6 +185,18 @@ class ShardCore:
         checkpoint = CutName.of(self.restored_from)
         return 0 if checkpoint is None else checkpoint[1]
 
+    @property
+    def how_to_begin_afresh(self) -> str:
+        """Advice, in an error, for who means another job than the one that is here."""
+        if self.restored_from:
+            return (
+                f"The job goes on from checkpoint {self.restored_from}; to begin another one, start the shards with another "
+                "--checkpoint-dir; --from-checkpoint with --parameters-only takes the parameters alone"
+            )
+        if self.config.state_dir and self.job is not None and self.job.arena.word("restarts"):
+            return "The job goes on from --state-dir; to begin another one, remove that directory, or name another"
+        return "All workers of a job declare the same; to begin another job, start other shards, as psd-run does each time"
+
     def recover(self) -> bool:
         """Go on with the job that an earlier process of this shard held; False if there is none."""
         found = self.storage.recover()
@@ -186,7 +204,7 @@ class ShardCore:
             return False
         stored, arena = found
         spec = JobSpec.from_message(stored.spec)
-        members = Membership(spec.world_size, self.config.lease_s)
+        members = self.new_members(spec.world_size)
         for rank in range(spec.world_size):
             session, clock, state = arena.member(rank)
             if state:
@@ -346,6 +364,7 @@ class ShardCore:
             elif worker.state is not WorkerState.LIVE:
                 ticket.fail(self.members.ended(worker))
         self.barriers.on_session_end(worker.rank)
+        self.loads.on_session_end(worker.rank)
         self.initial.on_gone(worker.rank, self.members.workers)
         if self.job is not None:
             self.job.on_gone(worker.rank)
@@ -383,6 +402,7 @@ class ShardCore:
         """Open what a change of who is waited for completes. Called without the lock."""
         with self.lock:
             self.barriers.on_members_changed()
+            self.loads.settle()
             self.open_gates()
             job = self.job if self.life.has_values else None
             news: list[tuple[int, int]] = []

@@ -122,6 +122,46 @@ def test_push_pull_when_the_connection_broke_then_opens_another_and_counts_once(
             assert ps.push_pull({"w": np.full(ELEMENTS, -1.0)})["w"].tolist() == [float(step)] * ELEMENTS
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_declare_when_a_transport_is_chosen_then_the_initial_values_go_by_it(
+    cluster: Callable[..., Any], transport: str
+) -> None:
+    running = cluster(2)
+    with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
+        ps.declare({"w": np.arange(ELEMENTS, dtype=np.float32)}, psd_client.SGD(lr=1.0))
+
+        received = [shard.shard.lane_counts(lane).bytes_received for lane in TRANSPORTS for shard in running.shards]
+        assert sum(received[2 * TRANSPORTS.index(transport) :][:2]) == sum(received) == ELEMENTS * 4
+        assert ps.pull()["w"].tolist() == list(range(ELEMENTS))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_declare_when_the_connection_breaks_amid_the_initial_values_then_offers_them_again(
+    cluster: Callable[..., Any], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first offer had written is given back, and the second one is whole."""
+    running = cluster(1)
+    server = running.shards[0]
+    admission, taken = server.shard.admission, []
+
+    def initialize_block(init: Any, index: int, payload: memoryview) -> None:
+        taken.append((init, index))
+        if len(taken) == 2:
+            connection_of(server).cut()
+            raise OSError("the connection broke")
+        take(init, index, payload)
+
+    take = admission.initialize_block
+    monkeypatch.setattr(admission, "initialize_block", initialize_block)
+    with psd_client.connect(running.servers, 0, 1, transport=transport) as ps:
+        ps.declare({"w": np.arange(ELEMENTS, dtype=np.float32)}, psd_client.SGD(lr=1.0))
+        assert ps.pull()["w"].tolist() == list(range(ELEMENTS))
+
+    assert [index for _, index in taken] == [0, 1, *range(len(server.shard._core.declared().blocks))]
+    assert taken[0][0].pages == {}
+    assert server.shard._core.declared().arena.held_bytes == 0
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_pull_when_the_connection_breaks_while_it_waits_then_goes_on(cluster: Callable[..., Any], transport: str) -> None:
     running = cluster(1)

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from client_faults import Thread, connect_faulty, in_threads, until
 import psd_client
 from psd.contract.errors import (
     BarrierTimeout,
+    InvalidRequest,
     InvalidTensor,
     NonFiniteGradient,
     NotDeclared,
@@ -109,6 +111,43 @@ def test_declare_when_values_differ_then_the_first_ones_hold(cluster: Start) -> 
             assert (array == initializer).all()
 
 
+def test_declare_without_copies_when_parameters_are_pulled_then_the_same_arrays_change(cluster: Start) -> None:
+    """They cannot be written to, and outlive the connection; float16, of which psd holds a float32 master, is copied."""
+    values = {"w": np.ones((3, 5), np.float32), "h": np.ones(4, np.float16)}
+    with connect(cluster(2).servers, 0, 1) as ps:
+        declared = ps.declare(values, SGD(lr=1), copy=False)
+        assert [params.tolist() for params in declared.values()] == [value.tolist() for value in values.values()]
+        pulled = ps.push_pull({"w": values["w"], "h": values["h"]})
+
+        assert np.shares_memory(declared["w"], pulled["w"])
+        assert (declared["w"] == 0).all()
+        assert (declared["h"].dtype, declared["h"][0], pulled["h"][0]) == (np.float16, 1, 0)
+        with pytest.raises(ValueError, match="read-only"):
+            pulled["w"][...] = 1
+    assert (pulled["w"] == 0).all()
+
+
+@pytest.mark.parametrize(("copy", "models"), [(False, 2), (True, 3)])
+def test_memory_when_a_model_is_declared_and_pushed_then_there_are_so_many_of_it(
+    cluster: Start, copy: bool, models: int
+) -> None:
+    """Besides the program's gradients: those that are sent, the parameters that it has, and those that it gets."""
+    running = cluster(1)
+    nbytes = 16 << 20
+    values = {"w": np.ones(nbytes // 4, np.float32)}
+    with connect(running.servers, 0, 1, transport="tcp") as ps:
+        tracemalloc.start()
+        try:
+            params = ps.declare(values, SGD(lr=1), copy=copy)
+            params = ps.push_pull(values)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert (params["w"] == 0).all()
+    assert models * nbytes <= peak < (models + 0.9) * nbytes  # the shard's two scratch blocks are in this process, too
+
+
 def test_push_when_a_gradient_is_absent_then_the_parameter_stays(cluster: Start) -> None:
     """Also where a former push has left numbers in the buffer."""
     with declared(cluster(2).servers) as ps:
@@ -191,7 +230,10 @@ def test_declare_when_a_value_is_not_finite_then_refuses(cluster: Start) -> None
 def test_declare_when_another_job_was_declared_then_names_the_difference(cluster: Start) -> None:
     servers = cluster(2).servers
     with declared(servers, 0, 2), connect(servers, 1, 2) as ps:
-        with pytest.raises(SpecMismatch, match="tensor 0"):
+        with pytest.raises(
+            SpecMismatch,
+            match=r"parameter .* in the job, .* All workers of a job declare the same; to begin another job, start other",
+        ):
             ps.declare({"w": np.zeros(7)}, SGD(lr=1))
         with pytest.raises(SpecMismatch, match="consistency"):
             ps.declare({"w": np.zeros(7)}, SGD(lr=1), consistency="async")
@@ -236,8 +278,10 @@ def test_calls_when_out_of_order_then_say_what_is_missing(cluster: Start) -> Non
     for call in (lambda: ps.push({}), ps.pull, lambda: ps.param_groups, ps._worker.pull_flat, lambda: ps._worker.gradients):
         with pytest.raises(NotDeclared, match="declare"):
             call()
+    with pytest.raises(InvalidTensor, match="params: is empty; there must be at least one"):
+        ps.declare({}, SGD(lr=1))  # and leaves the job as it is
     ps.declare({"w": np.zeros(1)}, SGD(lr=1))
-    with pytest.raises(RuntimeError, match="declared its job already"):
+    with pytest.raises(InvalidRequest, match="declared its job already"):
         ps.declare({"w": np.zeros(1)}, SGD(lr=1))
     with pytest.raises(InvalidTensor, match="no parameter 'x'"):
         ps.push({"x": 1.0})

@@ -82,7 +82,7 @@ def prepare(lane: Lane) -> Any:
 
 
 def push(lane: Lane, scope: Scope | None = None, timeout_s: float = LONG, buffers: FlatBuffers | None = None) -> Any:
-    part = GradientPart(data_pb2.PushHeader(), LAYOUT.blocks_of(0), buffers or FlatBuffers(LAYOUT), None)
+    part = GradientPart(LAYOUT.blocks_of(0), buffers or FlatBuffers(LAYOUT), header=data_pb2.PushHeader())
     return lane.push(part, Call(timeout_s, scope or Scope()))
 
 
@@ -156,7 +156,7 @@ def attached(told: Told, shard: ScriptedShard) -> tuple[ToldLane, FlatBuffers, F
     lane = told(local_name=shard.local_name, transport="shm")
     segment = share_memory(LAYOUT)
     gradients, parameters = FlatBuffers(LAYOUT, segment=segment, of_gradients=True), FlatBuffers(LAYOUT, segment=segment)
-    prepare(lane)(gradients, parameters)
+    prepare(lane)(gradients, [parameters])
     return lane, gradients, parameters
 
 

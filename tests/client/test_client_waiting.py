@@ -162,6 +162,7 @@ class FakeSession:
 
     memberships: Memberships = field(default_factory=Memberships)
     reported_clock: int = 41
+    world_size: int = 4
     is_leaving: bool = False
     resumed: list[int] = field(default_factory=list)
     refusal: PsdError | None = None
@@ -283,6 +284,23 @@ def test_step_when_a_shard_does_not_answer_then_logs_once_per_outage(caplog: pyt
         "psd: worker 0: shard 0 at h:7000 answers again",
     ]
     assert len(rig.lanes[1].requests) == 12
+
+
+def test_step_when_somebody_is_no_longer_waited_for_then_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Shard 0 is asked; a heartbeat is one line at most; who has merely finished is no warning."""
+    rig = Rig()
+    rig.lanes[0].answer = control_pb2.HeartbeatReply(failed=[1], finished=[2])
+    rig.lanes[1].answer = control_pb2.HeartbeatReply(silent=[3])
+    rig.run_for(9)
+    rig.lanes[0].answer = control_pb2.HeartbeatReply(finished=[2, 3])
+    rig.run_for(9)
+    rig.lanes[0].answer = control_pb2.HeartbeatReply(finished=[1, 2, 3])
+    rig.run_for(9)
+
+    assert caplog.messages == [
+        "psd: worker 0: worker 1 has failed; worker 2 has finished: 2 of 4 workers are waited for from now on",
+        "psd: worker 0: worker 1 is back; worker 3 has finished: 2 of 4 workers are waited for from now on",
+    ]
 
 
 def test_step_when_a_shard_falls_silent_then_it_is_named_within_six_seconds(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ NAMES_SOMEBODY = re.compile(r"shard \d+|worker \d+")
 _DEFECT = re.compile(r"Traceback|Exception ignored|Fatal Python error|CRITICAL|ERROR(?! (.*checkpoint|round \d+ cannot))")
 _PREFIX = re.compile(r"^psd: worker \d+: ")
 
-EXPIRED = "silent for longer than its lease"
+EXPIRED = "fallen silent"
 """What shards' logs say of a worker that they have given up."""
 
 BUSY = 4.0

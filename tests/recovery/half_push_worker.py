@@ -50,7 +50,7 @@ def push_half(server: str, ps: Any, grads: dict[str, Any], blocks: int, before: 
         decisions=ps._worker._session.decisions,
     )
     ps._worker.gradients.views[0][...] = grads["w"]  # the job has a single tensor
-    part = GradientPart(header, layout.blocks_of(0), ps._worker.gradients, None, Half(layout, blocks))
+    part = GradientPart(layout.blocks_of(0), ps._worker.gradients, None, Half(layout, blocks), header=header)
     sent = before * sum(block.nbytes for block in part.blocks) + sum(block.nbytes for block in part.blocks[:blocks])
     lane = ps._worker._shards.lanes[0]
     pushing = threading.Thread(target=lane.push, args=(part, Call(100, Scope())), daemon=True)

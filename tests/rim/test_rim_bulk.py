@@ -165,6 +165,36 @@ def test_wrong_blocks_are_refused_by_name_and_the_connection_goes_on(
     answer(stream, Kind.ANSWER)
 
 
+@pytest.mark.parametrize(
+    ("head", "match"),
+    [(blocks([0], present=[b""]), "present: belongs to a push"), (blocks([0]), "the initial values of worker 0 .* has nan")],
+)
+def test_wrong_initial_values_are_refused_by_name_and_the_connection_goes_on(
+    join: Callable[..., BulkWorker], head: bytes, match: str
+) -> None:
+    """As by gRPC; and values that come when the job has some change nothing."""
+    worker = join()
+    stream = worker.connect()
+    offer = data_pb2.InitializeFrame(caller=worker.caller, layout_digest=worker.digest, choice=9)
+    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=offer, timeout_s=10)
+
+    for sent in (head, blocks([1])):
+        stream.send(Kind.CALL, call.SerializeToString())
+        stream.send(Kind.BLOCKS, sent, np.full(ELEMENTS, np.nan if sent is head else 7, np.float32))
+        if sent is head:
+            with pytest.raises(PsdError, match=match):
+                answer(stream, Kind.REPLY)
+    reply = bulk_pb2.BulkReply.FromString(answer(stream, Kind.REPLY))
+
+    assert reply.HasField("initialize")
+    assert not reply.initialize.accepted
+    stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL))
+    assert stream.receive()[2] == ELEMENTS * 4
+    values = np.empty(ELEMENTS, np.float32)
+    stream.read_into(values.data.cast("B"))
+    assert values.tolist() == [0.0] * ELEMENTS
+
+
 def test_a_push_refused_in_its_middle_is_read_to_its_end(join: Callable[..., BulkWorker]) -> None:
     """The error comes after the last block, and the same connection takes the next push."""
     worker = join()

@@ -105,13 +105,14 @@ class Driver:
         shard: int = 0,
         shards: int = 1,
         lease_s: float = 10.0,
+        on_worker_failure: str = "continue",  # so that a test may end a session without letting a lease pass
         directory: CheckpointDirectory | None = None,
         **config: Any,
     ) -> None:
         self.time = FakeTime()
         self.spec = spec if spec is not None else job_spec()
         self.layout = Layout(self.spec, shards)
-        self.config = ServerConfig(shard, shards, lease_s=lease_s, **config)
+        self.config = ServerConfig(shard, shards, lease_s=lease_s, on_worker_failure=on_worker_failure, **config)
         self.incarnation = INCARNATION
         self._start(directory=directory)
 

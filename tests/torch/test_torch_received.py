@@ -27,7 +27,7 @@ def received() -> tuple[Unlike, FlatBuffers, Parameters]:
     """A model, buffers that hold 1, 2, 3, ... for its tensors, and what copies them."""
     model = Unlike()
     always, template = check_optimizer(SGD(model.parameters(), lr=0.1))
-    declaration = read_declaration(model, SGD(model.parameters(), lr=0.1), template, always)
+    declaration = read_declaration(model, SGD(model.parameters(), lr=0.1), template, always, "first")
     buffers = FlatBuffers(Layout(JobSpec(1, tuple(declaration.tensors), tuple(declaration.groups)), 1))
     for number, view in enumerate(buffers.views):
         view[...] = number + 1

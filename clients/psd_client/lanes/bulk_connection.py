@@ -26,7 +26,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
-from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, GradientPart, Traffic
+from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, OutgoingBlocks, Traffic
 
 logger = logging.getLogger("psd_client")
 
@@ -62,7 +62,8 @@ class BulkClient:
         self._address = address
         self._traffic = traffic
         self._sender = Crew("psd-send")
-        self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
+        self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
+        self._receiving: FlatBuffers | None = None  # whose memory the shard writes, or has written last
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_closed = False
@@ -82,19 +83,19 @@ class BulkClient:
         """True if memory can be shared with the shard."""
         return self._stream.local is not None
 
-    def attach(self, gradients: FlatBuffers, parameters: FlatBuffers, call: Call) -> None:
-        """Let the shard see both buffers, which lie in one segment; does nothing if it already sees them."""
+    def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
+        """Let the shard see the buffers, which all lie in one segment; does nothing if it already sees them."""
         if self._attached is not None and self._attached[0] is gradients:
             return
         segment, local = gradients.segment, self._stream.local
         assert segment is not None
-        assert segment is parameters.segment
+        assert all(segment is place.segment for place in places)
         assert local is not None
         message = bulk_pb2.BulkAttach(
             layout_digest=gradients.layout.digest,
             size=segment.nbytes,
             gradient_starts=gradients.starts,
-            parameter_starts=parameters.starts,
+            parameter_starts=[start for place in places for start in place.starts],
         )
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
@@ -114,22 +115,25 @@ class BulkClient:
         if nonce != segment.nonce:
             self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
-        self._attached = gradients, parameters
+        self._attached = gradients, list(places)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def transfer(
         self,
         message: bulk_pb2.BulkCall,
-        part: GradientPart | None,
+        part: OutgoingBlocks | None,
         blocks: Sequence[Block],
         parameters: FlatBuffers | None,
         call: Call,
-    ) -> data_pb2.PushReply:
-        """Make the call `message`: send the gradients of `part`, if any, and receive `blocks` into the parameters."""
+    ) -> bulk_pb2.BulkReply:
+        """Make the call `message`: send what `part` has, if any, and receive `blocks` into the parameters."""
         message.timeout_s = call.timeout_s
         if parameters is not None:
             message.into_memory = self._has(parameters)
+            if message.into_memory and self._attached is not None:
+                self._receiving = parameters
+                message.place = self._attached[1].index(parameters)
             message.announce = parameters.on_received is not None
         try:
             with self._under_way(call):
@@ -149,12 +153,12 @@ class BulkClient:
     def _has(self, buffers: FlatBuffers) -> bool:
         return (
             self._attached is not None
-            and any(buffers is attached for attached in self._attached)
+            and any(buffers is attached for attached in (self._attached[0], *self._attached[1]))
             and not (buffers.segment is None or buffers.segment.is_given_up)
         )
 
-    def _messages(self, part: GradientPart) -> Iterator[tuple[bytes, Any, bool]]:
-        """Heads and payloads of the messages that carry gradients, and whether another one follows at once.
+    def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Any, bool]]:
+        """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
 
         Each block has one; blocks that are attached are only named, all in one message if they are all there.
         """
@@ -164,7 +168,7 @@ class BulkClient:
             if part.present is not None:
                 names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
             yield names.SerializeToString(), b"", False
-            self._traffic.sent_bytes += sum(block.gradient_nbytes for block in part.blocks)
+            self._traffic.sent_bytes += sum(part.buffers.block(block.index).nbytes for block in part.blocks)
             return
         try:
             for block, present in part.outgoing():
@@ -176,13 +180,13 @@ class BulkClient:
                     if not present.any():
                         payload = b""
                 yield message.SerializeToString(), payload, left > 0 and part.feed is None
-                self._traffic.sent_bytes += block.gradient_nbytes
+                self._traffic.sent_bytes += part.buffers.block(block.index).nbytes
         except Aborted:
             self._cancel()  # the other thread waits for its answer
             raise
 
-    def _begin_sending(self, part: GradientPart) -> Task[None]:
-        """Send gradients in another thread while answers come in."""
+    def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
+        """Send in another thread while answers come in."""
 
         def send() -> None:
             for head, payload, is_more in self._messages(part):
@@ -197,7 +201,7 @@ class BulkClient:
 
     def _answer(
         self, sending: Task[None] | None, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool
-    ) -> data_pb2.PushReply:
+    ) -> bulk_pb2.BulkReply:
         """The answer, after all has been sent, too."""
         try:
             reply = self._receive(blocks, parameters, into_memory=into_memory)
@@ -214,7 +218,7 @@ class BulkClient:
             raise failure
         return reply
 
-    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> data_pb2.PushReply:
+    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> bulk_pb2.BulkReply:
         awaited = {block.index: block for block in blocks}
         while True:
             kind, head, payload_bytes = self._stream.receive()
@@ -240,7 +244,7 @@ class BulkClient:
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
                     self._traffic.received_bytes += sum(block.nbytes for block in blocks)
-                return reply.push
+                return reply
             elif kind is not Kind.ALIVE:
                 self._raise(kind, head)
 
@@ -310,13 +314,14 @@ class BulkClient:
                     raise
         self._end()
 
-    def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+    def _give_up(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
         """Detach the memory that the shard still holds: its further writes are not seen, nor do new gradients reach it."""
         segment = gradients.segment
         if segment is None or segment.is_given_up:
             return
         try:
-            segment.give_up(parameters.spaces)
+            written = {places[0], self._receiving or places[0]}  # the first one since it was attached, perhaps
+            segment.give_up([space for place in written for space in place.spaces])
         except OSError as error:
             logger.warning("psd: shard %d at %s may still write to this worker's memory: %s", self._shard, self._address, error)
             return

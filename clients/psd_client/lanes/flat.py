@@ -22,11 +22,14 @@ from psd_client.lanes.segment import Segment, aligned
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
 
+PLACES_MAX = 3
+"""Places for parameters in shared memory. Those that are never used cost nothing."""
+
 logger = logging.getLogger("psd_client")
 
 
 class FlatBuffers:
-    """Memory for every tensor of a job, zero at first.
+    """Memory for every tensor of a job, zero at first. Unused pages cost nothing.
 
     Args:
         segment: shared memory to take; None: ordinary memory.
@@ -67,9 +70,7 @@ class FlatBuffers:
     def _memory(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
         if self.segment is not None:
             return self.segment.zeros(size, dtype)
-        memory = psd_core.aligned_empty(size, dtype)
-        memory[...] = 0
-        return memory, 0
+        return psd_core.aligned_zeros(size, dtype), 0
 
     def block(self, index: int) -> NDArray[Any]:
         """The slice of block `index` of the layout."""
@@ -132,9 +133,9 @@ class FlatBuffers:
 
 
 def share_memory(layout: Layout) -> Segment | None:
-    """A segment for the gradients and the parameters of a job; None if the system has no such memory to give."""
+    """A segment for a job's gradients and PLACES_MAX times its parameters; None if the system has no such memory to give."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
-    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces)
+    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * PLACES_MAX
     nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
     try:
         return Segment(nbytes)

@@ -52,11 +52,10 @@ class Segment:
         self._end = ALIGN_BYTES
 
     def zeros(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
-        """A (size,) array and its offset in bytes. It keeps the memory, not the descriptor."""
+        """A (size,) array and its offset in bytes. It keeps the memory, not the descriptor. Unused pages cost nothing."""
         start = self._end
         array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
         self._end += aligned(size * dtype.itemsize)
-        array[...] = 0  # faults the pages in now rather than in the first step
         return array, start
 
     def give_up(self, received: Sequence[NDArray[Any]]) -> None:

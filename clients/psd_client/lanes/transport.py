@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
@@ -25,13 +25,13 @@ from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
 
 SMALL_BYTES = 64 << 10
-"""See GradientPart.is_small."""
+"""See OutgoingBlocks.is_small."""
 
 CANCEL_S = 2.0
 """Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
 
-Share = Callable[[FlatBuffers, FlatBuffers], None]
-"""A function that lets a shard see the gradients and the parameters, whose memory is shared, in all later bulk calls."""
+Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
+"""A function that lets a shard see the gradients and all places for parameters, whose memory is shared, in later bulk calls."""
 
 
 class Cancelled(Exception):
@@ -115,21 +115,19 @@ class Call(NamedTuple):
 
 
 @dataclass
-class GradientPart:
-    """The part of a push for one shard.
+class OutgoingBlocks:
+    """Blocks that a call sends to one shard: initial values, or those of a push.
 
     Attributes:
-        header: identity, weight and scalars of the push.
-        blocks: the trained blocks of the shard, at least one.
-        buffers: where the gradients lie; finite, and zero in tensors that are not present.
+        blocks: of the shard, at least one; of a push, the trained ones.
+        buffers: where their numbers lie; finite, and zero in tensors that are not present.
         present: (tensors of the spec,) which tensors have a gradient; None: all.
         feed: gives the blocks, if the gradients are still being computed.
     """
 
-    header: data_pb2.PushHeader
     blocks: Sequence[Block]
     buffers: FlatBuffers
-    present: NDArray[np.bool_] | None
+    present: NDArray[np.bool_] | None = None
     feed: Feed | None = None
 
     @property
@@ -144,6 +142,17 @@ class GradientPart:
             return
         for block in self.blocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
+
+
+@dataclass
+class GradientPart(OutgoingBlocks):
+    """The part of a push for one shard.
+
+    Attributes:
+        header: identity, weight and scalars of the push.
+    """
+
+    header: data_pb2.PushHeader = field(kw_only=True)
 
 
 @dataclass
@@ -225,6 +234,14 @@ class Lane(ABC):
     @abstractmethod
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         """Store what this worker has computed beside the parameters."""
+
+    @abstractmethod
+    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
+        """Wait at shard 0 until all workers load parameters, or report that they are set."""
+
+    @abstractmethod
+    def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
+        """Set parameters."""
 
     @abstractmethod
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:

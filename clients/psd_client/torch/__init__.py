@@ -11,7 +11,7 @@ at the job's clock. Must not know blocks, shards or messages. Only the torch mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, overload
@@ -20,6 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from psd.contract.arguments import real_number
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
@@ -29,7 +30,14 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
 from psd_client.torch.buffers import Buffers
-from psd_client.torch.declaration import BUFFER_POLICIES, Options, TorchDeclaration, check_optimizer, read_declaration
+from psd_client.torch.declaration import (
+    BUFFER_POLICIES,
+    Options,
+    TorchDeclaration,
+    check_optimizer,
+    read_declaration,
+    state_values,
+)
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors
@@ -53,7 +61,7 @@ def distribute(
     reduce: str | None = None,
     quorum: int | None = None,
     aggregation: str | None = None,
-    staleness: str = "",
+    staleness: str | None = None,
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
     overlap: bool | str = False,
@@ -101,6 +109,8 @@ def distribute(
     """
     if ps is not None and connect_args:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
+    if not isinstance(ps, ParameterServer | None):
+        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
     if buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     if overlap not in (False, True, "forward"):
@@ -111,14 +121,20 @@ def distribute(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
     if overlap and clip_norm is not None and not mode.has_rounds:
-        raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
-    if overlap == "forward" and staleness.startswith("dc"):
+        raise InvalidRequest(
+            f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
+            'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
+        )
+    stale, stale_scalars = parse_staleness(staleness)
+    if overlap == "forward" and stale.startswith("dc"):
         raise InvalidRequest(
             f'overlap: not "forward" with staleness={staleness!r}; shards do not keep the older parameters that some gradients '
             "then come from"
         )
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
     if isinstance(optimizer, Optimizer):
         always, template = optimizer.always, spec_of(optimizer)
         optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
@@ -126,11 +142,10 @@ def distribute(
         raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
     else:
         always, template = check_optimizer(optimizer)
-    name, stale_scalars = parse_staleness(staleness)
     for group in optimizer.param_groups:
         for scalar, value in stale_scalars.items():
             group.setdefault(scalar, value)
-    declaration = read_declaration(model, optimizer, replace(template, staleness=name), always, buffers)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
@@ -198,6 +213,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
         self._gradients = Gradients(declaration, worker.gradients, leaving)
 
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0: which share of the data is its own."""
+        return self.ps.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, and of shares of the data."""
+        return self.ps.world_size
+
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
@@ -223,12 +248,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grad_scaler: given by `grad_scaler.step(optimizer)`; the gradients are unscaled here, unless they have been.
 
         Raises:
+            InvalidRequest: the program has changed parameters itself, see `load_parameters`; nothing has been sent.
             NonFiniteGradient: NaN or infinity in a gradient, and nan_policy is "refuse"; nothing has been sent, except with
                 overlap, where the worker cannot go on.
             PsdError: what the shards or the connection refuse.
         """
         loss = None
-        size = self._size_of_step = float(self.batch_size if batch_size is None else batch_size)
+        size = self._size_of_step = real_number(
+            InvalidRequest, "batch_size", self.batch_size if batch_size is None else batch_size
+        )
         try:
             if closure is not None:
                 with torch.enable_grad():
@@ -245,6 +273,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _exchange(self, size: float, grad_scaler: GradScaler | None) -> None:
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
+        self._parameters.check_unchanged()
         if self._overlap:
             self._finish_overlapped(size)
         else:
@@ -263,6 +292,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters.copy()
         self._buffers.follow(self._worker.times_gone_back)
 
+    def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
+
+        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
+        all have them when it returns. What the rule keeps on the shards, such as momentum, stays. A worker that is started
+        again must not call it at another step than the others; to begin with other values, load them into the model before
+        `distribute`.
+
+        Args:
+            state_dict: the model's, whole, such as torch.load or safetensors have it.
+
+        Raises:
+            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or of another shape; or another worker was given
+                other values. Nothing was set.
+            NonFiniteGradient: a parameter holds NaN or infinity; nothing was set.
+            BarrierTimeout: not all workers have called it within the wait timeout.
+        """
+        values = state_values(self._declaration, state_dict)
+        self._gradients.settle()
+        count = len(self._declaration.parameters)
+
+        @torch.no_grad()
+        def write(flat: FlatBuffers) -> None:
+            torch._foreach_copy_(as_tensors(flat)[:count], values[:count])
+
+        self._worker.set_parameters(write)
+        self._parameters.copy()
+        with torch.no_grad():
+            for tensor, value in zip(self._declaration.parameters + self._declaration.buffers, values, strict=True):
+                tensor.copy_(value)
+        self._parameters.note()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Add up gradients without sending them (with overlap); the next back-propagation outside sends the sums.
@@ -274,6 +335,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _prepare_push(self) -> Callable[[Feed, Callable[[int], None]], None]:
         """Overlap: begin the push when the first gradient is there, with the header as it is then."""
+        self._parameters.check_unchanged()
         scalars = self._groups.scalars_now(self.param_groups)
         size = float(self.batch_size) if self._size_of_step is None else self._size_of_step
         self._sent = scalars, size

@@ -44,6 +44,7 @@ class SharedGroups:
             if take is not None:
                 take(given)
 
+        given.register_step_pre_hook(_refuse_step)
         given.register_load_state_dict_pre_hook(lambda _, state: without_slots(state))
         given.register_load_state_dict_post_hook(share)
 
@@ -108,3 +109,12 @@ def without_slots(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state to be loaded; InvalidRequest if it holds slots of an ordinary torch optimizer, which would be lost."""
     check_no_slots(state["state"].values(), "load_state_dict: the state")
     return {**state, "state": {}}
+
+
+def _refuse_step(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse to step an optimizer that was given to `distribute`: that would train this worker's copy alone."""
+    del args, kwargs
+    raise InvalidRequest(
+        f"{type(given).__name__}.step: this optimizer was given to psd.distribute(), and steps no more; step its result: "
+        "optimizer = psd.distribute(model, optimizer)"
+    )

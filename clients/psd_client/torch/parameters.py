@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
+from psd.contract.errors import InvalidRequest
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 
@@ -53,7 +54,31 @@ class Parameters:
             for tensor, _ in pieces:
                 self._blocks_of.setdefault(tensor, set()).add(block)
         self._left: set[int] = set()  # blocks that were not copied the last time
+        self._names = [tensor.name for tensor in declaration.tensors]
         self.versions = list(buffers.versions)
+        self.note()
+
+    def check_unchanged(self) -> None:
+        """Raise InvalidRequest if the program has changed a parameter since it was received: the next copy would undo that.
+
+        One that was changed and has its value again is not changed. Not seen is what torch does not count either, such as
+        `.data.clamp_()`; nor a change of one of which a part was left out, whose value is not known here.
+        """
+        for index, (parameter, view) in self._pairs.items():
+            if _mark(parameter) == self._marks[index]:
+                continue
+            is_known = all(self.versions[block] == self._buffers.versions[block] for block in self._blocks_of.get(index, ()))
+            if is_known and not torch.equal(parameter.detach(), view.to(parameter.device, parameter.dtype)):
+                raise InvalidRequest(
+                    f"parameter {self._names[index]!r} was changed by the program (load_state_dict, fill_, .data or the like), "
+                    "and a step would undo that: the values are the shards'. To set parameters call "
+                    "optimizer.load_parameters(state_dict) on all workers; optimizer.pull() takes the shards' values again"
+                )
+            self._marks[index] = _mark(parameter)
+
+    def note(self) -> None:
+        """Note what tells whether the program changes a parameter from now on."""
+        self._marks = {index: _mark(parameter) for index, (parameter, _) in self._pairs.items()}
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -61,6 +86,7 @@ class Parameters:
         self._copy(self._pairs)
         self._left = set()
         self.versions = list(self._buffers.versions)
+        self.note()
 
     @torch.no_grad()
     def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
@@ -71,6 +97,12 @@ class Parameters:
                 or if all have been received, or received anew.
             is_all: all of them; else those that have been received now, and those that were left out the last time.
         """
+        try:
+            self._copy_as_received(next_block, is_all=is_all)
+        finally:
+            self.note()
+
+    def _copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
         apart = {tensor for tensor, pair in self._pairs.items() if not is_alike(*pair)}
         copied: dict[int, int] = {}
         while (block := next_block(is_all or not self._left <= copied.keys())) is not None:
@@ -100,3 +132,8 @@ class Parameters:
         if pieces:
             targets = [parameter.view(-1)[elements] for parameter, _, elements in pieces]
             torch._foreach_copy_(targets, [view.view(-1)[elements] for _, view, elements in pieces])
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """Torch's count of changes in place, and where the numbers are."""
+    return parameter._version, parameter.data_ptr()  # noqa: SLF001

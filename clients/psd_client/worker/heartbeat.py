@@ -4,7 +4,7 @@ Every third of the lease it sends a heartbeat to every shard at once, with the w
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
 While a session is being made, the shards that know it already are sent heartbeats for it: another one may stay away for longer
 than a lease. Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the
-session resume at a shard that was restarted.
+session resume at a shard that was restarted. Shard 0's answers also say whom nobody waits for any more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
+from psd.contract.roster import Absence, Roster
 from psd.v1 import control_pb2
 from psd_client.lanes.shards import RETRIED
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
@@ -56,6 +57,7 @@ class Heartbeats:
         self._clock = clock
         self._next_beat = clock()
         self._resumed_at: dict[int, float] = {}
+        self._roster = Roster()
         self._logged: dict[int, str] = {}  # what was last logged of a shard in its present outage
         self._wake = threading.Event()
         self._stopped = False
@@ -106,7 +108,10 @@ class Heartbeats:
         restarted: dict[Lane, ShardRestarted] = {}
         for lane, reply in pending:
             try:
-                waits += reply().waits
+                answer = reply()
+                waits += answer.waits
+                if lane.shard == 0:
+                    self._on_roster(answer)
             except Cancelled:
                 pass
             except ShardRestarted as error:
@@ -122,6 +127,14 @@ class Heartbeats:
         self._health.answered(lane.shard)
         if self._logged.pop(lane.shard, None) is not None:
             logger.info("psd: worker %d: shard %d at %s answers again", self._rank, lane.shard, lane.address)
+
+    def _on_roster(self, answer: control_pb2.HeartbeatReply) -> None:
+        """Log who is not waited for any more, or is again; at most one line for each heartbeat."""
+        absent = dict.fromkeys(answer.failed, Absence.FAILED) | dict.fromkeys(answer.silent, Absence.SILENT)
+        news = self._roster.news(absent | dict.fromkeys(answer.finished, Absence.FINISHED), self._session.world_size)
+        if news:
+            level = logging.INFO if self._roster.is_usual else logging.WARNING
+            logger.log(level, "psd: worker %d: %s", self._rank, news)
 
     def _on_error(self, lane: Lane, error: PsdError, membership: JobMembership, began: float) -> None:
         if self._stopped:

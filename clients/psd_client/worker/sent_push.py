@@ -69,7 +69,7 @@ class SentPush:
         if shard == buffers.layout.client_state_shard:
             own.client_state = self.client_state
         own.versions.extend(versions)
-        return GradientPart(own, blocks, buffers, self.present, self.feed)
+        return GradientPart(blocks, buffers, self.present, self.feed, header=own)
 
     @property
     def is_superseded(self) -> bool:

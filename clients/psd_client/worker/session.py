@@ -78,6 +78,11 @@ class Session:
         return self.memberships.held.caller(shard)
 
     @property
+    def world_size(self) -> int:
+        """Number of workers of the job."""
+        return self._config.world_size
+
+    @property
     def reported_clock(self) -> int:
         """The clock that heartbeats report."""
         pushing = self.pushing

@@ -24,6 +24,7 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
 from psd.state.durability.cuts import TIME_S_MAX
+from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.membership import Membership, Worker, WorkerState
@@ -33,16 +34,33 @@ from psd_core.arena import Page
 TRANSPORT_BYTES_MAX = 256
 HOST_BYTES_MAX = 256
 
+GIVEN = 1
+"""Number of the choice, see psd/state/workers/initial.py, for values that no worker has provided; smaller than any session."""
+
 
 @dataclass(slots=True)
 class Initialization:
-    """Initial values in progress: kept aside until all blocks are there."""
+    """Initial values in progress, until all blocks are there: on pages that nobody reads yet, or aside.
+
+    Attributes:
+        is_first: the shard has no values, and so a page for each block. Else there is room for others only if nobody lacks it:
+            that is asked for when all are there.
+    """
 
     worker: Worker
     session: int
     choice: int
     is_accepted: bool
-    values: dict[int, NDArray[Any]] = field(default_factory=dict)
+    is_first: bool
+    job: Job
+    pages: dict[int, Page] = field(default_factory=dict)
+    aside: dict[int, NDArray[Any]] = field(default_factory=dict)
+
+    def give_back(self) -> None:
+        """Give back the pages that have not become current."""
+        while self.pages:
+            index, page = self.pages.popitem()
+            self.job.blocks[index].discard(page)
 
 
 class Admission:
@@ -51,9 +69,17 @@ class Admission:
     Args:
         wall: gives seconds since the epoch, for sessions that grow over restarts.
         redeclare: takes a restored job to another spec.
+        give_values: gives a new job its initial values, or says that there are none to be had here.
     """
 
-    def __init__(self, core: ShardCore, wall: Callable[[], float], redeclare: Callable[[JobSpec], None]) -> None:
+    def __init__(
+        self,
+        core: ShardCore,
+        wall: Callable[[], float],
+        redeclare: Callable[[JobSpec], None],
+        give_values: Callable[[Job], bool],
+    ) -> None:
+        self._give_values = give_values
         self._core = core
         self._redeclare = redeclare
         self._wall = wall
@@ -139,9 +165,12 @@ class Admission:
             and len(members.workers) != world_size
         )
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
-            return Membership(world_size, self._core.config.lease_s, clock=self._core.began_at)
+            return self._core.new_members(world_size, clock=self._core.began_at)
         if len(members.workers) != world_size:
-            raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
+            raise SpecMismatch(
+                f"world_size: {len(members.workers)} in the job, {world_size} with this worker. "
+                f"{self._core.how_to_begin_afresh}"
+            )
         return members
 
     def _run_id(self, asked: str, session: int) -> str:
@@ -200,8 +229,17 @@ class Admission:
                 raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
         if job is None:
             job = self._core.make_job(spec, members)
+            try:
+                has_values = self._give_values(job)
+            except BaseException:
+                self._core.storage.close(keep=False)
+                raise
             with self._core.lock:
                 self._core.take_job(job, members)
+                if has_values:
+                    job.arena.set_word("initialized", GIVEN)
+                    self._core.become(Life.UNREAD)
+                    self._core.initial.on_set(GIVEN)
         elif job.spec != spec and self._core.life.now is Life.RESTORED:
             self._redeclare(spec)
 
@@ -210,7 +248,7 @@ class Admission:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
             if job.spec != spec:
-                raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
+                raise SpecMismatch(f"{job.spec.difference(spec)}. {self._core.how_to_begin_afresh}")
             if self._core.life.now is Life.RESTORED:
                 self._core.become(Life.SERVING)
             choice = self._core.initial.on_declare(worker)
@@ -234,20 +272,31 @@ class Admission:
         return reply, ticket
 
     def begin_initialize(self, caller: job_pb2.Caller, layout_digest: bytes, choice: int) -> Initialization:
-        """Check the offer of initial values, and whether it is wanted."""
+        """Check the offer of initial values, and whether it is wanted. `Initialization.give_back` ends it, whatever happens."""
         with self._core.lock:
             worker = self._core.check_caller(caller)
-            self._core.declared().check_digest(layout_digest)
-            return Initialization(worker, caller.session, choice, self._core.initial.accepts(worker, choice))
+            job = self._core.declared()
+            job.check_digest(layout_digest)
+            is_accepted = self._core.initial.accepts(worker, choice)
+            return Initialization(worker, caller.session, choice, is_accepted, not self._core.life.has_values, job)
 
-    def initialize_block(self, init: Initialization, block: int, payload: memoryview) -> None:
-        """Take one block's values aside."""
-        plan = self._core.declared().block(block).plan
-        values = frames.numbers(payload, plan.dtype, plan.length, f"block {block}")
-        if not self._core.declared().spec.groups[plan.group].is_of_buffers:
-            self._core.check_finite(values, plan.index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
-        if init.is_accepted:
-            init.values[block] = values
+    def initialize_block(self, init: Initialization, index: int, payload: memoryview) -> None:
+        """Take one block's values, which are read once: they may lie in memory that the worker can still change.
+
+        Raises:
+            OutOfSpace: other offers have taken all the room.
+        """
+        block = init.job.block(index)
+        values = frames.numbers(payload, block.plan.dtype, block.plan.length, f"block {index}")
+        if init.is_accepted and init.is_first:
+            page = block.prepare(values)
+            if index in init.pages:
+                block.discard(init.pages[index])
+            init.pages[index], values = page, page.parameter
+        elif init.is_accepted:
+            init.aside[index] = values = values.copy()
+        if not init.job.spec.groups[block.plan.group].is_of_buffers:
+            self._core.check_finite(values, index, f"the initial values of worker {init.worker.rank}", init.worker.rank, 0)
 
     def end_initialize(self, init: Initialization) -> bool:
         """Make the values the job's, all blocks or none; False if the shard has others already.
@@ -256,29 +305,26 @@ class Admission:
             OutOfSpace: there is no room for all of them; what the shard had before it still has.
         """
         with self._core.job_lock:
-            job = self._core.declared()
-            lacking = job.blocks.keys() - init.values.keys()
+            job = init.job
+            lacking = job.blocks.keys() - init.pages.keys() - init.aside.keys()
             if lacking and init.is_accepted:
-                raise InvalidRequest(
-                    f"block: {min(lacking)} is missing; the call had {len(init.values)} of {len(job.blocks)} blocks"
-                )
+                count = len(job.blocks) - len(lacking)
+                raise InvalidRequest(f"block: {min(lacking)} is missing; the call had {count} of {len(job.blocks)} blocks")
             if not self._is_wanted(init):
                 return self._core.initial.has(init.choice)
-            pages: dict[int, Page] = {}
             try:
-                for index, values in init.values.items():
-                    pages[index] = job.blocks[index].prepare(values)
+                for index, values in init.aside.items():
+                    init.pages[index] = job.blocks[index].prepare(values)
                 with self._core.lock:
                     if not self._is_wanted(init):
                         return self._core.initial.has(init.choice)
-                    for index in init.values:
-                        job.blocks[index].begin(pages.pop(index))
+                    for index in job.blocks:
+                        job.blocks[index].begin(init.pages.pop(index))
                     job.arena.set_word("initialized", init.choice)
                     self._core.become(Life.UNREAD)
                     self._core.initial.on_set(init.choice)
             finally:
-                for index, page in pages.items():
-                    job.blocks[index].discard(page)
+                init.give_back()
         self._core.settle()  # of what happened before there were blocks
         return True
 
@@ -286,6 +332,8 @@ class Admission:
         if not init.is_accepted:
             return False
         with self._core.lock:
+            if self._core.job is not init.job:
+                return False
             self._core.members.check_session(init.worker.rank, init.session)
             return self._core.initial.accepts(init.worker, init.choice)
 
@@ -318,7 +366,8 @@ class Admission:
         with self._core.lock:
             self._core.check_run_id(caller.run_id)
             worker = self._core.members.worker(caller.rank)
-            if worker.session == caller.session and self._core.members.on_leave(worker, failed=failed):
-                worker.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
-                self._core.on_session_end(worker)
+            if worker.session == caller.session:
+                for ended in self._core.members.on_leave(worker, failed=failed):
+                    ended.left_at = left_at if 0 <= left_at <= TIME_S_MAX else 0.0  # NaN, too
+                    self._core.on_session_end(ended)
         self._core.settle()

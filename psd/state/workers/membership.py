@@ -1,8 +1,9 @@
 """Membership: ranks, sessions, leases, clocks. Pure decisions on values; the time is passed in.
 
 A worker is *waited for* while it is absent (has not joined yet) or live. It is *expired* when its lease ran out, and *finished*
-when it has left; nobody waits for either. Sets of ranks are integers used as bit masks, so that "have all contributed?" is two
-machine operations for any number of workers.
+when it has left; nobody waits for either. One whose program has failed expires at once, or is left to its lease as if it had
+been killed, or ends everybody's session, and all are waited for as at the start: see ServerConfig.on_worker_failure. Sets of
+ranks are integers used as bit masks, so that "have all contributed?" is two machine operations for any number of workers.
 
 `clock` is the number of steps that a worker has finished as far as this shard knows; `floor` is the first round in which it
 takes part: rounds below do not wait for it. The floor moves only when a worker joins or skips rounds, never in normal running.
@@ -17,7 +18,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from psd.contract.errors import InvalidRequest, SessionFenced
+from psd.contract.errors import InvalidRequest, PsdError, SessionFenced, WorkerFailed
+from psd.contract.roster import Absence
 from psd.state import locks
 
 CLOCK_SKIP_MAX = 1024
@@ -49,6 +51,7 @@ class Worker:
     Attributes:
         last_seen: in the membership's time; negative if never. has_pushed: in the current session.
         connection: see JoinRequest; 0 if not known. connected_since: the first session of that connection.
+        has_failed: the current session's program has ended by an error.
         is_leaving: it leaves when the round of its last push has closed.
         left_at: when it left, by its own clock, in seconds since 1970.
         transport: what it says of its lane to this shard.
@@ -67,6 +70,7 @@ class Worker:
     connection: int = 0
     connected_since: int = 0
     has_pushed: bool = False
+    has_failed: bool = False
     is_leaving: bool = False
     left_at: float = 0.0
     transport: str = ""
@@ -76,6 +80,13 @@ class Worker:
     def is_waited_for(self) -> bool:
         """True if rounds, barriers and the staleness bound wait for the worker."""
         return self.state in (WorkerState.ABSENT, WorkerState.LIVE)
+
+    @property
+    def absence(self) -> Absence:
+        """The reason why the worker is not waited for."""
+        if self.state is WorkerState.FINISHED:
+            return Absence.FINISHED
+        return Absence.FAILED if self.has_failed else Absence.SILENT
 
     @property
     def is_awaited_back(self) -> bool:
@@ -105,14 +116,18 @@ class Membership:
 
     Args:
         clock: at which everybody begins.
+        on_failure: see ServerConfig.on_worker_failure.
 
     Attributes:
         at_barriers: mask of the workers that barriers wait for.
+        absent: the workers that nobody waits for any more, by rank, and why.
     """
 
-    def __init__(self, world_size: int, lease_s: float, clock: int = 0) -> None:
+    def __init__(self, world_size: int, lease_s: float, clock: int = 0, on_failure: str = "wait") -> None:
         self.workers = [Worker(rank, clock=clock, floor=clock) for rank in range(world_size)]
         self.lease_s = lease_s
+        self._on_failure = on_failure
+        self._failed: Worker | None = None  # by whom all sessions have ended
         self._last_tick: float | None = None
         self._min_clock: int | None = None
         self._is_min_clock_known = False
@@ -134,6 +149,7 @@ class Membership:
         mask = sum(1 << w.rank for w in waited)
         self.at_barriers = sum(1 << w.rank for w in waited if not w.is_leaving)
         self._is_min_clock_known = False
+        self.absent = {w.rank: w.absence for w in self.workers if not w.is_waited_for}
         # One assignment, so that blocks may ask without the shard's lock and never see half of a change.
         self._waited = (mask, max((w.floor for w in waited), default=0), min((w.floor for w in waited), default=None))
 
@@ -177,7 +193,7 @@ class Membership:
         return self.workers[rank].session
 
     def check_session(self, rank: int, session: int) -> Worker:
-        """The worker, if `session` is its live one; SessionFenced says why it is not."""
+        """The worker, if `session` is its live one; SessionFenced, or WorkerFailed, says why it is not."""
         worker = self.worker(rank)
         if worker.state is WorkerState.LIVE and worker.session == session:
             return worker
@@ -187,8 +203,16 @@ class Membership:
             raise SessionFenced(f"session {session} of worker {rank} never joined this shard", cause="expired", rank=rank)
         raise self.ended(worker)
 
-    def ended(self, worker: Worker) -> SessionFenced:
+    def ended(self, worker: Worker) -> PsdError:
         """The error that tells why a worker's latest session has ended."""
+        if worker.state is WorkerState.ABSENT:
+            failed = self._failed
+            who = "another worker" if failed is None else f"worker {failed.rank}"
+            what = "has failed" if failed is None or failed.has_failed else "has been silent for longer than its lease"
+            return WorkerFailed(
+                f"{who} {what}, and the shards were told to end the job then (--on-worker-failure end)",
+                rank=None if failed is None else failed.rank,
+            )
         why = "it has left" if worker.state is WorkerState.FINISHED else f"its lease of {self.lease_s:g} s ran out"
         what = f"session {worker.session} of worker {worker.rank} has ended: {why}"
         return SessionFenced(what, cause="expired", rank=worker.rank)
@@ -206,7 +230,7 @@ class Membership:
         if session != worker.session:
             worker.session = session
             worker.on_heard(host, pid, connection)
-            worker.state, worker.has_pushed, worker.is_leaving = WorkerState.LIVE, False, False
+            worker.state, worker.has_pushed, worker.is_leaving, worker.has_failed = WorkerState.LIVE, False, False, False
         self.on_seen(worker, now)
         self._refresh()
         return worker
@@ -228,7 +252,7 @@ class Membership:
         worker.state, worker.session, worker.clock, worker.floor = state, session, clock, floor
         worker.connected_since = session
         worker.has_pushed = floor < clock
-        if session:
+        if session and state is not WorkerState.ABSENT:
             self.on_seen(worker, now)
         self._refresh()
 
@@ -292,17 +316,36 @@ class Membership:
         worker.clock = max(worker.clock, clock)
         self._changed(worker)
 
-    def on_leave(self, worker: Worker, *, failed: bool) -> bool:
-        """End the session."""
+    def on_leave(self, worker: Worker, *, failed: bool) -> list[Worker]:
+        """End the session; return the workers whose session that ends: none where a failed one is left to its lease."""
         if worker.state is not WorkerState.LIVE:
-            return False
-        worker.state = WorkerState.EXPIRED if failed else WorkerState.FINISHED
+            return []
+        worker.has_failed = failed
+        if failed:
+            return [] if self._on_failure == "wait" else self._fail([worker])
+        worker.state = WorkerState.FINISHED
         self._refresh()
         self._changed(worker)
-        return True
+        return [worker]
+
+    def _fail(self, failed: list[Worker]) -> list[Worker]:
+        """End the sessions of workers that have failed or are silent, and of all others if the job is to end then."""
+        ended = failed
+        if self._on_failure == "end" and failed:
+            self._failed = failed[0]
+            ended = failed + [w for w in self.workers if w.state is WorkerState.LIVE and w not in failed]
+        for worker in ended:
+            if self._on_failure == "end":
+                worker.state, worker.last_seen = WorkerState.ABSENT, -1.0
+            else:
+                worker.state = WorkerState.EXPIRED
+            self._changed(worker)
+        if ended:
+            self._refresh()
+        return ended
 
     def on_tick(self, now: float) -> list[Worker]:
-        """Expire leases; return the workers whose lease ran out. To be called every `tick_s`.
+        """Expire leases; return the workers whose session that ends. To be called every `tick_s`.
 
         A shard that was itself stopped (suspended, or starved of CPU) has heard nobody for that time, which is not the workers'
         silence: what this call comes late by counts for nobody, however often and little that is.
@@ -314,13 +357,7 @@ class Membership:
                 if worker.last_seen >= 0:
                     worker.last_seen = min(now, worker.last_seen + late_s)
         leased = [w for w in self.workers if w.state is WorkerState.LIVE or w.is_awaited_back]
-        expired = [w for w in leased if now - w.last_seen > self.lease_s]
-        for worker in expired:
-            worker.state = WorkerState.EXPIRED
-            self._changed(worker)
-        if expired:
-            self._refresh()
-        return expired
+        return self._fail([w for w in leased if now - w.last_seen > self.lease_s])
 
     def all_done(self, now: float, patience_s: float) -> bool:
         """True if every worker has left, or expired more than `patience_s` ago, and at least one has left."""
