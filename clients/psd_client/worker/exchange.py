@@ -31,7 +31,7 @@ from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
 from psd_client.worker.first_gradient import FirstGradient
-from psd_client.worker.lending import ParameterPlaces
+from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
@@ -92,7 +92,7 @@ class ParameterExchange:
         self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
         self.client_state = b""
-        segment = share_memory(layout) if sharing else None
+        segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters = self.places.current
