@@ -42,6 +42,7 @@ from psd.contract.errors import (
     TlsFailed,
     Unauthenticated,
     WaitTimeout,
+    WorkerFailed,
     WrongShard,
 )
 from psd.contract.printable import PrintableRecords
@@ -87,6 +88,7 @@ __all__ = [
     "TlsFailed",
     "Unauthenticated",
     "WaitTimeout",
+    "WorkerFailed",
     "WrongShard",
 ]
 __all__ += _rules.__all__

@@ -48,7 +48,7 @@ class Plan:
 
     Attributes:
         run_id: of this run only; processes are found by it.
-        shards, workers, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        shards, workers, on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
         has_checkpoints: the shards have a place for them.
         state_dir: where the shards' state directories are made.
         is_state_private: it is removed in any case.
@@ -61,6 +61,7 @@ class Plan:
     run_id: str
     shards: int
     workers: int
+    on_worker_failure: str
     restarts_max: int
     shard_restarts_max: int
     grace_s: float
@@ -81,6 +82,7 @@ class Launcher:
         self._policy = JobPolicy(
             state_dirs=[str(shard_path(plan.state_dir, index)) for index in range(plan.shards)],
             workers=plan.workers,
+            on_worker_failure=plan.on_worker_failure,
             restarts_max=plan.restarts_max,
             shard_restarts_max=plan.shard_restarts_max,
             grace_s=plan.grace_s,

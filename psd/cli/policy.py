@@ -5,7 +5,9 @@ out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
     a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
-                                    shard has ended; then the job is stopped, with the worker's status
+                                    shard has ended; then the job is stopped, with the worker's status. With
+                                    --on-worker-failure continue the others go on then, and the job ends with that status
+                                    when they have ended; with end the job is stopped at once
     a shard dies                    restarted at its address with its state directory, while --max-shard-restarts (of all
                                     shards together) lasts; the workers wait for it and know nothing. Then the job is stopped,
                                     with status 1; at once, if the shard has never served; and if it is started in vain
@@ -113,6 +115,7 @@ class JobPolicy:
     Args:
         state_dirs: of the shards, for messages.
         workers: how many.
+        on_worker_failure: one of ON_WORKER_FAILURE.
         restarts_max: of workers. shard_restarts_max: of shards.
         grace_s: from SIGTERM to SIGKILL, and for the last checkpoint.
         has_checkpoints: there is a place for them.
@@ -130,6 +133,7 @@ class JobPolicy:
         shard_restarts_max: int,
         grace_s: float,
         has_checkpoints: bool,
+        on_worker_failure: str = "wait",
     ) -> None:
         self.phase = Phase.STARTING
         self._status: int | None = None
@@ -144,6 +148,8 @@ class JobPolicy:
         self._shard_restarts_max = shard_restarts_max
         self._shard_restarts_left = shard_restarts_max
         self._grace_s = grace_s
+        self._on_worker_failure = on_worker_failure
+        self._workers_status = EXIT_OK  # of the first that failed for good, if the others went on
         self._phase_ends_at: float | None = None
         self._alive: set[Name] = set()
         self._ready: set[Name] = set()  # shards that serve
@@ -253,12 +259,10 @@ class JobPolicy:
         if self.phase is not Phase.RUNNING:
             return []
         if returncode == 0:
-            if not self._living("worker"):
-                self._status, self.phase, self._phase_ends_at = EXIT_OK, Phase.WINDING_DOWN, now + SHARDS_END_S
-            return []
+            return self._wind_down(now)
         death = f"{worker} {_describe(returncode)}"
         shards_gone = [name for name in self._shards if name not in self._alive]
-        if self._restarts_left and not shards_gone:
+        if self._restarts_left and not shards_gone and self._on_worker_failure != "end":
             self._restarts_left -= 1
             self._alive.add(worker)
             return [Say(f"{death}; starting it again ({_restarts(self._restarts_left)} left)", quote=worker), Start(worker)]
@@ -267,7 +271,17 @@ class JobPolicy:
         else:
             why = "no restarts left; " if self._restarts_max else ""
         status = returncode if returncode > 0 else exit_status(-returncode)
+        if self._on_worker_failure == "continue":
+            self._workers_status = self._workers_status or status
+            others = f"; {why}the others go on without it" if self._living("worker") else ""
+            return [Say(f"{death}{others}", quote=worker), *self._wind_down(now)]
         return self._fail(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
+
+    def _wind_down(self, now: float) -> list[Action]:
+        """Wait for the shards to end by themselves, if no worker is left."""
+        if not self._living("worker"):
+            self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + SHARDS_END_S
+        return []
 
     def _on_shard_exit(self, shard: Name, returncode: int, now: float) -> list[Action]:
         has_served = shard in self._ready or shard in self._died_at

@@ -38,7 +38,7 @@ from psd.cli.arguments import (
     whole_number,
 )
 from psd.cli.wakeups import FIRST_WORD, Wakeups
-from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
+from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
 from psd.contract.errors import PsdError
 
@@ -154,6 +154,12 @@ _PLACE: Options = {
 _JOB: Options = {
     "run_id": Option("NAME", "serve only the job of this name (default: the first that joins)"),
     "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
+    "on_worker_failure": Option(
+        None,
+        "when a worker's program ends by an error: wait for its rank's next process until the lease has run out; continue "
+        "without it at once; or end all workers' sessions, also when a lease has run out",
+        choices=ON_WORKER_FAILURE,
+    ),
 }
 
 _RULE_DIR: Options = {

@@ -221,9 +221,10 @@ class ShardServer:
     def _tick_once(self) -> None:
         self.shard.tick()
         news = self._roster.news(self.shard.absent, self.shard.world_size)
-        if news:  # one shard's word is enough for a launcher that shows warnings
-            is_usual = self._config.shard_index > 0 or self._roster.is_usual
-            logger.log(logging.INFO if is_usual else logging.WARNING, "%s", news, extra={"run_id": self.shard.run_id})
+        # One shard's word is enough for a launcher's log, but that a lease has run out each shard finds for itself.
+        if news and (self._config.shard_index == 0 or self._roster.is_of_silence):
+            level = logging.INFO if self._roster.is_usual else logging.WARNING
+            logger.log(level, "%s", news, extra={"run_id": self.shard.run_id})
         self._check_done()
         self._update_readiness()
 

@@ -28,6 +28,7 @@ from psd.state.durability.schedule import CutSchedule
 from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
+from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.admission import Admission
@@ -63,7 +64,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, buffers, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Shard:
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
         self.buffers = BufferDesk(self._core, self.cuts)
+        self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.is_draining = False
         self._started = now()
@@ -114,9 +116,10 @@ class Shard:
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Take back a barrier's arrival whose caller has given up."""
+        """Take back the arrival, at a barrier or a load, of a caller that has given up."""
         with self._core.lock:
             self._core.barriers.on_withdraw(ticket)
+            self._core.loads.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
         """Expire leases, handle the consequences, retry updates that lacked room, and announce a cut if one is due; to be

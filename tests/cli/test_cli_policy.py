@@ -25,7 +25,13 @@ SHARDS = [Name("shard", 0), Name("shard", 1)]
 WORKERS = [Name("worker", 0), Name("worker", 1)]
 
 
-def starting(restarts_max: int = 0, shard_restarts_max: int = 10, *, has_checkpoints: bool = False) -> JobPolicy:
+def starting(
+    restarts_max: int = 0,
+    shard_restarts_max: int = 10,
+    on_worker_failure: str = "wait",
+    *,
+    has_checkpoints: bool = False,
+) -> JobPolicy:
     """A job of two shards and two workers, before anything is started."""
     return JobPolicy(
         state_dirs=["/state/shard-0", "/state/shard-1"],
@@ -33,13 +39,14 @@ def starting(restarts_max: int = 0, shard_restarts_max: int = 10, *, has_checkpo
         restarts_max=restarts_max,
         shard_restarts_max=shard_restarts_max,
         grace_s=10,
+        on_worker_failure=on_worker_failure,
         has_checkpoints=has_checkpoints,
     )
 
 
-def running(restarts_max: int = 0, shard_restarts_max: int = 10, *, has_checkpoints: bool = False) -> JobPolicy:
+def running(restarts_max: int = 0, shard_restarts_max: int = 10, on_worker_failure: str = "wait", **options: bool) -> JobPolicy:
     """The same, all of whose processes run."""
-    policy = starting(restarts_max, shard_restarts_max, has_checkpoints=has_checkpoints)
+    policy = starting(restarts_max, shard_restarts_max, on_worker_failure, **options)
     policy.on_start(0)
     for shard in SHARDS:
         policy.on_ready(shard, 0.5)
@@ -124,6 +131,26 @@ def test_on_exit_when_restarts_are_left_then_the_worker_starts_again_until_none_
     assert "SIGKILL" in said(second)
     assert "no restarts left" in said(second)
     assert deeds(third) == [Send(WORKERS[1], SIGTERM)]
+
+
+@pytest.mark.parametrize("last", [0, 4])
+def test_on_exit_when_the_others_are_to_go_on_then_the_job_ends_with_them_and_the_first_failures_status(last):
+    policy = running(restarts_max=1, on_worker_failure="continue")
+
+    restarted = policy.on_exit(WORKERS[0], 1, now=1)
+    failed = policy.on_exit(WORKERS[0], 3, now=2)
+    policy.on_exit(WORKERS[1], last, now=3)
+
+    assert deeds(restarted) == [Start(WORKERS[0])]
+    assert (deeds(failed), said(failed)) == ([], "worker 0 ended with status 3; no restarts left; the others go on without it")
+    assert (policy.phase, policy.status) == (Phase.WINDING_DOWN, 3)
+
+
+def test_on_exit_when_a_failure_is_to_end_the_job_then_nothing_is_started_again():
+    policy = running(on_worker_failure="end")
+
+    assert deeds(policy.on_exit(WORKERS[0], 3, now=1)) == [Send(WORKERS[1], SIGTERM)]
+    assert policy.status == 3
 
 
 def test_on_exit_when_a_worker_fails_after_a_shard_has_ended_then_it_is_not_started_again():

@@ -25,14 +25,39 @@ import psd_client
 victim = os.path.exists(sys.argv[1]) if len(sys.argv) > 1 else False
 with psd_client.connect() as ps:
     params = ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
-    for step in range(4):
-        if victim and ps.rank == 1 and step == 2:
+    while ps.clock < 4:
+        if victim and ps.rank == 1 and ps.clock == 2:
             os.remove(sys.argv[1])
+            if sys.argv[2] == "raise":
+                raise RuntimeError("a bad row")
             os.kill(os.getpid(), signal.SIGKILL)
         params = ps.push_pull({"w": np.ones(5, np.float32)})
 print("trained to", params["w"][0])
 """
-"""Four steps; if the file that it is given exists, worker 1 removes it and dies in the third."""
+"""Four steps; if the file that it is given exists, worker 1 removes it and dies in the third, as it is told."""
+
+LEFT_ALONE = """
+import logging, threading
+import numpy as np
+import psd_client
+
+class Heard(logging.StreamHandler):
+    def emit(self, record):
+        super().emit(record)
+        if "has failed" in record.getMessage():
+            heard.set()
+
+heard = threading.Event()
+logging.getLogger("psd_client").addHandler(Heard())
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    while not heard.is_set():
+        if ps.rank == 1 and ps.clock == 2:
+            raise SystemExit(3)
+        ps.push_pull({"w": np.ones(5, np.float32)})
+print("heard of it")
+"""
+"""Worker 1 ends with status 3; worker 0 trains on until its log says so."""
 
 WAITING = """
 import os, signal, sys
@@ -151,17 +176,33 @@ def test_job_when_a_worker_is_killed_then_the_status_says_by_which_signal(job):
 
 
 @pytest.mark.process
-def test_job_when_a_killed_worker_may_be_restarted_then_training_goes_on_to_the_end(job, tmp_path):
+@pytest.mark.parametrize(("how", "death"), [("SIGKILL", "was killed by SIGKILL"), ("raise", "ended with status 1")])
+def test_job_when_a_worker_that_has_failed_may_be_restarted_then_no_step_is_made_without_it(job, tmp_path, how, death):
     marker = tmp_path / "die"
     marker.touch()
+    options = ("--shards", "2", "--workers", "2", "--reduce", "sum", "--max-restarts", "1", "--lease", "60")
 
-    run = job(TRAINING, "--shards", "2", "--workers", "2", "--max-restarts", "1", args=(str(marker),))
+    run = job(TRAINING, *options, args=(str(marker), how))
 
     assert run.end() == 0
-    assert "worker 1 was killed by SIGKILL" in run.output
-    assert "starting it again (no restarts left)" in run.output
-    assert "[worker 0] trained to" in run.output
-    assert "[worker 1] trained to" in run.output
+    assert re.search(rf"worker 1 {death}.*; starting it again \(no restarts left\)", run.output)
+    for rank in range(2):
+        assert f"[worker {rank}] trained to -8.0" in run.output
+    assert "waited for from now on" not in run.output
+    run.assert_nothing_left()
+
+
+@pytest.mark.process
+def test_job_when_the_others_are_to_go_on_without_a_worker_then_every_log_says_so_and_so_does_the_status(job):
+    run = job(LEFT_ALONE, "--shards", "2", "--workers", "2", "--on-worker-failure", "continue", "--lease", "0.9")
+
+    assert run.end() == 3
+    assert "worker 1 ended with status 3; the others go on without it" in run.output
+    news = "worker 1 has failed: 1 of 2 workers are waited for from now on"
+    assert f"[worker 0] psd: worker 0: {news}" in run.output
+    assert re.search(rf"\[shard 0\] .*{news}", run.output)
+    assert len(re.findall(news, run.output)) == 2
+    assert "[worker 0] heard of it" in run.output
     run.assert_nothing_left()
 
 
