@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract import arguments
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale, members_mask
@@ -216,6 +217,7 @@ class ParameterExchange:
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+        weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         tensor_name = self._check(present) if feed is None else None
