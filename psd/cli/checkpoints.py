@@ -73,7 +73,7 @@ examples:
 
 In Python:
   model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
-A model with buffers, such as BatchNorm's, needs strict=False: psd holds parameters only.
+It holds the buffers, too, such as BatchNorm's statistics; without them (buffers="local") the model needs strict=False.
 
 Every byte is checked on the way. The file appears when it is complete; an older one of that name is replaced.
 
