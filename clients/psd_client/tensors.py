@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidTensor
 from psd.contract.jobspec import DTYPES, TensorSpec
 from psd_client.lanes.flat import FlatBuffers
@@ -19,6 +20,7 @@ from psd_client.lanes.flat import FlatBuffers
 
 def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:
     """Declarations of named arrays, in their order; `groups` has the index of each one's group."""
+    check_named("params", params)
     specs = []
     for name, value in params.items():
         if not isinstance(name, str):
@@ -28,6 +30,12 @@ def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[T
             raise InvalidTensor(f"params[{name!r}]: dtype must be one of {', '.join(DTYPES)}, got {array.dtype}")
         specs.append(TensorSpec(name, array.shape, array.dtype.name, groups[name]))
     return specs
+
+
+def check_named(what: str, values: Any) -> None:
+    """Raise InvalidTensor unless these are values by name."""
+    if not isinstance(values, Mapping):
+        refuse(InvalidTensor, what, 'arrays by name, such as {"w": array}', values)
 
 
 def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
@@ -79,6 +87,7 @@ class NamedTensors:
         Raises:
             InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are as they were.
         """
+        check_named("grads", grads)
         arrays = {self._find(name): value for name, value in grads.items()}
         for index, value in arrays.items():
             arrays[index] = _checked(self._specs[index], self._dtypes[index], value)
@@ -97,21 +106,26 @@ class NamedTensors:
             raise InvalidTensor(f"grads: no parameter {name!r} was declared; there are {known or 'none'}")
         return index
 
-    def results(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
-        """The buffers' contents in the declared dtypes: new arrays, or views that nobody can write to."""
-        named = zip(self._specs, self._dtypes, buffers.views, strict=True)
-        if not self._has_half:
-            return {spec.name: self._result(view, dtype) for spec, dtype, view in named}
-        with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
-            return {spec.name: self._result(view, dtype) for spec, dtype, view in named}
+    def results(self, buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]) -> dict[str, NDArray[Any]]:
+        """The buffers' contents in the declared dtypes: what is lent of them, or new arrays, or views that nobody can write to.
 
-    def _result(self, view: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        lent: by tensor; None: not lent.
+        """
+        named = zip(self._specs, self._dtypes, buffers.views, lent, strict=True)
+        if not self._has_half:
+            return {spec.name: self._result(view, dtype, own) for spec, dtype, view, own in named}
+        with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
+            return {spec.name: self._result(view, dtype, own) for spec, dtype, view, own in named}
+
+    def _result(self, view: NDArray[Any], dtype: np.dtype[Any], lent: NDArray[Any] | None) -> NDArray[Any]:
+        if lent is not None and lent.dtype == dtype:
+            return lent
         if self._copy or view.dtype != dtype:
-            copied: NDArray[Any] = np.array(view, dtype)
+            copied: NDArray[Any] = view.astype(dtype)
             return copied
-        lent = view.view()
-        lent.flags.writeable = False
-        return lent
+        read_only: NDArray[Any] = view.view()
+        read_only.flags.writeable = False
+        return read_only
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:

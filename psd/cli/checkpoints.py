@@ -33,6 +33,7 @@ states:
   valid        all files are there with the right sizes; a new cluster starts from the newest of these
   incomplete   has no manifest.json, which is written last: it is being written now, or whoever wrote it died
   damaged      its files are not those that its manifest.json describes; never used
+  unsupported  whole, but another version of psd has stored it in a way that this one does not read
 
 --json prints one object:
   url           the directory, without credentials

@@ -221,6 +221,11 @@ class Job:
         """Updates applied to the block that is furthest ahead."""
         return max((b.version for b in self._trained), default=0)
 
+    @property
+    def trained_versions(self) -> tuple[int, ...]:
+        """Versions of the trained blocks, ascending, each once: one if no round is half closed."""
+        return tuple(sorted({block.version for block in self._trained}))
+
     def entry_round(self, rank: int) -> int:
         """The first round in which a new session of the rank takes part, as far as this shard's blocks tell.
 

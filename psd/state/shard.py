@@ -15,8 +15,8 @@ from collections.abc import Callable
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
-from psd.contract.config import ServerConfig
-from psd.contract.errors import Draining, PsdError, WrongShard
+from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.errors import CheckpointFailed, Draining, PsdError, WrongShard
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
@@ -39,6 +39,14 @@ ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
 
 
+def check_writable(directory: CheckpointDirectory) -> None:
+    """Raise ConfigError if no checkpoint could be stored there: better at the start than when the first one is due."""
+    try:
+        directory.check()
+    except CheckpointFailed as error:
+        raise ConfigError(f"--checkpoint-dir: {error}") from error
+
+
 class Shard:
     """The state of one shard process.
 
@@ -49,7 +57,8 @@ class Shard:
         directory: of checkpoints to restore from.
 
     Raises:
-        ConfigError: --state-dir is another shard's or run's, in use, or damaged.
+        ConfigError: --state-dir is another shard's or run's, in use, or damaged; or --checkpoint-dir cannot be written to. A
+            shard that goes on with what it has does so without.
 
     Attributes:
         is_recovered: the shard goes on with what an earlier process of it held.
@@ -70,13 +79,16 @@ class Shard:
     ) -> None:
         self.config = config
         self.now = now
-        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=directory is not None)
+        has_checkpoints = directory is not None or bool(config.from_checkpoint and not config.parameters_only)
+        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=has_checkpoints)
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover()
+        if directory is not None and not self.is_recovered:
+            check_writable(directory)
         with self._core.job_lock:
-            self.restored_from = None if self.is_recovered else self.restoration.load_newest()
-        self.admission = Admission(self._core, wall, self.restoration.redeclare)
+            self.restored_from = None if self.is_recovered else self.restoration.begin()
+        self.admission = Admission(self._core, wall, self.restoration.redeclare, self.restoration.give_values)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
         self.buffers = BufferDesk(self._core, self.cuts)

@@ -178,7 +178,7 @@ def test_collect_garbage_when_checkpoints_are_in_any_state_then_the_newest_valid
         if state != "i":
             directory.complete(cut)
         if state == "d":
-            directory._storage.remove(cut.name, "shard-00000-of-00001.json")
+            directory.storage.remove(cut.name, "shard-00000-of-00001.json")
     valid = [name for name, state in zip(names, states, strict=True) if state == "v"]
 
     removed = directory.collect_garbage()

@@ -12,8 +12,9 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psd.cli import descriptors, malloc
-from psd.cli.server import READY_PATTERN, main, parse
+from psd.cli.server import main, parse
 from psd.contract.config import ConfigError
+from psd.contract.launching import READY_PATTERN
 from psd.rim.server import ShardServer
 from psd.v1 import control_pb2, control_pb2_grpc
 
@@ -242,5 +243,5 @@ def test_server_when_its_checkpoints_cannot_be_looked_at_then_one_line_says_so_a
     server = start("psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--checkpoint-dir", str(place))
 
     assert server.end() == 1
-    assert server.lines[-1] == f"psd-server: error: cannot list {place}: Not a directory"
+    assert server.lines[-1] == f"psd-server: error: --checkpoint-dir: cannot list {place}: Not a directory"
     assert not any(line.startswith("Traceback") for line in server.lines)

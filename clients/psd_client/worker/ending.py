@@ -18,6 +18,10 @@ from typing import Protocol
 class Endable(Protocol):
     """A connection that can be ended."""
 
+    @property
+    def seat(self) -> tuple[tuple[str, ...], int] | None:
+        """The shards and the rank, while it is open."""
+
     def close(self, error: BaseException | None = None) -> None:
         """End as one that has finished, or failed by `error`. Idempotent."""
 
@@ -33,6 +37,11 @@ def remember(worker: Endable) -> None:
     _open_workers.add(worker)
     if parent_process() is not None:  # multiprocessing's children skip atexit, but not this
         multiprocessing_util.Finalize(None, _close_all, exitpriority=1)
+
+
+def remembered() -> list[Endable]:
+    """Connections of this process that are not forgotten; some may have ended."""
+    return list(_open_workers)
 
 
 def close_in_thread(worker: Endable) -> None:

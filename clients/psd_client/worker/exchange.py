@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract import arguments
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale, members_mask
@@ -30,6 +31,7 @@ from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
 from psd_client.worker.first_gradient import FirstGradient
+from psd_client.worker.lending import ParameterPlaces
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
@@ -46,10 +48,11 @@ class ParameterExchange:
 
     Args:
         sharing: for the shards that can see this process's memory.
+        is_lending: see ParameterPlaces.
 
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
-        parameters: what the last pull brought; undefined after one that failed.
+        parameters: what the last pull brought; undefined after one that failed. places: where, and what was lent of it.
         client_state: goes with the next push, to the shard that keeps it.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
@@ -65,6 +68,8 @@ class ParameterExchange:
         shards: Shards,
         layout: Layout,
         sharing: Sequence[Share] = (),
+        *,
+        is_lending: bool = False,
     ) -> None:
         self._rank = rank
         self._session = session
@@ -89,13 +94,14 @@ class ParameterExchange:
         self.client_state = b""
         segment = share_memory(layout) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
-        self.parameters = FlatBuffers(layout, segment=segment)
+        self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
+        self.parameters = self.places.current
         self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
             for share in sharing:
-                share(self.gradients, self.parameters)
+                share(self.gradients, self.places.shared)
         self._counts = PushCounts()
         self.counts = self._counts.totals
 
@@ -178,6 +184,7 @@ class ParameterExchange:
         def push_pull_at(lane: Lane, call: Call) -> None:
             self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
 
+        self.parameters = self.places.renew()
         with self._call(sent):
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
@@ -210,6 +217,7 @@ class ParameterExchange:
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+        weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
         tensor_name = self._check(present) if feed is None else None
@@ -423,6 +431,8 @@ class ParameterExchange:
     def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
         """Fetch the blocks, or wait for their versions alone, of the worker's clock."""
         self._learn()
+        if not versions_only:
+            self.parameters = self.places.renew()
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
