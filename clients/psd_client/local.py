@@ -68,26 +68,38 @@ class LocalCluster:
     """Shards of this process, and functions that run in several workers; made by `local`.
 
     Attributes:
-        servers: the shards' addresses, for `psd_client.connect(cluster.servers, role="reader")` and psdctl.
+        servers: the shards' addresses, for `psd_client.connect(cluster.servers, role="reader")` and psdctl; other ones in each
+            run.
         workers: how many there are.
     """
 
     def __init__(self, shards: int, workers: int) -> None:
         self.workers = workers
-        self._shards = [PrivateShard(index, shards) for index in range(shards)]
-        self._is_closed = False
+        self._shard_count = shards
+        self._shards: list[PrivateShard] = []
+        self._is_closed = self._is_used = False
+        self.servers = self._start_shards()
+
+    def _start_shards(self) -> str:
+        self._end_shards()
+        self._is_used = False
+        self._shards = [PrivateShard(index, self._shard_count) for index in range(self._shard_count)]
         try:
-            self.servers = ",".join([shard.wait_ready() for shard in self._shards])
+            return ",".join([shard.wait_ready() for shard in self._shards])
         except BaseException:
             self.close()
             raise
 
+    def _end_shards(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call fn(*args, **kwargs) in each worker at a time; return what the calls return, in the order of the ranks.
+        """Call `fn(*args, **kwargs)` in each worker at a time; return what the calls return, in the order of the ranks.
 
         Each worker is a process of its own with the environment that psd-run gives to a script, so that `connect()` and
         `distribute` join this cluster, and `rank` and `world_size` of a connection say who is who. What they print is shown
-        here, with the worker's rank. A second run joins the same job, which goes on with its parameters.
+        here, with the worker's rank. Each run is a job of its own, on new shards, which stay for readers until the next one.
 
         Raises:
             WorkerFailed: a worker has raised an error, or died; the others are ended.
@@ -100,6 +112,9 @@ class LocalCluster:
             task = cloudpickle.dumps((sys.path, fn, args, kwargs))
         except Exception as error:
             raise TypeError(f"fn: it, or what it uses, cannot be sent to a worker: {error}") from error
+        if self._is_used:
+            self.servers = self._start_shards()
+        self._is_used = True
         workers: list[_Worker] = []
         try:
             for rank in range(self.workers):  # one by one, to be closed if the next cannot be started
@@ -115,8 +130,7 @@ class LocalCluster:
     def close(self) -> None:
         """End the shards; what they held is gone. Idempotent."""
         self._is_closed = True
-        for shard in self._shards:
-            shard.close()
+        self._end_shards()
 
     def __enter__(self) -> LocalCluster:
         return self
