@@ -70,6 +70,7 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
     started: list[ShardServer] = []
 
     def start(shard_count: int = 1, *, only: int | None = None, listen: str = "127.0.0.1:0", **config: Any) -> Cluster:
+        config.setdefault("on_worker_failure", "continue")  # so that no test lets a lease pass for a session that has failed
         shards = [
             ShardServer(ServerConfig(shard_index=i, shard_count=shard_count, listen=listen, **config))
             for i in (range(shard_count) if only is None else [only])

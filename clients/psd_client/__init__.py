@@ -43,6 +43,7 @@ from psd.contract.errors import (
     TlsFailed,
     Unauthenticated,
     WaitTimeout,
+    WorkerFailed,
     WrongShard,
 )
 from psd.contract.printable import PrintableRecords

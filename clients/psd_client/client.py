@@ -257,9 +257,9 @@ class ParameterServer:
             nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
                 "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
-            copy: False: in place of new arrays this, `pull` and `push_pull` return views of the connection's own memory, which
-                cannot be written to and which the next call of these changes: the model is in memory twice less. (float16
-                parameters are copied all the same: their masters are float32.)
+            copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
+                received, which cannot be written to and which the next of these calls changes: there is one such memory. (Of
+                float16 parameters there are copies all the same: their masters are float32.)
 
         Raises:
             SpecMismatch: another worker has declared something else; the message names the first difference.
@@ -281,10 +281,11 @@ class ParameterServer:
             aggregation=aggregation,
             clip_norm=clip_norm,
             nan_policy=nan_policy,
+            is_lending=copy,
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
-        return named.results(self._worker.parameters)
+        return self._results()
 
     def push(self, grads: Mapping[str, Any], weight: float = 1) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
@@ -314,9 +315,9 @@ class ParameterServer:
             ShardUnavailable, SessionFenced, ShardRestarted: not all shards have answered.
         """
         with self._worker.operation("pull"):
-            named, _ = self._by_name
+            self._by_name  # noqa: B018 - raises what is wrong before anything is pulled
             self._worker.declared.pull()
-            return named.results(self._worker.parameters)
+            return self._results()
 
     def push_pull(self, grads: Mapping[str, Any], weight: float = 1) -> dict[str, NDArray[Any]]:
         """`push`, then `pull`, in one round trip."""
@@ -325,7 +326,7 @@ class ParameterServer:
             self._worker.declared.confirm()
             present = named.write_gradients(grads, self._worker.gradients)
             self._worker.declared.push_pull(groups.scalars(), weight, present)
-            return named.results(self._worker.parameters)
+            return self._results()
 
     def barrier(self, name: str) -> None:
         """Wait until all workers that are in the job have called barrier with this name.
@@ -389,6 +390,11 @@ class ParameterServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._worker.close(error)
+
+    def _results(self) -> dict[str, NDArray[Any]]:
+        """Return what has been pulled."""
+        named, _ = self._by_name
+        return named.results(self._worker.parameters, self._worker.declared.places.lend())
 
     @property
     def _by_name(self) -> tuple[NamedTensors, ParamGroups]:

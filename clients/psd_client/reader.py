@@ -1,11 +1,13 @@
 """A reader: fetches consistent copies of the parameters while training continues, and takes part in nothing.
 
 It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
-version throughout, no worker waits, and no round counts the reader. Must not know sessions, clocks or gradients.
+version throughout, no worker waits, and no round counts the reader. One that has to wait itself, for a job that has not begun,
+says so on the log. Must not know sessions, clocks or gradients.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,11 +20,14 @@ from psd.contract.config import ClientConfig
 from psd.contract.errors import CutMissed, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
+
+logger = logging.getLogger("psd_client")
 
 AHEAD = 2
 """Rounds ahead at which the first attempt aims; doubled after each attempt that came too late."""
@@ -46,7 +51,9 @@ class Reader:
 
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
         self._config = config
-        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), ShardHealth([lane.address for lane in lanes]))
+        self._health = ShardHealth([lane.address for lane in lanes])
+        self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), self._health)
+        self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self.version = 0
 
@@ -60,6 +67,15 @@ class Reader:
             WaitTimeout: the shards' blocks were not found at one version within the wait timeout.
             ShardUnavailable: a shard could not be reached.
         """
+        self._last = None
+        with explained(self._explain, self._config.report_after_s):
+            return self._pull()
+
+    def _explain(self, waited_s: float) -> None:
+        why = self._health.silent() or ([str(self._last)] if self._last is not None else self._health.asked())
+        logger.warning("psd: reader: pull has taken %.0f s: %s", waited_s, "; ".join(why) or "no shard has answered yet")
+
+    def _pull(self) -> dict[str, NDArray[Any]]:
         clock = RetryPolicy(0).clock
         deadline = clock() + self._config.wait_timeout_s
         ahead, seen = AHEAD, -1
@@ -83,6 +99,7 @@ class Reader:
             else:
                 self.version = step if layout.spec.consistency.has_rounds else progress
                 return found
+            self._last = last
             if clock() > deadline:
                 raise last
 

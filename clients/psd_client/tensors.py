@@ -106,21 +106,26 @@ class NamedTensors:
             raise InvalidTensor(f"grads: no parameter {name!r} was declared; there are {known or 'none'}")
         return index
 
-    def results(self, buffers: FlatBuffers) -> dict[str, NDArray[Any]]:
-        """The buffers' contents in the declared dtypes: new arrays, or views that nobody can write to."""
-        named = zip(self._specs, self._dtypes, buffers.views, strict=True)
-        if not self._has_half:
-            return {spec.name: self._result(view, dtype) for spec, dtype, view in named}
-        with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
-            return {spec.name: self._result(view, dtype) for spec, dtype, view in named}
+    def results(self, buffers: FlatBuffers, lent: Sequence[NDArray[Any] | None]) -> dict[str, NDArray[Any]]:
+        """The buffers' contents in the declared dtypes: what is lent of them, or new arrays, or views that nobody can write to.
 
-    def _result(self, view: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        lent: by tensor; None: not lent.
+        """
+        named = zip(self._specs, self._dtypes, buffers.views, lent, strict=True)
+        if not self._has_half:
+            return {spec.name: self._result(view, dtype, own) for spec, dtype, view, own in named}
+        with np.errstate(over="ignore"):  # a float32 master beyond float16's range becomes infinity, as in any cast
+            return {spec.name: self._result(view, dtype, own) for spec, dtype, view, own in named}
+
+    def _result(self, view: NDArray[Any], dtype: np.dtype[Any], lent: NDArray[Any] | None) -> NDArray[Any]:
+        if lent is not None and lent.dtype == dtype:
+            return lent
         if self._copy or view.dtype != dtype:
-            copied: NDArray[Any] = np.array(view, dtype)
+            copied: NDArray[Any] = view.astype(dtype)
             return copied
-        lent = view.view()
-        lent.flags.writeable = False
-        return lent
+        read_only: NDArray[Any] = view.view()
+        read_only.flags.writeable = False
+        return read_only
 
 
 def _checked(spec: TensorSpec, declared: np.dtype[Any], value: Any) -> NDArray[Any]:

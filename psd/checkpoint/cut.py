@@ -18,6 +18,11 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"timeline-(\d{5,})-step-(\d{12,})-([0-9A-Za-z]{1,64})")
 
 
+def name_of(timeline: int, step: int, cut_id: str) -> str:
+    """Name of the directory of a cut's checkpoint."""
+    return f"timeline-{timeline:05}-step-{step:012}-{cut_id}"
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """A point at which a job is stored.
@@ -56,7 +61,7 @@ class Cut:
     @property
     def name(self) -> str:
         """Name of the checkpoint's directory; names sort by timeline, then by step."""
-        return f"timeline-{self.timeline:05}-step-{self.step:012}-{self.cut_id}"
+        return name_of(self.timeline, self.step, self.cut_id)
 
 
 class CutName(tuple[int, int, str]):

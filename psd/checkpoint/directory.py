@@ -13,17 +13,19 @@ CheckpointFailed and leave what was valid valid. Must not know shards, blocks in
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from psd.checkpoint import writing
+from psd.checkpoint import ends, writing
 from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, CutName
+from psd.checkpoint.ends import EndNote
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.reading import restored_blocks, verify_part
 from psd.checkpoint.records import BlockPart, RestoredBlock
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
-from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,23 @@ class CheckpointDirectory:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """List the directory; write a small file there, durably, read it back and remove it. Makes the directory if need be.
+
+        Raises:
+            CheckpointFailed: one of these is not possible, so that no checkpoint would be.
+        """
+        self.storage.directories()  # of what is no directory it has the clearer words
+        name, content = f"psd-check-{secrets.token_hex(8)}", secrets.token_bytes(64)
+        self.storage.write("", name, [content])
+        try:
+            found = self.storage.read("", name)
+        except FileNotFoundError:
+            found = b""
+        self.storage.remove("", name)
+        if found != content:
+            raise CheckpointFailed(f"a file that was written to {self.location} is not read back as it was")
+
     def write_part(
         self,
         cut: Cut,
@@ -97,6 +116,20 @@ class CheckpointDirectory:
             CheckpointFailed: the file system refused something.
         """
         return writing.complete(self.storage, cut)
+
+    # -- the end of a job: see ends.py ---------------------------------------------------------------------------------
+
+    def write_end_note(self, note: EndNote, shard_index: int, shard_count: int) -> None:
+        """Store what a shard holds at its end, in place of an earlier note."""
+        ends.write_note(self.storage, note, shard_index, shard_count)
+
+    def end_notes(self, own: EndNote, shard_count: int) -> dict[int, EndNote]:
+        """The notes of the shards of one's own job that are there, by shard."""
+        return ends.read_notes(self.storage, own, shard_count)
+
+    def remove_end_note(self, shard_index: int, shard_count: int) -> None:
+        """Remove a shard's note, if there is one."""
+        ends.remove_note(self.storage, shard_index, shard_count)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -194,6 +227,12 @@ class CheckpointDirectory:
             return False
         self._remove(cut.name)
         return True
+
+    def discard_unfinished(self, timeline: int, but: str = "") -> None:
+        """Remove what is unfinished of a timeline to which nobody writes any more, except the checkpoint `but`."""
+        for info in self.checkpoints():
+            if info.state is CheckpointState.INCOMPLETE and info.timeline == timeline and info.name != but:
+                self._remove(info.name)
 
     def _remove(self, name: str) -> None:
         files = self.storage.files(name)

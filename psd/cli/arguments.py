@@ -21,6 +21,11 @@ from psd.contract.printable import printable
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_CHECKPOINT = 74
+"""All is in order but the last checkpoint, which could not be stored: EX_IOERR of sysexits.h."""
+
+LAST_CHECKPOINT_SIGNAL = signal.SIGUSR1
+"""Tells a shard that the job is about to end: it takes the last checkpoint while the workers still train, and goes on."""
 
 
 def exit_status(signum: int) -> int:

@@ -35,6 +35,7 @@ from psd.cli.terminal import show
 from psd.contract.config import ConfigError, parse_servers
 from psd.contract.credentials import Credentials
 from psd.contract.printable import printable
+from psd.contract.waits import explained
 from psd.v1 import control_pb2, control_pb2_grpc
 
 TIMEOUT_MAX_S = 3_600.0
@@ -101,6 +102,10 @@ Ctrl-C ends a watch with the status of its last picture."""
 
 _CHECKPOINT_USAGE = "[--servers HOST:PORT,...] [--timeout SECONDS]"
 
+_CHECKPOINT_WAIT = """\
+psdctl: {waited_s:g} s: shard 0 at {server} has not told of a complete checkpoint yet; a synchronous job takes it a few
+steps later, so its workers must train (psdctl status)"""
+
 _CHECKPOINT_DESCRIPTION = """\
 Take a checkpoint of a running job now, and print its name when it is complete on all shards. The shards must
 have been started with --checkpoint-dir. A synchronous job is stored a few steps later, so it must keep
@@ -123,7 +128,13 @@ def query(servers: Sequence[str], timeout_s: float, credentials: Credentials) ->
         stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
         request, metadata = control_pb2.StatusRequest(), credentials.metadata()
         calls = [stub.Status.future(request, timeout=timeout_s, metadata=metadata) for stub in stubs]
-        return [_answer(server, call, credentials) for server, call in zip(servers, calls, strict=True)]
+
+        def explain(waited_s: float) -> None:
+            silent = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
+            show(f"psdctl: {waited_s:g} s: no answer yet from {', '.join(silent)}", is_error=True)
+
+        with explained(explain):
+            return [_answer(server, call, credentials) for server, call in zip(servers, calls, strict=True)]
     finally:
         for channel in channels:
             channel.close()
@@ -179,7 +190,8 @@ def _run_checkpoint(args: argparse.Namespace) -> int:
     with _dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
+            with explained(lambda waited_s: show(_CHECKPOINT_WAIT.format(waited_s=waited_s, server=server), is_error=True)):
+                reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
         except grpc.RpcError as error:
             call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
             show(f"psdctl: error: shard 0 at {server}: {printable(_why(server, call, credentials))}", is_error=True)

@@ -194,6 +194,8 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         "--checkpoint-keep": (args.checkpoint_keep, default.checkpoint_keep),
     }
     flags = [f"{name}={given:g}" for name, (given, usual) in values.items() if given != usual]
+    if args.on_worker_failure != default.on_worker_failure:
+        flags.append(f"--on-worker-failure={args.on_worker_failure}")
     if args.log_level != LOG_LEVEL:
         flags.append(f"--log-level={args.log_level}")
     return Deployment(

@@ -26,7 +26,7 @@ from psd.cli.display import Display, is_terminal
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
-from psd.cli.server import DONE_PATTERN, STORED_PATTERN
+from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import StateDirectory, shard_path
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
@@ -49,7 +49,8 @@ class Plan:
 
     Attributes:
         run_id: of this run only; processes are found by it.
-        shards, workers, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        shards, workers, on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        has_checkpoints: the shards have a place for them.
         state_dir: where the shards' state directories are made.
         is_state_private: it is removed in any case.
         shard_command: the command of a shard, by index, address to listen at, and state directory.
@@ -61,9 +62,11 @@ class Plan:
     run_id: str
     shards: int
     workers: int
+    on_worker_failure: str
     restarts_max: int
     shard_restarts_max: int
     grace_s: float
+    has_checkpoints: bool
     state_dir: Path
     is_state_private: bool
     shard_command: Callable[[int, str, Path], Sequence[str]]
@@ -80,9 +83,11 @@ class Launcher:
         self._policy = JobPolicy(
             state_dirs=[str(shard_path(plan.state_dir, index)) for index in range(plan.shards)],
             workers=plan.workers,
+            on_worker_failure=plan.on_worker_failure,
             restarts_max=plan.restarts_max,
             shard_restarts_max=plan.shard_restarts_max,
             grace_s=plan.grace_s,
+            has_checkpoints=plan.has_checkpoints,
         )
         self._selector = selectors.DefaultSelector()
         self._children: dict[Name, Child] = {}
@@ -274,6 +279,8 @@ class Launcher:
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
                 self._policy.on_done(name)
+            elif re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
+                self._perform(self._policy.on_saved(time.monotonic()))
 
     def _is_repeated(self, line: bytes) -> bool:
         """True for the news of a checkpoint that another shard has told."""

@@ -5,20 +5,27 @@ out. So each order of events is a plain unit test. The policy:
 
     a worker ends with status 0     it has finished; the job ends, well, when all have
     a worker fails                  restarted with its rank, while --max-restarts (of all workers together) lasts and no
-                                    shard has ended; then the job is stopped, with the worker's status
+                                    shard has ended; then the job is stopped, with the worker's status. With
+                                    --on-worker-failure continue the others go on then, and the job ends with that status
+                                    when they have ended; with end the job is stopped at once
     a shard dies                    restarted at its address with its state directory, while --max-shard-restarts (of all
                                     shards together) lasts; the workers wait for it and know nothing. Then the job is stopped,
                                     with status 1; at once, if the shard has never served; and if it is started in vain
                                     SHARD_STARTS_MAX times in a row, as the next time will be no better
-    SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N; the second one kills everything at once
+    SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N. With a place for checkpoints, one is taken first,
+                                    while workers train, for --grace at most; a second signal skips that. Then workers end,
+                                    then shards; another signal kills everything at once
+    a shard ends with status 74     it could not store the last checkpoint: a job that is well but for that, or was told to
+                                    end, has that status, too
 
 Ours, not torchrun or a process manager such as supervisor: those restart what dies, but do not tell a shard that has state, and
 is waited for, from a worker, nor what the job's own status is.
 
 A job goes through the phases STARTING, RUNNING, WINDING_DOWN (all workers have finished, shards end by themselves), or from
-any of them STOPPING (workers got SIGTERM), STOPPING_SHARDS, KILLING, to ENDED. Every phase but RUNNING has a deadline, at which
-the next harder one begins: so a job that is to end does end, whatever its processes do. A shard that is being started has one,
-too.
+any of them SAVING (a last checkpoint is taken), STOPPING (workers got SIGTERM), KILLING_WORKERS, STOPPING_SHARDS, KILLING, to
+ENDED. Every phase but RUNNING has a deadline, at which the next harder one begins: so a job that is to end does end, whatever
+its processes do. Only shards that store the parameters of a job that is done have the time that it takes. A shard that is being
+started has a deadline, too.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status, signal_name
+from psd.cli.arguments import EXIT_CHECKPOINT, EXIT_FAILURE, EXIT_OK, LAST_CHECKPOINT_SIGNAL, exit_status, signal_name
 
 READY_TIMEOUT_S = 60.0
 """Seconds from the start of a shard to its ready line: loading gRPC on a crowded machine takes long."""
@@ -39,6 +46,12 @@ socket, when the system picks this port for one that dials it. Few, as most reas
 
 SHARDS_END_S = 3.0
 """Seconds from the end of the last worker until the shards are told to end; they end by themselves if every worker has left."""
+
+SAVING_SLACK_S = 2.0
+"""Seconds beyond the grace for a last checkpoint: shard 0 says first why there is none."""
+
+SHARDS_SLACK_S = 5.0
+"""Seconds beyond the grace for shards: they end by themselves when it is over, and know better what to leave."""
 
 KILL_S = 5.0
 """Seconds from SIGKILL to giving up: the kernel may be unable to end a process that hangs in a device or a network file
@@ -88,7 +101,9 @@ class Phase(enum.Enum):
     STARTING = enum.auto()
     RUNNING = enum.auto()
     WINDING_DOWN = enum.auto()
+    SAVING = enum.auto()
     STOPPING = enum.auto()
+    KILLING_WORKERS = enum.auto()
     STOPPING_SHARDS = enum.auto()
     KILLING = enum.auto()
     ENDED = enum.auto()
@@ -100,19 +115,31 @@ class JobPolicy:
     Args:
         state_dirs: of the shards, for messages.
         workers: how many.
+        on_worker_failure: one of ON_WORKER_FAILURE.
         restarts_max: of workers. shard_restarts_max: of shards.
-        grace_s: from SIGTERM to SIGKILL.
+        grace_s: from SIGTERM to SIGKILL, and for the last checkpoint.
+        has_checkpoints: there is a place for them.
 
     Attributes:
         phase: where the job is.
-        status: the exit status, once it is known; only a signal changes it then.
     """
 
     def __init__(
-        self, *, state_dirs: Sequence[str], workers: int, restarts_max: int, shard_restarts_max: int, grace_s: float
+        self,
+        *,
+        state_dirs: Sequence[str],
+        workers: int,
+        restarts_max: int,
+        shard_restarts_max: int,
+        grace_s: float,
+        has_checkpoints: bool,
+        on_worker_failure: str = "wait",
     ) -> None:
         self.phase = Phase.STARTING
-        self.status: int | None = None
+        self._status: int | None = None
+        self._is_told_to_end = False
+        self._has_failed_to_store = False
+        self._has_checkpoints = has_checkpoints
         self._state_dirs = state_dirs
         self._shards = [Name("shard", index) for index in range(len(state_dirs))]
         self._workers = [Name("worker", rank) for rank in range(workers)]
@@ -121,6 +148,8 @@ class JobPolicy:
         self._shard_restarts_max = shard_restarts_max
         self._shard_restarts_left = shard_restarts_max
         self._grace_s = grace_s
+        self._on_worker_failure = on_worker_failure
+        self._workers_status = EXIT_OK  # of the first that failed for good, if the others went on
         self._phase_ends_at: float | None = None
         self._alive: set[Name] = set()
         self._ready: set[Name] = set()  # shards that serve
@@ -129,6 +158,13 @@ class JobPolicy:
         self._starts_in_vain: dict[Name, int] = {}  # of each of those
         self._done: set[Name] = set()  # shards that have seen all workers leave
         self._signals = 0
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, once it is known."""
+        if self._has_failed_to_store and (self._status == EXIT_OK or self._is_told_to_end):
+            return EXIT_CHECKPOINT
+        return self._status
 
     @property
     def deadline(self) -> float | None:
@@ -147,6 +183,8 @@ class JobPolicy:
         self._ready_by.pop(shard, None)
         self._starts_in_vain.pop(shard, None)
         died_at = self._died_at.pop(shard, None)
+        if self.phase is Phase.SAVING:
+            return [Send(shard, LAST_CHECKPOINT_SIGNAL)]
         if self.phase not in (Phase.STARTING, Phase.RUNNING):
             return []
         actions: list[Action] = []
@@ -171,17 +209,28 @@ class JobPolicy:
             actions = self._on_shard_exit(name, returncode, now)
         return actions + self._advance(now)
 
+    def on_saved(self, now: float) -> list[Action]:
+        """Handle shard 0's answer about the last checkpoint."""
+        return self._stop(Say(f"stopping the job, {self._within}"), now) if self.phase is Phase.SAVING else []
+
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Handle a signal that tells psd-run to end."""
+        if signum == signal.SIGPIPE and self._signals:
+            return []  # Ctrl-C has ended whoever reads the output, too
         self._signals += 1
+        name = signal_name(signum)
         if self._signals == 1 and self.phase in (Phase.STARTING, Phase.RUNNING, Phase.WINDING_DOWN):
-            text = f"{signal_name(signum)}: stopping the job, within {self._grace_s:g} s; a second signal kills it at once"
-            return self._stop(Say(text), exit_status(signum), now) + self._advance(now)
+            self._status, self._is_told_to_end = exit_status(signum), True
+            if self._has_checkpoints and self.phase is Phase.RUNNING:
+                return self._save(name, now)
+            return self._stop(Say(f"{name}: stopping the job, {self._within}"), now) + self._advance(now)
         if self._signals == 1:
-            return [Say(f"{signal_name(signum)}: the job is being stopped already; a second signal kills it at once")]
+            return [Say(f"{name}: the job is being stopped already; a second signal kills it at once")]
+        if self.phase is Phase.SAVING:
+            return self._stop(Say(f"{name}: not waiting for the checkpoint; stopping the job, {self._within}"), now)
         if self.phase in (Phase.KILLING, Phase.ENDED):
             return []
-        return [Say(f"{signal_name(signum)}: killing all processes"), *self._kill(now)]
+        return [Say(f"{name}: killing all processes"), *self._kill(now)]
 
     def on_deadline(self, now: float) -> list[Action]:
         """Handle a phase, or a shard's start, that has lasted too long."""
@@ -189,10 +238,19 @@ class JobPolicy:
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             shard = min(self._ready_by, key=lambda name: (self._ready_by[name], name))
             text = f"{shard} was not ready after {READY_TIMEOUT_S:g} s; stopping the job"
-            return self._stop(Say(text, quote=shard), EXIT_FAILURE, now) + self._advance(now)
+            return self._fail(Say(text, quote=shard), EXIT_FAILURE, now) + self._advance(now)
         if self.phase is Phase.WINDING_DOWN:
-            return [Say(f"all workers have ended, but not all have left {late}; draining"), *self._stop_shards(now)]
-        if self.phase in (Phase.STOPPING, Phase.STOPPING_SHARDS):
+            return self._hasten(now)
+        if self.phase is Phase.SAVING:
+            return self._stop(Say(f"no checkpoint within {self._grace_s:g} s; stopping the job, {self._within}"), now)
+        if self.phase is Phase.STOPPING:
+            workers = self._living("worker")
+            self.phase, self._phase_ends_at = Phase.KILLING_WORKERS, now + KILL_S
+            text = f"not ended within {self._grace_s:g} s: {self._names(set(workers))}; killing"
+            return [Say(text), *(Send(name, signal.SIGKILL) for name in workers)]
+        if self.phase is Phase.KILLING_WORKERS:
+            return self._stop_shards(now)
+        if self.phase is Phase.STOPPING_SHARDS:
             return [Say(f"not ended within {self._grace_s:g} s: {late}; killing"), *self._kill(now)]
         self.phase, self._phase_ends_at = Phase.ENDED, None
         return [Say(f"SIGKILL did not end {late}; giving up")]
@@ -201,12 +259,10 @@ class JobPolicy:
         if self.phase is not Phase.RUNNING:
             return []
         if returncode == 0:
-            if not self._living("worker"):
-                self.status, self.phase, self._phase_ends_at = EXIT_OK, Phase.WINDING_DOWN, now + SHARDS_END_S
-            return []
+            return self._wind_down(now)
         death = f"{worker} {_describe(returncode)}"
         shards_gone = [name for name in self._shards if name not in self._alive]
-        if self._restarts_left and not shards_gone:
+        if self._restarts_left and not shards_gone and self._on_worker_failure != "end":
             self._restarts_left -= 1
             self._alive.add(worker)
             return [Say(f"{death}; starting it again ({_restarts(self._restarts_left)} left)", quote=worker), Start(worker)]
@@ -215,7 +271,17 @@ class JobPolicy:
         else:
             why = "no restarts left; " if self._restarts_max else ""
         status = returncode if returncode > 0 else exit_status(-returncode)
-        return self._stop(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
+        if self._on_worker_failure == "continue":
+            self._workers_status = self._workers_status or status
+            others = f"; {why}the others go on without it" if self._living("worker") else ""
+            return [Say(f"{death}{others}", quote=worker), *self._wind_down(now)]
+        return self._fail(Say(f"{death}; {why}stopping the job", quote=worker), status, now)
+
+    def _wind_down(self, now: float) -> list[Action]:
+        """Wait for the shards to end by themselves, if no worker is left."""
+        if not self._living("worker"):
+            self._status, self.phase, self._phase_ends_at = self._workers_status, Phase.WINDING_DOWN, now + SHARDS_END_S
+        return []
 
     def _on_shard_exit(self, shard: Name, returncode: int, now: float) -> list[Action]:
         has_served = shard in self._ready or shard in self._died_at
@@ -227,20 +293,26 @@ class JobPolicy:
         self._ready_by.pop(shard, None)
 
         death = f"{shard} {_describe(returncode)}"
-        if shard in self._done or self.phase not in (Phase.STARTING, Phase.RUNNING):
+        is_over = shard in self._done or self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.SAVING)
+        if is_over and returncode == EXIT_CHECKPOINT:
+            self._has_failed_to_store = True
+            return [Say(f"{shard} could not store the last checkpoint", quote=shard)]
+        if self.phase is Phase.SAVING and shard not in self._done:
+            return self._stop(Say(f"{death}; stopping the job, {self._within}", quote=shard), now)
+        if is_over:
             is_worth_saying = returncode != 0 and self.phase in (Phase.RUNNING, Phase.WINDING_DOWN)
             return [Say(f"{death} after all workers had ended", quote=shard)] if is_worth_saying else []
         if not has_served:
-            return self._stop(Say(f"{death} at its start; stopping the job", quote=shard), EXIT_FAILURE, now)
+            return self._fail(Say(f"{death} at its start; stopping the job", quote=shard), EXIT_FAILURE, now)
         starts_in_vain = self._starts_in_vain.get(shard, 0)
         if starts_in_vain:
             death += " before it served again"
         if starts_in_vain == SHARD_STARTS_MAX:
             text = f"{death}, {starts_in_vain} times in a row; stopping the job"
-            return self._stop(Say(text, quote=shard), EXIT_FAILURE, now)
+            return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
         if not self._shard_restarts_left:
             text = f"{death}; no restarts left (--max-shard-restarts {self._shard_restarts_max}); stopping the job"
-            return self._stop(Say(text, quote=shard), EXIT_FAILURE, now)
+            return self._fail(Say(text, quote=shard), EXIT_FAILURE, now)
         self._shard_restarts_left -= 1
         text = (
             f"{death}; starting it again, its state is in {self._state_dirs[shard.number]} "
@@ -253,14 +325,35 @@ class JobPolicy:
         self._ready_by[shard] = now + READY_TIMEOUT_S
         return Start(shard)
 
-    def _stop(self, say: Say, status: int, now: float) -> list[Action]:
-        self.status = status
+    @property
+    def _within(self) -> str:
+        return f"within {self._grace_s:g} s; another signal kills it at once"
+
+    def _save(self, signal_: str, now: float) -> list[Action]:
+        self.phase, self._phase_ends_at = Phase.SAVING, now + self._grace_s + SAVING_SLACK_S
+        text = f"{signal_}: taking a last checkpoint before the job ends, within {self._grace_s:g} s; a second signal skips it"
+        return [Say(text), *(Send(name, LAST_CHECKPOINT_SIGNAL) for name in sorted(self._ready))]
+
+    def _hasten(self, now: float) -> list[Action]:
+        late = [name for name in self._living("shard") if name not in self._done]
+        if not late and self._has_checkpoints:
+            self._phase_ends_at = None
+            return [Say(f"waiting for {self._names(self._alive)} to store the last checkpoint; a signal ends that")]
+        late = late or self._living("shard")
+        text = f"all workers have ended, but not all have left {self._names(set(late))}; draining"
+        return [Say(text), *self._stop_shards(now, late)]
+
+    def _fail(self, say: Say, status: int, now: float) -> list[Action]:
+        self._status = status
+        return self._stop(say, now)
+
+    def _stop(self, say: Say, now: float) -> list[Action]:
         self.phase, self._phase_ends_at = Phase.STOPPING, now + self._grace_s
         return [say, *(Send(name, signal.SIGTERM) for name in self._living("worker"))]
 
-    def _stop_shards(self, now: float) -> list[Action]:
-        self.phase, self._phase_ends_at = Phase.STOPPING_SHARDS, now + self._grace_s
-        return [Send(name, signal.SIGTERM) for name in self._living("shard")]
+    def _stop_shards(self, now: float, shards: Sequence[Name] | None = None) -> list[Action]:
+        self.phase, self._phase_ends_at = Phase.STOPPING_SHARDS, now + self._grace_s + SHARDS_SLACK_S
+        return [Send(name, signal.SIGTERM) for name in (self._living("shard") if shards is None else shards)]
 
     def _kill(self, now: float) -> list[Action]:
         self.phase, self._phase_ends_at = Phase.KILLING, now + KILL_S
@@ -269,7 +362,8 @@ class JobPolicy:
     def _advance(self, now: float) -> list[Action]:
         """Leave the phase if it is over."""
         actions: list[Action] = []
-        if self.phase is Phase.STOPPING and not self._living("worker"):
+        is_waiting_for_workers = self.phase in (Phase.SAVING, Phase.STOPPING, Phase.KILLING_WORKERS)
+        if is_waiting_for_workers and not self._living("worker"):
             actions = self._stop_shards(now)
         if not self._alive and self.phase not in (Phase.STARTING, Phase.RUNNING):
             self.phase, self._phase_ends_at = Phase.ENDED, None

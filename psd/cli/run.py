@@ -39,7 +39,7 @@ from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.state import kept_run_id, private_path
-from psd.contract.config import TRANSPORTS, ConfigError, Limits, ServerConfig
+from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import InvalidRequest
@@ -90,13 +90,17 @@ workers.
 
 when something dies or is told to end:
   a worker fails       it is restarted with its rank, while --max-restarts lasts; then the others
-                       get SIGTERM, and after --grace SIGKILL. Status: the worker's
+                       get SIGTERM, and after --grace SIGKILL. Status: the worker's. Until it is back
+                       the others wait for it, for as long as --lease says; or, with
+                       --on-worker-failure continue, they go on, also when no restarts are left
   a shard dies         it is restarted at its address and continues where it was: its state directory
                        has its parameters. Workers wait for it and repeat unanswered requests. When
                        --max-shard-restarts are used up, or it could not be started {starts} times in a
                        row, or has never served, the job is stopped in the same way. Status: 1
-  Ctrl-C, SIGTERM,     the job is stopped in the same way, the shards after the workers. A second one
-  SIGHUP               kills everything at once. Status: 128 + the signal's number
+  Ctrl-C, SIGTERM,     with --checkpoint-dir, a last checkpoint is taken while the workers train, within
+  SIGHUP               --grace; a second one skips that. Then the job is stopped in the same way, the
+                       shards after the workers; if there was no checkpoint, they store what they hold.
+                       Another one kills everything at once. Status: 128 + the signal's number
   psd-run is killed    its watchdog (a small process) ends all others, and removes their state, within
                        seconds
   the watchdog dies    psd-run says so and starts another
@@ -117,6 +121,7 @@ exit status:
   N      the status of the first worker that failed for good; 128 + N if signal N killed it
   1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
   2      the options are wrong
+  74     all is well, or psd-run got a signal, but the last checkpoint could not be stored
   128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
 
 
@@ -143,6 +148,12 @@ _TRAINING: Options = {
 }
 
 _FAULTS: Options = {
+    "on_worker_failure": Option(
+        None,
+        "when a worker fails: wait until it has been restarted, and stop the job when no restarts are left; continue without "
+        "it meanwhile, and then; or end the job at once",
+        choices=ON_WORKER_FAILURE,
+    ),
     "max_restarts": Option("R", "restart failed workers, R times in all", whole_number),
     "max_shard_restarts": Option(
         "R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", whole_number
@@ -152,7 +163,9 @@ _FAULTS: Options = {
         "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
     ),
     "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
-    "grace_s": Option("SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards", seconds),
+    "grace_s": Option(
+        "SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards, and for the last checkpoint before", seconds
+    ),
 }
 
 _WATCHING: Options = {
@@ -202,6 +215,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         _check_count("--shards", args.shards, 1, SHARDS_MAX)
         _check_count("--workers", args.workers, 1, WORKERS_MAX)
         _check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
+        _check_on_worker_failure(args.on_worker_failure, args.max_restarts)
         shard_restarts = SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts
         _check_count("--max-shard-restarts", shard_restarts, 0, RESTARTS_MAX)
         if args.metrics_port is not None:
@@ -254,6 +268,8 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
     options = {
         "--run-id": run_id,
         "--lease": args.lease_s,
+        # A job that is to end is ended here, with the status of the worker that has failed; the others wait meanwhile.
+        "--on-worker-failure": "continue" if args.on_worker_failure == "continue" else "wait",
         "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
         "--log-level": args.log_level,
@@ -277,9 +293,11 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         run_id=run_id,
         shards=args.shards,
         workers=args.workers,
+        on_worker_failure=args.on_worker_failure,
         restarts_max=args.max_restarts,
         shard_restarts_max=shard_restarts,
         grace_s=args.grace_s,
+        has_checkpoints=bool(args.checkpoint_dir),
         state_dir=state_dir,
         is_state_private=not args.state_dir,
         shard_command=shard_command,
@@ -292,6 +310,11 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
 def _check_count(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def _check_on_worker_failure(word: str, restarts_max: int) -> None:
+    if word == "end" and restarts_max:
+        raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {restarts_max}")
 
 
 def _check_quorum(quorum: int | None, workers: int, consistency: str | None) -> None:

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from psd.cli import descriptors, logs, malloc
 from psd.cli.arguments import (
     CHECKPOINT_OPTIONS,
+    EXIT_CHECKPOINT,
     EXIT_FAILURE,
     EXIT_OK,
+    LAST_CHECKPOINT_SIGNAL,
     SERVER_DEFAULTS,
     Option,
     Options,
@@ -36,7 +38,7 @@ from psd.cli.arguments import (
     whole_number,
 )
 from psd.cli.wakeups import FIRST_WORD, Wakeups
-from psd.contract.config import ConfigError, Limits, ServerConfig, parse_shard
+from psd.contract.config import ON_WORKER_FAILURE, ConfigError, Limits, ServerConfig, parse_shard
 from psd.contract.environment import crash_point
 from psd.contract.errors import PsdError
 
@@ -48,6 +50,14 @@ DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 
 STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
 """The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
+
+LAST_CHECKPOINT_PATTERN = (
+    r"psd-server: shard 0/\d+ (has stored the last checkpoint|takes no checkpoint while workers train): .*"
+)
+"""Shard 0's line on standard error that answers LAST_CHECKPOINT_SIGNAL; psd-run waits for it."""
+
+FINAL_CHECKPOINT_S_MAX = 3600.0
+"""Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
@@ -79,8 +89,11 @@ examples:
 When the shard serves, it prints one line on standard output, and its gRPC health status is SERVING:
   psd-server: shard 0/2 ready at 127.0.0.1:7000
 
-SIGTERM or SIGINT drains it: new requests are refused, waiting ones end with the error Draining, running
-ones may finish within --grace. A second signal ends it at once.
+SIGTERM or SIGINT drains it, within --grace: with --checkpoint-dir it takes a last checkpoint, for half of
+that time while workers train; then new requests are refused, waiting ones end with the error Draining, and
+running ones may finish. If the workers did not train up to the checkpoint, shards that end together store
+what they hold, if that is of one round. A second signal ends it at once. SIGUSR1 says that the job is about
+to end: the shard takes the last checkpoint at once, says so, and serves on.
 
 Without --state-dir the parameters are gone when the process ends. With it they stay, even after kill -9,
 and the same command continues with them: workers wait for the shard and repeat unanswered requests. They
@@ -99,9 +112,11 @@ named by PSD_TOKEN_FILE.
 
 exit status:
   0     drained after a signal, or done (--exit-when-done)
-  1     failed: the address cannot be bound, --state-dir holds something else or is damaged, a --rule
-        cannot be imported, a file of certificates or tokens cannot be used, or a defect, with a traceback
+  1     failed: the address cannot be bound, --state-dir holds something else or is damaged,
+        --checkpoint-dir cannot be written to, a --rule cannot be imported, a file of certificates or
+        tokens cannot be used, the drain does not end, or a defect, with a traceback
   2     the options are wrong
+  74    ended in order, but the latest checkpoint could not be stored
   130   ended at once by a second SIGINT (128 + the signal's number; 143 for SIGTERM)"""
 
 
@@ -133,6 +148,12 @@ _PLACE: Options = {
 _JOB: Options = {
     "run_id": Option("NAME", "serve only the job of this name (default: the first that joins)"),
     "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
+    "on_worker_failure": Option(
+        None,
+        "when a worker's program ends by an error: wait for its rank's next process until the lease has run out; continue "
+        "without it at once; or end all workers' sessions, also when a lease has run out",
+        choices=ON_WORKER_FAILURE,
+    ),
 }
 
 _RULE_DIR: Options = {
@@ -241,7 +262,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
     config, log_settings = parse(argv)
-    with Wakeups([signal.SIGTERM, signal.SIGINT]) as wakeups:
+    with Wakeups([signal.SIGTERM, signal.SIGINT, LAST_CHECKPOINT_SIGNAL]) as wakeups:
         if config.exit_on_eof:
             threading.Thread(target=_watch_input, args=(wakeups,), daemon=True).start()
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
@@ -286,18 +307,32 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     if config.exit_when_done:
         threading.Thread(target=watch, daemon=True).start()
 
-    first, *more = wakeups.wait()
+    def take_last_checkpoint() -> None:
+        try:
+            server.take_last_checkpoint(config.grace_s)
+            say(f"{name} has stored the last checkpoint: {server.last_checkpoint}")
+        except PsdError as error:
+            say(f"{name} takes no checkpoint while workers train: {error}")
+
+    taking = threading.Thread(target=take_last_checkpoint, daemon=True)
+    while not (words := [word for word in wakeups.wait() if word != LAST_CHECKPOINT_SIGNAL]):
+        if taking.ident is None:
+            server.expect_end()
+            taking.start()
+    first, *more = words
     grace_s = config.grace_s
+    give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
     if first == _DONE:
         grace_s = min(grace_s, DONE_GRACE_S)
+        if config.checkpoint_dir:
+            give_up_at += FINAL_CHECKPOINT_S_MAX
         say(f"{name} done: all workers have left")
     elif first == _ALONE:
-        grace_s = 0.0
+        grace_s, give_up_at = 0.0, time.monotonic() + DRAIN_SLACK_S
     else:
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
     threading.Thread(target=drain, daemon=True).start()
-    give_up_at = time.monotonic() + grace_s + DRAIN_SLACK_S
     more = [word for word in more if word not in (_DONE, _ALONE)]
     while not more:
         left_s = give_up_at - time.monotonic()
@@ -305,11 +340,13 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
             say(f"{name}: error: the drain does not end; ending at once")
             os._exit(EXIT_FAILURE)
         # During a drain the last worker may leave, or standard input end.
-        more = [word for word in wakeups.wait(left_s) if word not in (_DONE, _ALONE)]
+        more = [word for word in wakeups.wait(left_s) if word not in (_DONE, _ALONE, LAST_CHECKPOINT_SIGNAL)]
     second = more[0]
     if second < FIRST_WORD:
         say(f"{name} got {signal_name(second)}: ending at once")
         os._exit(exit_status(second))  # no clean-up that could wait for anything
+    if second == _DRAINED and server.has_failed_to_store:
+        return EXIT_CHECKPOINT
     return EXIT_OK if second == _DRAINED else EXIT_FAILURE
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from psd.contract.arguments import refuse
 from psd.contract.printable import is_printable
+from psd.contract.waits import REPORT_AFTER_S
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
@@ -100,7 +101,7 @@ def check_client_tls(ca: str, cert: str, key: str) -> None:
 
 
 ON_WORKER_FAILURE = ("wait", "continue", "end")
-"""What becomes of a job one of whose workers fails; docs/operations.md says what each word means."""
+"""Words for what becomes of a job one of whose workers fails; docs/operations.md says what each means."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ class ClientConfig:
     transport: str = "auto"
     wait_timeout_s: float = 600.0
     retry_timeout_s: float = 30.0
-    report_after_s: float = 5.0
+    report_after_s: float = REPORT_AFTER_S
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""

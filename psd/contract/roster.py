@@ -28,18 +28,19 @@ class Roster:
     """The absent workers as they were last told.
 
     Attributes:
-        is_usual: the last change was that workers have finished, and no more.
+        is_usual: the last change was that workers have finished, and no more. is_of_silence: some have fallen silent.
     """
 
     def __init__(self) -> None:
         self._absent: Absent = {}
-        self.is_usual = True
+        self.is_usual, self.is_of_silence = True, False
 
     def news(self, absent: Absent, world_size: int) -> str:
         """The change since the last call, in words; empty if there is none."""
         before, self._absent = self._absent, dict(absent)
         gone, back = absent.keys() - before.keys(), before.keys() - absent.keys()
-        self.is_usual = not back and all(absent[rank] is Absence.FINISHED for rank in gone)
+        reasons = {absent[rank] for rank in gone}
+        self.is_usual, self.is_of_silence = not back and reasons <= {Absence.FINISHED}, Absence.SILENT in reasons
         parts = [_clause(back, "is back", "are back")]
         parts += [_clause((rank for rank in gone if absent[rank] is why), *why.value) for why in Absence]
         said = "; ".join(filter(None, parts))

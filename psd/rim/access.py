@@ -48,6 +48,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Commit": _WORKER,
     _CONTROL + "Measure": _WORKER,
     _CONTROL + "Barrier": _WORKER,
+    _CONTROL + "Load": _WORKER,
     _CONTROL + "Rollback": _WORKER,
     _CONTROL + "OpenBulk": _WORKER,
     _DATA + "Push": _WORKER,
@@ -56,6 +57,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _DATA + "PushPullSmall": _WORKER,
     _DATA + "Initialize": _WORKER,
     _DATA + "StoreBuffers": _WORKER,
+    _DATA + "SetParameters": _WORKER,
     # Whoever operates: what takes room and time on a disk.
     _CONTROL + "Checkpoint": _ADMIN,
 }

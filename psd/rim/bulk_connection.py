@@ -223,7 +223,7 @@ class ServedConnection:
                         if call.into_memory:
                             reply.blocks.append(item.block)
                             reply.versions.append(item.version)
-                        put(_Outgoing(item, call.into_memory, call.announce))
+                        put(_Outgoing(item, call.place if call.into_memory else None, call.announce))
                     else:
                         item.release()
         except (Disconnected, TimeoutError):
@@ -280,12 +280,12 @@ class ServedConnection:
         answer = out.answer
         try:
             head = data_pb2.PullFrame(block=answer.block, version=answer.version).SerializeToString()
-            if not out.into_memory:
+            if out.place is None:
                 self._stream.send(Kind.ANSWER, head, answer.values, more=True)  # at least the REPLY
                 return
             if self._has_hung_up:  # a worker that has not waited for this process may use its memory otherwise
                 raise Disconnected("the worker has hung up")
-            np.copyto(self._attached().parameter(answer.block), answer.values)
+            np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, head)
         finally:
@@ -309,7 +309,7 @@ class ServedConnection:
 
 class _Outgoing(NamedTuple):
     answer: PulledBlock
-    into_memory: bool
+    place: int | None  # in attached memory; None: it leaves in a message
     is_announced: bool
 
 

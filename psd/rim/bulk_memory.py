@@ -22,6 +22,7 @@ from psd.v1 import bulk_pb2
 
 NONCE_BYTES = 16
 SPACE_ALIGN_BYTES = 64
+PLACES_MAX = 4
 
 
 class WorkerMemory:
@@ -43,7 +44,10 @@ class WorkerMemory:
         gradient_dtypes = [space.gradient_dtype for space in layout.spaces]
         dtypes = [space.dtype for space in layout.spaces]
         gradients = self._checked("gradient_starts", attach.gradient_starts, gradient_dtypes, attach.size, layout)
-        parameters = self._checked("parameter_starts", attach.parameter_starts, dtypes, attach.size, layout)
+        places = [
+            self._checked("parameter_starts", starts, dtypes, attach.size, layout)
+            for starts in _places(attach.parameter_starts, len(dtypes))
+        ]
         try:
             self._mapping = mmap.mmap(fd, attach.size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
@@ -53,9 +57,9 @@ class WorkerMemory:
         self.world_size = layout.spec.world_size
         self._layout = layout
         self._gradients = self._spaces(gradients, gradient_dtypes)
-        self._parameters = self._spaces(parameters, dtypes)
+        self._parameters = [self._spaces(place, dtypes) for place in places]
         self._gradient_views: dict[int, memoryview] = {}
-        self._parameter_views: dict[int, NDArray[Any]] = {}
+        self._parameter_views: dict[tuple[int, int], NDArray[Any]] = {}
 
     @staticmethod
     def _check_file(fd: int, size: int) -> None:
@@ -104,14 +108,16 @@ class WorkerMemory:
         return view
 
     def values(self, block: int) -> memoryview:
-        """The initial values of a block of the job, which the worker has left where its parameters are."""
-        return self.parameter(block).data.cast("B")
+        """The initial values of a block of the job, which the worker has left in the first place for its parameters."""
+        return self.parameter(block, 0).data.cast("B")
 
-    def parameter(self, block: int) -> NDArray[Any]:
-        """The place for the parameters of a block of the job."""
-        view = self._parameter_views.get(block)
+    def parameter(self, block: int, place: int) -> NDArray[Any]:
+        """The memory for the parameters of a block of the job, in one of the places."""
+        view = self._parameter_views.get((block, place))
         if view is None:
-            view = self._parameter_views[block] = self._block(self._parameters, block)
+            if place >= len(self._parameters):
+                raise InvalidRequest(f"place: is {place}, but {len(self._parameters)} are attached")
+            view = self._parameter_views[block, place] = self._block(self._parameters[place], block)
         return view
 
     def _block(self, spaces: list[NDArray[Any] | None], index: int) -> NDArray[Any]:
@@ -122,3 +128,12 @@ class WorkerMemory:
         if space is None:
             raise InvalidRequest(f"blocks: {index} belongs to static group {block.group}, to which nothing is pushed")
         return space[block.offset : block.offset + block.length]
+
+
+def _places(starts: Sequence[int], spaces: int) -> Sequence[Sequence[int]]:
+    """The starts of the parameters of each place."""
+    count = len(starts) // spaces if spaces else 1
+    if len(starts) != count * spaces or not 1 <= count <= PLACES_MAX:
+        expected = f"one per flat space, {spaces}, for each of 1 to {PLACES_MAX} places"
+        raise InvalidRequest(f"parameter_starts: has {len(starts)} entries, expected {expected}")
+    return [starts[place * spaces : (place + 1) * spaces] for place in range(count)]

@@ -96,6 +96,7 @@ class BulkServer:
         self._ticket_given = threading.Condition(self._lock)
         self._tickets: dict[bytes, _Ticket] = {}
         self._by_rank: dict[int, ServedConnection] = {}
+        self._admitted: dict[int, int] = {}  # the latest session, by rank, that has opened a connection
         self._connections: dict[int, ServedConnection] = {}  # by file descriptor
         self._strangers = Strangers(STRANGERS_MAX)
         self._refused = {"shm": 0, "tcp": 0}
@@ -259,7 +260,7 @@ class BulkServer:
             self._strangers.leave(connection)
             connection.is_welcome, connection.session = ticket.is_welcome, ticket.session
             before = self._by_rank.get(ticket.rank)
-            self._by_rank[ticket.rank] = connection
+            self._by_rank[ticket.rank], self._admitted[ticket.rank] = connection, ticket.session
         if before is not None:
             before.hang_up()
             if not before.ended.wait(BLOCK_S):
@@ -271,6 +272,11 @@ class BulkServer:
     def _is_current(self, connection: ServedConnection) -> bool:
         """False if its worker has left, or has begun a session that has not called on it."""
         return connection.rank < 0 or self._shard.is_current(connection.rank, connection.session)
+
+    def has_lost(self, rank: int, session: int) -> bool:
+        """True if a session had a connection, and has none any more."""
+        with self._lock:
+            return self._admitted.get(rank) == session and rank not in self._by_rank
 
     def connections(self) -> dict[str, LaneConnections]:
         """The connections by lane."""

@@ -13,19 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
-from psd.state.durability.cuts import Snapshot, new_id
+from psd.state.durability.cuts import FINAL_ID, Snapshot, new_id
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
 logger = logging.getLogger(__name__)
 
 TAKE_S_MAX = 3600.0
+
+POLL_S = 0.1
+"""Seconds between two looks at what other shards have stored."""
 
 
 @dataclass
@@ -92,44 +96,46 @@ class Checkpointer:
             CheckpointFailed: it could not be written, or not all shards came to it in time.
         """
         deadline = self._now() + min(TAKE_S_MAX, max(0.0, (timeout_s or TAKE_S_MAX) - 1))
-        cut_id, stored = new_id(), Future[str]()
-        self._asked_for[cut_id] = stored
-        try:
+        cut_id = new_id()
+        with self.storing(cut_id) as stored:
             self._shard.schedule.announce(cut_id)
-            name = stored.result(max(0.0, deadline - self._now()))
-        except FutureTimeoutError:
-            raise CheckpointFailed(
-                "this shard's blocks have not reached the cut in time: a synchronous job must keep training for that"
-            ) from None
+            try:
+                name = stored.result(max(0.0, deadline - self._now()))
+            except FutureTimeoutError:
+                raise CheckpointFailed(
+                    "this shard's blocks have not reached the cut in time: a synchronous job must keep training for that"
+                ) from None
+        self.await_complete(name, deadline)
+        return name
+
+    @contextmanager
+    def storing(self, cut_id: str) -> Iterator[Future[str]]:
+        """Learn what becomes of this shard's part of a cut: inside, a future of the checkpoint's name."""
+        self._asked_for[cut_id] = Future()
+        try:
+            yield self._asked_for[cut_id]
         finally:
             del self._asked_for[cut_id]
-        while True:
-            try:
-                self._directory.load(name)
-            except CheckpointCorrupt as error:
-                if self._now() > deadline:
-                    raise CheckpointFailed(f"checkpoint {name} was not completed by all shards in time: {error}") from None
-            else:
-                return name
-            self._stopping.wait(0.1)  # the other shards write to the same directory and do not talk to this one
 
-    def take_before_drain(self, timeout_s: float) -> None:
-        """Wait for a checkpoint that begins now, but not for long; called before the shard shuts down.
+    def await_complete(self, name: str, deadline: float) -> None:
+        """Wait until all shards have stored their part; CheckpointFailed if they have not at `deadline`, by our clock."""
+        while (why := self.why_incomplete(name)) is not None:
+            if self._now() > deadline:
+                raise CheckpointFailed(f"checkpoint {name} was not completed by all shards in time: {why}")
+            self._stopping.wait(POLL_S)  # the other shards write to the same directory and do not talk to this one
 
-        Any shard may be the one that is told to end; shard 0 announces at once, the others when nothing comes from there.
-        """
-        if not self._shard.schedule.is_reachable:
-            return
-        written = self.progress.written
-        deadline = self._now() + timeout_s
-        if self._config.shard_index == 0 or not self._wait_written(written, timeout_s / 4):
-            self._shard.schedule.announce(new_id())
-        if not self._wait_written(written, max(0.0, deadline - self._now())):
-            logger.warning("no checkpoint was completed within %.1f s before the end", timeout_s)
+    def why_incomplete(self, name: str) -> str | None:
+        """The reason why a checkpoint is not valid; None if it is."""
+        try:
+            self._directory.load(name)
+        except CheckpointCorrupt as error:
+            return str(error)
+        return None
 
-    def _wait_written(self, written: int, timeout_s: float) -> bool:
+    def await_written(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to be written; False if that takes too long."""
         with self._idle:
-            return self._idle.wait_for(lambda: self.progress.written > written, timeout_s)
+            return self._idle.wait_for(lambda: not self._shard.cuts.unwritten, timeout_s)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -146,9 +152,9 @@ class Checkpointer:
         while (snapshot := self._done.get()) is not None:
             if not snapshot.why_missed:
                 self._to_write.put(snapshot)
-            elif not self._stopping.is_set():  # what the shard's end comes before is no failure
+            elif snapshot.cut.id == FINAL_ID or not self._stopping.is_set():  # what the shard's end comes before is no failure
                 cut = snapshot.cut
-                self._fail(cut, CheckpointFailed(f"cut {cut.id} at step {cut.step}: {snapshot.why_missed}"))
+                self._on_failure(cut, CheckpointFailed(f"cut {cut.id} at step {cut.step}: {snapshot.why_missed}"))
         self._to_write.put(None)
 
     def _run(self) -> None:
@@ -156,10 +162,10 @@ class Checkpointer:
             try:
                 self._write(snapshot)
             except PsdError as error:
-                self._fail(snapshot.cut, error)
+                self._on_failure(snapshot.cut, error)
             except Exception as error:
                 logger.exception("a checkpoint failed because of a defect")
-                self._fail(snapshot.cut, CheckpointFailed(str(error)))
+                self._on_failure(snapshot.cut, CheckpointFailed(str(error)))
             finally:
                 self._shard.cuts.release(snapshot)
                 with self._idle:
@@ -242,10 +248,14 @@ class Checkpointer:
             del snapshot.pages[index]
             job.arena.unpin(page)
 
-    def _fail(self, cut: data_pb2.Cut, error: PsdError) -> None:
-        logger.error("a checkpoint failed; training goes on: %s", error, extra={"step": cut.step, "reason": error.reason})
-        with self._idle:
-            self.progress = replace(self.progress, failed=self.progress.failed + 1, error=str(error))
+    def _on_failure(self, cut: data_pb2.Cut, error: PsdError) -> None:
+        self.fail(error)
         stored = self._asked_for.get(cut.id)
         if stored is not None:
             stored.set_exception(error)
+
+    def fail(self, error: PsdError) -> None:
+        """Note that a checkpoint could not be stored."""
+        logger.error("a checkpoint failed: %s", error, extra={"reason": error.reason})
+        with self._idle:
+            self.progress = replace(self.progress, failed=self.progress.failed + 1, error=str(error))

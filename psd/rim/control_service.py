@@ -58,6 +58,7 @@ class ControlService:
             "Heartbeat": self.heartbeat,
             "Leave": self.leave,
             "Barrier": self.barrier,
+            "Load": self.load,
             "Commit": self.commit,
             "Measure": self.measure,
             "Checkpoint": self.checkpoint,
@@ -139,6 +140,11 @@ class ControlService:
         generation = Waiter(self._shard, context).wait(self._shard.arrive(request))
         self._shard.count_barrier(self._shard.age_s(began))
         return control_pb2.BarrierReply(generation=generation)
+
+    def load(self, request: control_pb2.LoadRequest, context: grpc.ServicerContext) -> control_pb2.LoadReply:
+        """See ControlService.Load."""
+        ticket = self._shard.parameters.load(request)
+        return control_pb2.LoadReply(sets=ticket is not None and Waiter(self._shard, context).wait(ticket))
 
     def describe(self, request: control_pb2.DescribeRequest, context: grpc.ServicerContext) -> control_pb2.DescribeReply:
         """See ControlService.Describe."""

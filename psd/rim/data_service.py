@@ -60,6 +60,11 @@ class DataService:
                     message_parser(data_pb2.BuffersRequest),
                     data_pb2.BuffersReply.SerializeToString,
                 ),
+                "SetParameters": grpc.unary_unary_rpc_method_handler(
+                    guard.unary(self.set_parameters),
+                    message_parser(data_pb2.ParametersRequest),
+                    data_pb2.ParametersReply.SerializeToString,
+                ),
                 "Initialize": grpc.stream_unary_rpc_method_handler(
                     guard.unary(bounded(self.initialize)), frame_parser(init), data_pb2.InitializeReply.SerializeToString
                 ),
@@ -166,6 +171,12 @@ class DataService:
         del context
         self._plane.counts.count_bytes(received=self._shard.buffers.store(request))
         return data_pb2.BuffersReply()
+
+    def set_parameters(self, request: data_pb2.ParametersRequest, context: grpc.ServicerContext) -> data_pb2.ParametersReply:
+        """See DataService.SetParameters."""
+        del context
+        self._plane.counts.count_bytes(received=self._shard.parameters.set(request))
+        return data_pb2.ParametersReply()
 
     def _frame(self, answer: PulledBlock, *, with_payload: bool = True) -> bytes:
         try:

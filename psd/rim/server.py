@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ServerConfig, is_loopback, parse_address
+from psd.contract.errors import CheckpointFailed, PsdError
 from psd.contract.frames import WINDOW_OPTIONS
 from psd.contract.roster import Roster
 from psd.rim.access import Access, AccessInterceptor
@@ -30,6 +32,7 @@ from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import SERVICE as DATA
 from psd.rim.data_service import DataService
 from psd.rim.health import HealthService, Reflection
+from psd.rim.last_checkpoint import LastCheckpoint
 from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
@@ -37,7 +40,7 @@ from psd.rim.tls import ServerTls
 from psd.state.counts import LANES
 from psd.state.shard import Shard
 from psd.state.status import ShardState
-from psd.state.workers.membership import tick_s
+from psd.state.workers.membership import WorkerState, tick_s
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,12 @@ class ShardServer:
             else None
         )
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
-        self._checkpointer = Checkpointer(self.shard, config, directory) if directory is not None else None
+        self._checkpointer: Checkpointer | None = None
+        self._last_checkpoint: LastCheckpoint | None = None
+        if directory is not None:
+            self._checkpointer = Checkpointer(self.shard, config, directory)
+            self._last_checkpoint = LastCheckpoint(self.shard, config, directory, self._checkpointer, self._has_workers)
+        self._was_told_before = False
         self.done = threading.Event()
         self.address = config.listen
         self.metrics_port = 0
@@ -180,7 +188,8 @@ class ShardServer:
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._ticker.start()
-        if self._checkpointer is not None:
+        if self._checkpointer is not None and self._last_checkpoint is not None:
+            self._last_checkpoint.begin()
             self._checkpointer.start()
 
     def _metrics_server(self, host: str, port: int) -> MetricsServer:
@@ -212,9 +221,10 @@ class ShardServer:
     def _tick_once(self) -> None:
         self.shard.tick()
         news = self._roster.news(self.shard.absent, self.shard.world_size)
-        if news:  # one shard's word is enough for a launcher that shows warnings
-            is_usual = self._config.shard_index > 0 or self._roster.is_usual
-            logger.log(logging.INFO if is_usual else logging.WARNING, "%s", news, extra={"run_id": self.shard.run_id})
+        # One shard's word is enough for a launcher's log, but that a lease has run out each shard finds for itself.
+        if news and (self._config.shard_index == 0 or self._roster.is_of_silence):
+            level = logging.INFO if self._roster.is_usual else logging.WARNING
+            logger.log(level, "%s", news, extra={"run_id": self.shard.run_id})
         self._check_done()
         self._update_readiness()
 
@@ -222,22 +232,60 @@ class ShardServer:
         if self.shard.is_done:
             self.done.set()
 
+    @property
+    def has_failed_to_store(self) -> bool:
+        """True if the latest checkpoint could not be stored."""
+        return self._checkpointer is not None and self._checkpointer.progress.error != ""
+
+    def _has_workers(self) -> bool:
+        """True if a worker is there that may train. One that was killed has a lease, but no connection any more."""
+        live = [worker for worker in self.shard.status().workers if worker.state is WorkerState.LIVE]
+        return any(w.transport == "grpc" or not self._bulk.has_lost(w.rank, w.session) for w in live)
+
+    @property
+    def last_checkpoint(self) -> str:
+        """Name of the checkpoint that was taken because the shard ends; empty before."""
+        return "" if self._last_checkpoint is None else self._last_checkpoint.name
+
+    def expect_end(self) -> None:
+        """Note that `take_last_checkpoint` is about to be called, so that `drain` does not do so."""
+        self._was_told_before = True
+
+    def take_last_checkpoint(self, timeout_s: float) -> None:
+        """Take the checkpoint of a job that is about to end, while its workers train.
+
+        Raises:
+            CheckpointFailed: there is none to take, or it was not stored in time.
+        """
+        if self._last_checkpoint is None:
+            raise CheckpointFailed("this shard was started without --checkpoint-dir")
+        self._last_checkpoint.take(timeout_s)
+
     def drain(self, grace_s: float) -> None:
-        """Refuse new work, end waits with Draining, give calls in progress `grace_s` seconds; return when stopped."""
+        """Take the last checkpoint, in the first half of `grace_s` seconds if workers train; refuse new work, end waits with
+        Draining, give calls in progress some of the time left; then store what the shards hold, unless that checkpoint was
+        taken. Return when stopped."""
+        ends_at = time.monotonic() + grace_s
         self._is_ending = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if self._checkpointer is not None and not self.done.is_set():
-            self._checkpointer.take_before_drain(grace_s / 2)
-            grace_s /= 2
+        last = self._last_checkpoint
+        if last is not None and self._was_told_before:
+            last.give_up()
+        elif last is not None and not self.done.is_set():
+            try:
+                last.take(grace_s / 2)
+            except PsdError as error:
+                logger.info("no checkpoint was taken while workers train: %s", error)
         self.shard.drain()
-        self._stop(grace_s)
+        left_s = max(0.0, ends_at - time.monotonic())
+        self._stop(left_s if last is None or last.name else left_s / 2, ends_at)
 
     def stop(self) -> None:
         """Stop at once; calls in progress are cut off."""
         self.shard.drain()
-        self._stop(None)
+        self._stop(None, None)
 
-    def _stop(self, grace_s: float | None) -> None:
+    def _stop(self, grace_s: float | None, ends_at: float | None) -> None:
         self._stopping.set()
         if self._ticker.is_alive():
             self._ticker.join()
@@ -250,8 +298,12 @@ class ShardServer:
             self._metrics.stop()
         self._pool.shutdown(wait=True)
         if self._checkpointer is not None:
-            if self.done.is_set():
+            if self.done.is_set() and self.shard.schedule.is_left_in_order:
                 self.shard.schedule.announce_final()
+            elif self._last_checkpoint is not None and ends_at is not None:
+                least_s = self._config.grace_s if self.done.is_set() else 0.0
+                self._last_checkpoint.settle(max(least_s, ends_at - time.monotonic()))
             self._checkpointer.stop()
-        # A job that is done has been fetched by its workers; what is left of it would only be mistaken for the next one.
-        self.shard.close(keep=not self.done.is_set())
+        # A job that is done has been fetched by its workers, and is stored if it was to be; what is left of it would only be
+        # mistaken for the next one.
+        self.shard.close(keep=not self.done.is_set() or self.has_failed_to_store)

@@ -38,6 +38,7 @@ from psd.state.locks import Level
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.state.workers.barriers import Barriers
 from psd.state.workers.initial import InitialValues
+from psd.state.workers.loads import Loads
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
@@ -98,6 +99,7 @@ class ShardCore:
         self.life = LifeCycle()
         self.initial = self.new_initial()
         self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
+        self.loads = Loads(lambda: self.members.at_barriers)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates(storage)
         self.timeline = 0
@@ -362,6 +364,7 @@ class ShardCore:
             elif worker.state is not WorkerState.LIVE:
                 ticket.fail(self.members.ended(worker))
         self.barriers.on_session_end(worker.rank)
+        self.loads.on_session_end(worker.rank)
         self.initial.on_gone(worker.rank, self.members.workers)
         if self.job is not None:
             self.job.on_gone(worker.rank)
@@ -399,6 +402,7 @@ class ShardCore:
         """Open what a change of who is waited for completes. Called without the lock."""
         with self.lock:
             self.barriers.on_members_changed()
+            self.loads.settle()
             self.open_gates()
             job = self.job if self.life.has_values else None
             news: list[tuple[int, int]] = []

@@ -30,6 +30,8 @@ from psd.state.workers.membership import WorkerState
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed
 
+FIRST_GRADIENT_BYTES = 16
+
 
 class Exchange:
     """Handles gradients and parameters."""
@@ -54,6 +56,7 @@ class Exchange:
             decisions = job.participant.check(header.decisions)
             check_cuts(header.cuts)
             check_client_state(header.client_state)
+            check_first_gradient(header.first_gradient)
             versions = job.versions_read(header.versions)
             scale = check_scale(header, job.spec)
             begun_as = check_begun_as(header.session, header.caller)
@@ -80,6 +83,7 @@ class Exchange:
             since=header.since,
             is_finite=header.is_finite,
             client_state=header.client_state,
+            first_gradient=header.first_gradient,
             cuts=tuple(header.cuts),
             versions=versions,
         )
@@ -235,6 +239,7 @@ class Exchange:
             self._core.open_gates(push.worker)
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
             wants = wants_buffers(job, self._core.members, push.worker)
+            same = job.same_gradient_as(push.worker.rank, push.first_gradient)
         self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -245,6 +250,7 @@ class Exchange:
             cuts=self._cuts.latest(),
             overruled=overruled,
             wants_buffers=wants,
+            same_gradient_as=same,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------
@@ -320,3 +326,9 @@ def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:
     if not 0 <= header.scale <= 1:  # also refuses NaN
         raise InvalidRequest(f"scale: must be from 0 to 1, got {header.scale}")
     return header.scale
+
+
+def check_first_gradient(digest: bytes) -> None:
+    """Raise InvalidRequest unless it has the length of a digest, or none."""
+    if len(digest) not in (0, FIRST_GRADIENT_BYTES):
+        raise InvalidRequest(f"first_gradient: has {len(digest)} bytes, expected {FIRST_GRADIENT_BYTES} or none")

@@ -111,6 +111,7 @@ class Job:
         self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
         self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
         self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
+        self._first_gradients: dict[int, bytes] = {}  # digests by rank
         self.participant = Participant(spec, self._trained)
         self.coordinator: Coordinator | None = None
         if self.is_exact and shard_index == 0:
@@ -153,6 +154,13 @@ class Job:
         for index, (info, values) in enumerate(zip(self._infos, scalars, strict=True)):
             info.check_scalars(values, self.spec.groups[index].flags, index)
         self._fit_scalars = scalars
+
+    def same_gradient_as(self, rank: int, digest: bytes) -> int | None:
+        """The lowest other rank whose first gradient had this digest; None if there is none. Empty: not known."""
+        if not digest:
+            return None
+        self._first_gradients[rank] = digest
+        return min((other for other, its in self._first_gradients.items() if its == digest and other != rank), default=None)
 
     def versions_read(self, versions: Sequence[int]) -> dict[int, int]:
         """The versions that a push's header says its worker has read, by block; empty where rounds make them pointless.
@@ -212,6 +220,11 @@ class Job:
     def version_max(self) -> int:
         """Updates applied to the block that is furthest ahead."""
         return max((b.version for b in self._trained), default=0)
+
+    @property
+    def trained_versions(self) -> tuple[int, ...]:
+        """Versions of the trained blocks, ascending, each once: one if no round is half closed."""
+        return tuple(sorted({block.version for block in self._trained}))
 
     def entry_round(self, rank: int) -> int:
         """The first round in which a new session of the rank takes part, as far as this shard's blocks tell.

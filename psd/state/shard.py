@@ -15,8 +15,8 @@ from collections.abc import Callable
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
-from psd.contract.config import ServerConfig
-from psd.contract.errors import Draining, PsdError, WrongShard
+from psd.contract.config import ConfigError, ServerConfig
+from psd.contract.errors import CheckpointFailed, Draining, PsdError, WrongShard
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
@@ -28,6 +28,7 @@ from psd.state.durability.schedule import CutSchedule
 from psd.state.durability.storage import Storage
 from psd.state.exchange import Exchange
 from psd.state.job import Job
+from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.admission import Admission
@@ -36,6 +37,14 @@ from psd.v1 import control_pb2, data_pb2, job_pb2
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
+
+
+def check_writable(directory: CheckpointDirectory) -> None:
+    """Raise ConfigError if no checkpoint could be stored there: better at the start than when the first one is due."""
+    try:
+        directory.check()
+    except CheckpointFailed as error:
+        raise ConfigError(f"--checkpoint-dir: {error}") from error
 
 
 class Shard:
@@ -48,13 +57,14 @@ class Shard:
         directory: of checkpoints to restore from.
 
     Raises:
-        ConfigError: --state-dir is another shard's or run's, in use, or damaged.
+        ConfigError: --state-dir is another shard's or run's, in use, or damaged; or --checkpoint-dir cannot be written to. A
+            shard that goes on with what it has does so without.
 
     Attributes:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, buffers, measures, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
     """
 
     def __init__(
@@ -74,12 +84,15 @@ class Shard:
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover()
+        if directory is not None and not self.is_recovered:
+            check_writable(directory)
         with self._core.job_lock:
             self.restored_from = None if self.is_recovered else self.restoration.begin()
         self.admission = Admission(self._core, wall, self.restoration.redeclare, self.restoration.give_values)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
         self.buffers = BufferDesk(self._core, self.cuts)
+        self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.is_draining = False
         self._started = now()
@@ -104,9 +117,10 @@ class Shard:
             return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Take back a barrier's arrival whose caller has given up."""
+        """Take back the arrival, at a barrier or a load, of a caller that has given up."""
         with self._core.lock:
             self._core.barriers.on_withdraw(ticket)
+            self._core.loads.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
         """Expire leases, handle the consequences, retry updates that lacked room, and announce a cut if one is due; to be

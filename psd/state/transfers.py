@@ -29,7 +29,7 @@ class Push:
         session: of the worker that sends it. begun_as: the session as which it was begun, which is in its name.
         is_entered: a valid block has come. Until then the push has changed nothing but its worker's lease.
         is_finite: the worker has looked for NaN and infinity itself.
-        since: see Voice.
+        since: see Voice. first_gradient: see PushHeader.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         loan: of the gradient that blocks may read where the worker has it.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
@@ -46,6 +46,7 @@ class Push:
     since: int = 0
     is_finite: bool = False
     client_state: bytes = b""
+    first_gradient: bytes = b""
     cuts: tuple[data_pb2.Cut, ...] = ()
     is_entered: bool = False
     versions: Mapping[int, int] = field(default_factory=dict)

@@ -1,6 +1,8 @@
 """psdctl: options, and what it shows of a live job."""
 
+import functools
 import json
+import socket
 import threading
 from pathlib import Path
 from signal import SIGINT
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import psd_client
+from psd.cli import ctl
 from psd.cli.ctl import main
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
@@ -142,3 +145,21 @@ def test_status_when_a_worker_waits_for_another_then_it_says_so_in_text_and_json
     assert [worker["state"] for worker in picture["workers"]] == ["WORKER_STATE_LIVE", "WORKER_STATE_LIVE"]
     assert [shard["status"]["pushes_duplicate"] for shard in picture["shards"]] == [0, 0]
     assert picture["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("status", "0.1 s: no answer yet from {}\n"),
+        ("checkpoint", "0.1 s: shard 0 at {} has not told of a complete checkpoint yet"),
+    ],
+)
+def test_psdctl_when_a_shard_says_nothing_then_says_so_meanwhile(command, said, monkeypatch, capsys):
+    """However long it is to wait."""
+    monkeypatch.setattr(ctl, "explained", functools.partial(ctl.explained, after_s=0.1))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        assert main([command, "--servers", server, "--timeout", "0.5"]) == 1
+
+    assert capsys.readouterr().err.startswith(f"psdctl: {said.format(server)}")

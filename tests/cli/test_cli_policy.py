@@ -1,14 +1,17 @@
 """Decisions of psd-run, for each order of events, without a process: psd/cli/policy.py."""
 
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 import pytest
 
+from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 from psd.cli.policy import (
     KILL_S,
     READY_TIMEOUT_S,
+    SAVING_SLACK_S,
     SHARD_STARTS_MAX,
     SHARDS_END_S,
+    SHARDS_SLACK_S,
     Action,
     JobPolicy,
     Name,
@@ -22,7 +25,13 @@ SHARDS = [Name("shard", 0), Name("shard", 1)]
 WORKERS = [Name("worker", 0), Name("worker", 1)]
 
 
-def starting(restarts_max: int = 0, shard_restarts_max: int = 10) -> JobPolicy:
+def starting(
+    restarts_max: int = 0,
+    shard_restarts_max: int = 10,
+    on_worker_failure: str = "wait",
+    *,
+    has_checkpoints: bool = False,
+) -> JobPolicy:
     """A job of two shards and two workers, before anything is started."""
     return JobPolicy(
         state_dirs=["/state/shard-0", "/state/shard-1"],
@@ -30,12 +39,14 @@ def starting(restarts_max: int = 0, shard_restarts_max: int = 10) -> JobPolicy:
         restarts_max=restarts_max,
         shard_restarts_max=shard_restarts_max,
         grace_s=10,
+        on_worker_failure=on_worker_failure,
+        has_checkpoints=has_checkpoints,
     )
 
 
-def running(restarts_max: int = 0, shard_restarts_max: int = 10) -> JobPolicy:
+def running(restarts_max: int = 0, shard_restarts_max: int = 10, on_worker_failure: str = "wait", **options: bool) -> JobPolicy:
     """The same, all of whose processes run."""
-    policy = starting(restarts_max, shard_restarts_max)
+    policy = starting(restarts_max, shard_restarts_max, on_worker_failure, **options)
     policy.on_start(0)
     for shard in SHARDS:
         policy.on_ready(shard, 0.5)
@@ -120,6 +131,26 @@ def test_on_exit_when_restarts_are_left_then_the_worker_starts_again_until_none_
     assert "SIGKILL" in said(second)
     assert "no restarts left" in said(second)
     assert deeds(third) == [Send(WORKERS[1], SIGTERM)]
+
+
+@pytest.mark.parametrize("last", [0, 4])
+def test_on_exit_when_the_others_are_to_go_on_then_the_job_ends_with_them_and_the_first_failures_status(last):
+    policy = running(restarts_max=1, on_worker_failure="continue")
+
+    restarted = policy.on_exit(WORKERS[0], 1, now=1)
+    failed = policy.on_exit(WORKERS[0], 3, now=2)
+    policy.on_exit(WORKERS[1], last, now=3)
+
+    assert deeds(restarted) == [Start(WORKERS[0])]
+    assert (deeds(failed), said(failed)) == ([], "worker 0 ended with status 3; no restarts left; the others go on without it")
+    assert (policy.phase, policy.status) == (Phase.WINDING_DOWN, 3)
+
+
+def test_on_exit_when_a_failure_is_to_end_the_job_then_nothing_is_started_again():
+    policy = running(on_worker_failure="end")
+
+    assert deeds(policy.on_exit(WORKERS[0], 3, now=1)) == [Send(WORKERS[1], SIGTERM)]
+    assert policy.status == 3
 
 
 def test_on_exit_when_a_worker_fails_after_a_shard_has_ended_then_it_is_not_started_again():
@@ -305,8 +336,102 @@ def test_on_deadline_when_nothing_helps_then_the_job_ends_all_the_same():
     policy.on_signal(SIGTERM, now=0)
 
     killed = policy.on_deadline(10)
-    given_up = policy.on_deadline(10 + KILL_S)
+    told = policy.on_deadline(10 + KILL_S)
+    shards_end_by = policy.deadline
+    all_killed = policy.on_deadline(shards_end_by)
+    given_up = policy.on_deadline(shards_end_by + KILL_S)
 
-    assert deeds(killed) == [Send(name, SIGKILL) for name in (*SHARDS, *WORKERS)]
+    assert deeds(killed) == [Send(worker, SIGKILL) for worker in WORKERS]
+    assert deeds(told) == [Send(shard, SIGTERM) for shard in SHARDS]
+    assert shards_end_by == 10 + KILL_S + 10 + SHARDS_SLACK_S
+    assert deeds(all_killed) == [Send(name, SIGKILL) for name in (*SHARDS, *WORKERS)]
     assert "worker 1" in said(given_up)
     assert (policy.phase, policy.status) == (Phase.ENDED, 143)
+
+
+def test_on_signal_when_there_are_checkpoints_then_one_is_taken_before_workers_end():
+    policy = running(has_checkpoints=True)
+
+    asked = policy.on_signal(SIGINT, now=1)
+    deadline = policy.deadline
+    answered = policy.on_saved(now=2)
+
+    assert deeds(asked) == [Send(shard, LAST_CHECKPOINT_SIGNAL) for shard in SHARDS]
+    assert "taking a last checkpoint before the job ends, within 10 s; a second signal skips it" in said(asked)
+    assert deadline == 1 + 10 + SAVING_SLACK_S
+    assert deeds(answered) == [Send(worker, SIGTERM) for worker in WORKERS]
+    assert policy.on_saved(now=3) == []
+    policy.on_exit(WORKERS[0], -SIGTERM, now=4)
+    assert deeds(policy.on_exit(WORKERS[1], -SIGTERM, now=4)) == [Send(shard, SIGTERM) for shard in SHARDS]
+    assert policy.status == 130
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda policy: policy.on_signal(SIGINT, now=2),
+        lambda policy: policy.on_deadline(11 + SAVING_SLACK_S),
+        lambda policy: policy.on_exit(SHARDS[1], -SIGKILL, now=2),
+    ],
+    ids=["a second signal", "the deadline", "a shard's death"],
+)
+def test_on_signal_when_the_checkpoint_does_not_come_then_the_job_is_stopped_without(happens):
+    policy = running(has_checkpoints=True)
+    policy.on_signal(SIGINT, now=1)
+
+    assert deeds(happens(policy)) == [Send(worker, SIGTERM) for worker in WORKERS]
+    assert Send(WORKERS[0], SIGKILL) in deeds(policy.on_signal(SIGINT, now=14))
+    assert policy.status == 130
+
+
+def test_on_signal_when_the_reader_of_the_output_ends_by_the_same_ctrl_c_then_the_checkpoint_is_not_skipped():
+    policy = running(has_checkpoints=True)
+    policy.on_signal(SIGINT, now=1)
+
+    assert policy.on_signal(SIGPIPE, now=1) == []
+    assert policy.phase is Phase.SAVING
+
+
+def test_on_exit_when_all_workers_end_while_the_checkpoint_is_taken_then_shards_are_stopped():
+    policy = running(has_checkpoints=True)
+    policy.on_signal(SIGINT, now=1)
+    policy.on_exit(WORKERS[0], 0, now=2)
+
+    assert deeds(policy.on_exit(WORKERS[1], 0, now=2)) == [Send(shard, SIGTERM) for shard in SHARDS]
+
+
+@pytest.mark.parametrize(("worker_status", "status"), [(0, EXIT_CHECKPOINT), (3, 3)])
+def test_on_exit_when_a_shard_could_not_store_the_last_checkpoint_then_the_status_says_so(worker_status, status):
+    policy = running(has_checkpoints=True)
+    policy.on_done(SHARDS[0])
+
+    policy.on_exit(SHARDS[0], EXIT_CHECKPOINT, now=1)
+    for name, returncode in ((WORKERS[0], worker_status), (WORKERS[1], 0), (SHARDS[1], 0)):
+        policy.on_exit(name, returncode, now=1)
+
+    assert (policy.phase, policy.status) == (Phase.ENDED, status)
+
+
+def test_on_exit_when_a_job_that_was_told_to_end_has_no_last_checkpoint_then_the_status_says_so():
+    policy = running(has_checkpoints=True)
+    policy.on_signal(SIGTERM, now=1)
+    policy.on_saved(now=2)
+    for name, returncode in ((WORKERS[0], -SIGTERM), (WORKERS[1], -SIGTERM), (SHARDS[0], 0), (SHARDS[1], EXIT_CHECKPOINT)):
+        policy.on_exit(name, returncode, now=3)
+
+    assert (policy.phase, policy.status) == (Phase.ENDED, EXIT_CHECKPOINT)
+
+
+def test_on_deadline_when_shards_store_what_a_finished_job_has_learnt_then_they_have_the_time_that_it_takes():
+    policy = running(has_checkpoints=True)
+    for shard in SHARDS:
+        policy.on_done(shard)
+    for worker in WORKERS:
+        policy.on_exit(worker, 0, now=1)
+
+    waiting = policy.on_deadline(1 + SHARDS_END_S)
+
+    assert deeds(waiting) == []
+    assert "waiting for shard 0, shard 1 to store the last checkpoint" in said(waiting)
+    assert policy.deadline is None
+    assert deeds(policy.on_signal(SIGINT, now=99)) == [Send(shard, SIGTERM) for shard in SHARDS]

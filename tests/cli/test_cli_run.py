@@ -11,6 +11,8 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 import pytest
 
+from psd.checkpoint import CheckpointDirectory, CheckpointState
+from psd.cli.arguments import EXIT_CHECKPOINT
 from psd.contract.launching import python_command
 
 SERVERS = ["127.0.0.1:7000", "127.0.0.1:7001"]
@@ -23,14 +25,39 @@ import psd_client
 victim = os.path.exists(sys.argv[1]) if len(sys.argv) > 1 else False
 with psd_client.connect() as ps:
     params = ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
-    for step in range(4):
-        if victim and ps.rank == 1 and step == 2:
+    while ps.clock < 4:
+        if victim and ps.rank == 1 and ps.clock == 2:
             os.remove(sys.argv[1])
+            if sys.argv[2] == "raise":
+                raise RuntimeError("a bad row")
             os.kill(os.getpid(), signal.SIGKILL)
         params = ps.push_pull({"w": np.ones(5, np.float32)})
 print("trained to", params["w"][0])
 """
-"""Four steps; if the file that it is given exists, worker 1 removes it and dies in the third."""
+"""Four steps; if the file that it is given exists, worker 1 removes it and dies in the third, as it is told."""
+
+LEFT_ALONE = """
+import logging, threading
+import numpy as np
+import psd_client
+
+class Heard(logging.StreamHandler):
+    def emit(self, record):
+        super().emit(record)
+        if "has failed" in record.getMessage():
+            heard.set()
+
+heard = threading.Event()
+logging.getLogger("psd_client").addHandler(Heard())
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    while not heard.is_set():
+        if ps.rank == 1 and ps.clock == 2:
+            raise SystemExit(3)
+        ps.push_pull({"w": np.ones(5, np.float32)})
+print("heard of it")
+"""
+"""Worker 1 ends with status 3; worker 0 trains on until its log says so."""
 
 WAITING = """
 import os, signal, sys
@@ -55,6 +82,37 @@ while True:
 """
 """Does not end on SIGTERM."""
 
+
+ENDLESS = """
+import signal, sys
+import numpy as np
+import psd_client
+
+ps = psd_client.connect()
+params = ps.declare({"w": np.zeros(3000, np.float32)}, optimizer=psd_client.SGD(lr=0.5))
+for step in range(10**9):
+    params = ps.push_pull({"w": params["w"] - 1})
+    if step == 3:
+        if sys.argv[1:] == ["hang"]:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        print("training", flush=True)
+        while sys.argv[1:] == ["hang"]:
+            signal.pause()
+"""
+"""Trains until it is ended; or, if it is to hang, does nothing after four steps, and does not end on SIGTERM."""
+
+SPOILING = """
+import os, sys
+import numpy as np
+import psd_client
+
+with psd_client.connect() as ps:
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=1.0))
+    ps.push_pull({"w": np.ones(5, np.float32)})
+    os.rmdir(sys.argv[1])
+    open(sys.argv[1], "w").close()
+"""
+"""Trains, and puts a file in the place of the directory for checkpoints."""
 
 LEAVING = """
 import subprocess, sys
@@ -118,17 +176,33 @@ def test_job_when_a_worker_is_killed_then_the_status_says_by_which_signal(job):
 
 
 @pytest.mark.process
-def test_job_when_a_killed_worker_may_be_restarted_then_training_goes_on_to_the_end(job, tmp_path):
+@pytest.mark.parametrize(("how", "death"), [("SIGKILL", "was killed by SIGKILL"), ("raise", "ended with status 1")])
+def test_job_when_a_worker_that_has_failed_may_be_restarted_then_no_step_is_made_without_it(job, tmp_path, how, death):
     marker = tmp_path / "die"
     marker.touch()
+    options = ("--shards", "2", "--workers", "2", "--reduce", "sum", "--max-restarts", "1", "--lease", "60")
 
-    run = job(TRAINING, "--shards", "2", "--workers", "2", "--max-restarts", "1", args=(str(marker),))
+    run = job(TRAINING, *options, args=(str(marker), how))
 
     assert run.end() == 0
-    assert "worker 1 was killed by SIGKILL" in run.output
-    assert "starting it again (no restarts left)" in run.output
-    assert "[worker 0] trained to" in run.output
-    assert "[worker 1] trained to" in run.output
+    assert re.search(rf"worker 1 {death}.*; starting it again \(no restarts left\)", run.output)
+    for rank in range(2):
+        assert f"[worker {rank}] trained to -8.0" in run.output
+    assert "waited for from now on" not in run.output
+    run.assert_nothing_left()
+
+
+@pytest.mark.process
+def test_job_when_the_others_are_to_go_on_without_a_worker_then_every_log_says_so_and_so_does_the_status(job):
+    run = job(LEFT_ALONE, "--shards", "2", "--workers", "2", "--on-worker-failure", "continue", "--lease", "0.9")
+
+    assert run.end() == 3
+    assert "worker 1 ended with status 3; the others go on without it" in run.output
+    news = "worker 1 has failed: 1 of 2 workers are waited for from now on"
+    assert f"[worker 0] psd: worker 0: {news}" in run.output
+    assert re.search(rf"\[shard 0\] .*{news}", run.output)
+    assert len(re.findall(news, run.output)) == 2
+    assert "[worker 0] heard of it" in run.output
     run.assert_nothing_left()
 
 
@@ -193,14 +267,35 @@ def test_job_when_psd_run_is_signalled_twice_then_everything_is_killed_at_once(j
 
 
 @pytest.mark.process
-def test_job_when_a_worker_ignores_sigterm_then_the_grace_bounds_its_end(job):
-    run = job(STUBBORN, "--grace", "0.3")
-    run.line(r"\[worker 0\] pid")
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_job_when_psd_run_is_signalled_in_training_then_it_ends_with_a_checkpoint(job, tmp_path, consistency):
+    place = tmp_path / "checkpoints"
+    run = job(ENDLESS, "--shards", "2", "--workers", "2", "--consistency", consistency, "--checkpoint-dir", str(place))
+    run.line("training")
+
+    run.signal(SIGINT)
+
+    assert run.end() == 128 + SIGINT
+    assert "has stored the last checkpoint: " in run.output
+    assert "no checkpoint within" not in run.output
+    assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
+    run.assert_nothing_left()
+
+
+@pytest.mark.process
+def test_job_when_its_workers_hang_and_ignore_sigterm_then_the_grace_bounds_its_end_and_shards_store_what_they_hold(
+    job, tmp_path
+):
+    place = tmp_path / "checkpoints"
+    run = job(ENDLESS, "--workers", "2", "--grace", "1", "--checkpoint-dir", str(place), args=("hang",))
+    run.line("training")
 
     run.signal(SIGTERM)
 
     assert run.end() == 128 + SIGTERM
-    assert "not ended within 0.3 s: shard 0, worker 0; killing" in run.output
+    assert "takes no checkpoint while workers train: the workers have not trained up to it" in run.output
+    assert re.search("not ended within 1 s: worker .*; killing", run.output)
+    assert [info.state for info in CheckpointDirectory(str(place)).checkpoints()] == [CheckpointState.VALID]
 
 
 @pytest.mark.process
@@ -265,3 +360,14 @@ def test_python_command_when_the_working_directory_has_modules_of_the_same_names
 
     assert done.returncode == 0
     assert b"usage: psd-server" in done.stdout
+
+
+@pytest.mark.process
+def test_job_when_its_last_checkpoint_cannot_be_stored_then_the_status_says_so_and_the_parameters_are_kept(job, tmp_path):
+    place, state = tmp_path / "checkpoints", tmp_path / "state"
+    run = job(SPOILING, "--checkpoint-dir", str(place), "--state-dir", str(state), args=(str(place),))
+
+    assert run.end() == EXIT_CHECKPOINT
+    assert re.search(rf"a checkpoint failed: cannot \w+ {place}\S*: Not a directory", run.output)
+    assert "shard 0 could not store the last checkpoint" in run.output
+    assert (state / "shard-0" / "arena").exists()

@@ -243,5 +243,5 @@ def test_server_when_its_checkpoints_cannot_be_looked_at_then_one_line_says_so_a
     server = start("psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--checkpoint-dir", str(place))
 
     assert server.end() == 1
-    assert server.lines[-1] == f"psd-server: error: cannot list {place}: Not a directory"
+    assert server.lines[-1] == f"psd-server: error: --checkpoint-dir: cannot list {place}: Not a directory"
     assert not any(line.startswith("Traceback") for line in server.lines)

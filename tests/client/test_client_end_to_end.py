@@ -127,11 +127,11 @@ def test_declare_without_copies_when_parameters_are_pulled_then_the_same_arrays_
     assert (pulled["w"] == 0).all()
 
 
-@pytest.mark.parametrize(("copy", "models"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize(("copy", "models"), [(False, 2), (True, 3)])
 def test_memory_when_a_model_is_declared_and_pushed_then_there_are_so_many_of_it(
     cluster: Start, copy: bool, models: int
 ) -> None:
-    """Of its gradients and its parameters, and of what two calls have returned, unless that is lent; besides the caller's."""
+    """Besides the program's gradients: those that are sent, the parameters that it has, and those that it gets."""
     running = cluster(1)
     nbytes = 16 << 20
     values = {"w": np.ones(nbytes // 4, np.float32)}

@@ -156,7 +156,7 @@ def attached(told: Told, shard: ScriptedShard) -> tuple[ToldLane, FlatBuffers, F
     lane = told(local_name=shard.local_name, transport="shm")
     segment = share_memory(LAYOUT)
     gradients, parameters = FlatBuffers(LAYOUT, segment=segment, of_gradients=True), FlatBuffers(LAYOUT, segment=segment)
-    prepare(lane)(gradients, parameters)
+    prepare(lane)(gradients, [parameters])
     return lane, gradients, parameters
 
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ class Cluster:
         for thread in self._jobs.values():
             thread.join(30)
         self.dns.close()
+
+    @property
+    def claims(self) -> Path:
+        """Directory of the volumes that outlive pods."""
+        return self._made("claims")
 
     # -- controllers ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +183,16 @@ class Cluster:
         pod.wait_for("readinessProbe")
         return took_s
 
+    def delete_all(self) -> None:
+        """Delete the workload like kubectl delete statefulset,job: all pods are told at once, and none comes back."""
+        self.objects = {key: found for key, found in self.objects.items() if key[0] not in ("StatefulSet", "Job")}
+        pods, self.pods = self.pods, {}
+        with ThreadPoolExecutor(len(pods)) as pool:
+            list(pool.map(Pod.delete, pods.values()))
+        for thread in self._jobs.values():
+            thread.join(30)
+        self._jobs.clear()
+
     def has_ended(self, name: str) -> bool:
         """True if a Job has ended, in either way."""
         return not self._jobs[name].is_alive()
@@ -203,7 +219,7 @@ class Cluster:
             return self.pods[words[0]].execute(list(command[command.index("--") + 1 :]))
         assert verb == "delete", command
         if words[0] == "pvc":
-            shutil.rmtree(self._made("claims"))
+            shutil.rmtree(self.claims)
         elif words[0] == "pod":
             selected = dict(pair.split("=") for pair in next(a for a in args if "selector" in a).partition("=")[2].split(","))
             (grace_s,) = (float(arg.partition("=")[2]) for arg in args if arg.startswith("--grace-period"))

@@ -131,11 +131,13 @@ class Pod:
         self._process.send_signal(number)
 
     def delete(self, grace_s: float | None = None) -> float:
-        """End it as the kubelet does: SIGTERM, and after the grace period SIGKILL. Returns when it has ended; the seconds that
-        took."""
+        """End it as the kubelet does: the preStop hook, SIGTERM, and after the grace period SIGKILL. Returns when it has ended;
+        the seconds that took."""
         began = time.monotonic()
         with self._lock:
             self._is_deleted = True
+        if "lifecycle" in self.container and not self.ended.is_set():
+            subprocess.run(self.container["lifecycle"]["preStop"]["exec"]["command"], env=self._environ, check=True, timeout=60)
         self._process.send_signal(signal.SIGTERM)
         if not self.ended.wait(self._spec["terminationGracePeriodSeconds"] if grace_s is None else grace_s):
             self._process.kill()

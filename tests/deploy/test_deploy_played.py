@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import signal
 import statistics
 import threading
@@ -134,7 +135,8 @@ def test_all_shards_restarted_one_after_another_under_load(cluster, deploy):
 
 @pytest.mark.process
 def test_another_number_of_shards_by_way_of_a_checkpoint(cluster, deploy):
-    """psd-run --rescale: the sums go on from the checkpoint, on other shards."""
+    """psd-run --rescale: the sums go on from the checkpoint, on other shards. So they do when the job is deleted, all pods at
+    once, and deployed again."""
     checkpoints = ["--checkpoint-dir", f"file://{SHARED}/checkpoints", "--insecure"]
     deploy("--shards", "1", *checkpoints)
     job = Job(cluster, workers=1)
@@ -142,11 +144,17 @@ def test_another_number_of_shards_by_way_of_a_checkpoint(cluster, deploy):
 
     deploy("--shards", "2", "--rescale", *checkpoints)
     job.wait_steps(STEPS_BETWEEN)
+    at_deletion = job.clock()
+    cluster.delete_all()
+    shutil.rmtree(cluster.claims)
+    deploy("--shards", "2", *checkpoints)
+    job.wait_steps(STEPS_BETWEEN)
     job.end(shards=2)
 
     begun = [int(text) for text in re.findall(r"^begins at (\d+)", job.log(0), re.MULTILINE)]
     assert begun[0] == 0
     assert begun[1] >= STEPS_BETWEEN
+    assert begun[2] >= at_deletion
 
 
 @pytest.mark.chaos

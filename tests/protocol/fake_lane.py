@@ -85,6 +85,12 @@ class FakeLane(Lane):
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         raise NotImplementedError("these jobs have no buffers")
 
+    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
+        raise NotImplementedError("these workers load none")
+
+    def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
+        raise NotImplementedError("these workers load none")
+
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         outcome = self._process.ask(self.shard, _request("push", part.header, _gradients(part)), call.scope)
         return data_pb2.PushReply.FromString(outcome.body)

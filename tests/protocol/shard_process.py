@@ -164,7 +164,12 @@ class ShardProcess:
     def _start(self) -> None:
         self._lives += 1
         config = ServerConfig(
-            self._index, self._setting.shards, run_id="run", lease_s=self._setting.lease_s, state_dir=str(self._directory)
+            self._index,
+            self._setting.shards,
+            run_id="run",
+            lease_s=self._setting.lease_s,
+            on_worker_failure="continue",  # the other words leave more to the lease, which is explored, too
+            state_dir=str(self._directory),
         )
         self._shard = Shard(
             config,

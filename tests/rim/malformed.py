@@ -44,6 +44,7 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
         (_data("Initialize"), init),
         (_data("StoreBuffers"), data_pb2.BuffersRequest(caller=caller, layout_digest=LAYOUT.digest, clock=2)),
         (_data("Read"), data_pb2.ReadRequest(layout_digest=LAYOUT.digest, cut=data_pb2.Cut(id="c", step=2))),
+        (_data("SetParameters"), data_pb2.ParametersRequest(caller=caller, layout_digest=LAYOUT.digest, clock=2, seq=1)),
         (_control("Join"), control_pb2.JoinRequest(shard_count=2, rank=ME, world_size=WORLD, host="h", pid=9)),
         (_control("Describe"), control_pb2.DescribeRequest(shard_count=2)),
         (_control("Commit"), control_pb2.CommitRequest(caller=caller, clock=2)),
@@ -53,6 +54,7 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
         (_control("Heartbeat"), control_pb2.HeartbeatRequest(caller=caller, clock=2)),
         (_control("Leave"), control_pb2.LeaveRequest(caller=caller)),
         (_control("Barrier"), control_pb2.BarrierRequest(caller=caller, name="epoch", seq=1)),
+        (_control("Load"), control_pb2.LoadRequest(caller=caller, clock=2, seq=1, digest=bytes(16))),
         (_control("Status"), control_pb2.StatusRequest()),
     ]
 
@@ -244,7 +246,10 @@ def wrong_initialize(rng: random.Random, target: Target) -> Request:
 
 
 def wrong_store(rng: random.Random, target: Target) -> Request:
-    request = data_pb2.BuffersRequest(caller=target.callers[ME], layout_digest=LAYOUT.digest, clock=2)
+    """Of buffers, or of parameters."""
+    sets = rng.random() < 0.5
+    kind_of = data_pb2.ParametersRequest if sets else data_pb2.BuffersRequest
+    request: Any = kind_of(caller=target.callers[ME], layout_digest=LAYOUT.digest, clock=2)
     kind = rng.randrange(4)
     if kind == 0:
         reasons, word = wrong_caller(rng, request.caller)
@@ -254,10 +259,16 @@ def wrong_store(rng: random.Random, target: Target) -> Request:
     elif kind == 2:
         request.clock = rng.choice((1100, 1 << 63))
         reasons, word = ("InvalidRequest",), "clock"
-    else:
+    elif not sets:
         request.buffers.add(block=rng.choice((TRAINED, STATIC)), payload=bytes(4 * LENGTH))
         reasons, word = ("InvalidRequest",), "buffers"
-    return Request(_data("StoreBuffers"), [request.SerializeToString()], reasons, word)
+    elif rng.random() < 0.3:
+        reasons, word = ("InvalidRequest",), "seq"
+    else:
+        request.seq = 1
+        request.parameters.add(block=TRAINED, payload=rng.choice((b"", bytes(4), bytes(4 * LENGTH + 1))))
+        reasons, word = ("InvalidTensor",), "block"
+    return Request(_data("SetParameters" if sets else "StoreBuffers"), [request.SerializeToString()], reasons, word)
 
 
 def wrong_join(rng: random.Random, target: Target) -> Request:

@@ -41,6 +41,7 @@ MAY = {
     "psd.v1.ControlService/Commit": TRAINS,
     "psd.v1.ControlService/Measure": TRAINS,
     "psd.v1.ControlService/Barrier": TRAINS,
+    "psd.v1.ControlService/Load": TRAINS,
     "psd.v1.ControlService/Rollback": TRAINS,
     "psd.v1.ControlService/OpenBulk": TRAINS,
     "psd.v1.DataService/Push": TRAINS,
@@ -49,6 +50,7 @@ MAY = {
     "psd.v1.DataService/PushPullSmall": TRAINS,
     "psd.v1.DataService/Initialize": TRAINS,
     "psd.v1.DataService/StoreBuffers": TRAINS,
+    "psd.v1.DataService/SetParameters": TRAINS,
     "psd.v1.ControlService/Checkpoint": {"admin"},
 }
 """Written down a second time on purpose: a change of the table is a decision."""

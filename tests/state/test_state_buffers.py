@@ -53,6 +53,7 @@ def taken(done: SimpleQueue[Snapshot | None]) -> list[float] | None:
 
 
 def test_store_then_the_values_survive_the_shards_restart_and_have_any_numbers(tmp_path):
+    """They are a block like any other, but NaN is no error in them."""
     driver = driver_of(state_dir=str(tmp_path))
     first, _ = seats = driver.start()
     store(driver, first, 7)
@@ -65,6 +66,7 @@ def test_store_then_the_values_survive_the_shards_restart_and_have_any_numbers(t
 
 
 def test_store_when_all_are_wanted_then_holds_the_mean_of_those_that_have_not_died():
+    """Of integers there is no mean: those of the lowest rank."""
     driver = driver_of(flags=("mean",), world_size=3)
     seats = driver.start()
     assert all(push(driver, seat, 0).wants_buffers for seat in seats)
@@ -80,6 +82,7 @@ def test_store_when_all_are_wanted_then_holds_the_mean_of_those_that_have_not_di
 
 
 def test_push_then_the_reply_asks_the_first_worker_that_is_there():
+    """The others send nothing; when it has left, the next one does."""
     driver = driver_of("async")
     first, second = driver.start()
     assert [push(driver, seat, 0).wants_buffers for seat in (first, second)] == [True, False]
@@ -96,6 +99,7 @@ def test_push_then_the_reply_asks_the_first_worker_that_is_there():
     ],
 )
 def test_store_of_what_is_not_a_buffer_then_is_refused_and_changes_nothing(blocks, error: type[PsdError], word):
+    """Nobody changes a parameter by this call."""
     driver = driver_of()
     first, _ = driver.start()
     before = driver.fingerprint()
@@ -105,6 +109,7 @@ def test_store_of_what_is_not_a_buffer_then_is_refused_and_changes_nothing(block
 
 
 def test_cut_with_rounds_then_has_the_buffers_that_were_stored_before_its_last_round_closed():
+    """What is stored for a later step is not in it."""
     driver = driver_of()
     first, second = driver.start()
     done = driver.shard.cuts.take_part()
@@ -118,6 +123,7 @@ def test_cut_with_rounds_then_has_the_buffers_that_were_stored_before_its_last_r
 
 
 def test_cut_without_rounds_then_waits_for_the_buffers_but_not_for_ever():
+    """Their worker may be busy, or gone: then the cut has those that there are."""
     driver = driver_of("async")
     first, second = driver.start()
     done = driver.shard.cuts.take_part()

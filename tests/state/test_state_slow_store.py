@@ -56,7 +56,7 @@ def test_while_a_checkpoint_is_checked_the_shard_is_what_it_was(restored, how):
         assert meanwhile(status, driver).life == before.value
         assert meanwhile(driver.resume, b, timeline=1).clock == STEP
         assert meanwhile(driver.arrive, b).future.done() is False
-        assert meanwhile(lambda: driver.shard.schedule.is_reachable)
+        assert meanwhile(lambda: driver.shard.schedule.is_training)
 
     assert driver.version() == STEP
 

@@ -32,6 +32,7 @@ def test_wait_then_rounds_and_barriers_wait_until_the_lease_has_run_out_or_the_r
 
 
 def test_continue_then_nobody_waits_from_that_moment_on():
+    """As before it could be chosen: the lease does not matter."""
     driver = Driver(job_spec(3), on_worker_failure="continue")
     a, b, c = driver.start()
     driver.push(a, 0, 1.0)
@@ -45,7 +46,7 @@ def test_continue_then_nobody_waits_from_that_moment_on():
 @pytest.mark.parametrize("is_silent", [False, True])
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_end_then_everybody_is_told_and_new_processes_begin_together(tmp_path, is_silent, is_restarted):
-    """No gradient counts without the failed worker. Whoever comes back waits for all, and trains on from the same parameters."""
+    """No gradient counts without the failed worker. Who comes back waits for all, and trains on from the same parameters."""
     driver = Driver(job_spec(2), on_worker_failure="end", state_dir=str(tmp_path / "state"))
     a, b = driver.start()
     for seat in (a, b):
@@ -77,6 +78,7 @@ def test_end_then_everybody_is_told_and_new_processes_begin_together(tmp_path, i
 
 
 def test_other_words_are_refused():
+    """By the name of the flag."""
     with pytest.raises(ConfigError, match="--on-worker-failure: expected one of wait, continue, end, got 'stop'"):
         ServerConfig(0, 1, on_worker_failure="stop")
 

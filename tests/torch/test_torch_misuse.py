@@ -87,3 +87,26 @@ def test_step_when_parameters_were_changed_and_have_their_values_again_then_goes
         assert ps.clock == 1
 
     run_workers(1, 1, worker)
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_step_when_workers_read_the_same_samples_then_one_is_told_once(run_workers, caplog, consistency, overlap):
+    def worker(ps, shares):
+        model = small_model()
+        options = {"consistency": consistency, "overlap": overlap}
+        optimizer = psd.distribute(model, SGD(model.parameters(), lr=0.1), ps=ps, **options)
+        assert (optimizer.rank, optimizer.world_size) == (ps.rank, 2)
+        ps.barrier("the same parameters")
+        backward(model, *batch(ps.rank * shares))
+        optimizer.step()
+        for step in range(3):
+            backward(model, *batch(step))
+            optimizer.step()
+
+    run_workers(2, 2, lambda ps: worker(ps, shares=1))
+    assert "first gradient" not in caplog.text
+    run_workers(2, 2, lambda ps: worker(ps, shares=0))
+    told = [record.message for record in caplog.records if "first gradient" in record.message]
+    assert len(set(told)) == len(told) in (1, 2)
+    assert all("optimizer.rank" in text for text in told)

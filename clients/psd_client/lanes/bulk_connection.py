@@ -26,7 +26,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
-from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, Part, Traffic
+from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, OutgoingBlocks, Traffic
 
 logger = logging.getLogger("psd_client")
 
@@ -62,7 +62,8 @@ class BulkClient:
         self._address = address
         self._traffic = traffic
         self._sender = Crew("psd-send")
-        self._attached: tuple[FlatBuffers, FlatBuffers] | None = None
+        self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
+        self._receiving: FlatBuffers | None = None  # whose memory the shard writes, or has written last
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_closed = False
@@ -82,19 +83,19 @@ class BulkClient:
         """True if memory can be shared with the shard."""
         return self._stream.local is not None
 
-    def attach(self, gradients: FlatBuffers, parameters: FlatBuffers, call: Call) -> None:
-        """Let the shard see both buffers, which lie in one segment; does nothing if it already sees them."""
+    def attach(self, gradients: FlatBuffers, places: Sequence[FlatBuffers], call: Call) -> None:
+        """Let the shard see the buffers, which all lie in one segment; does nothing if it already sees them."""
         if self._attached is not None and self._attached[0] is gradients:
             return
         segment, local = gradients.segment, self._stream.local
         assert segment is not None
-        assert segment is parameters.segment
+        assert all(segment is place.segment for place in places)
         assert local is not None
         message = bulk_pb2.BulkAttach(
             layout_digest=gradients.layout.digest,
             size=segment.nbytes,
             gradient_starts=gradients.starts,
-            parameter_starts=parameters.starts,
+            parameter_starts=[start for place in places for start in place.starts],
         )
         try:
             with self._under_way(Call(HELLO_S, call.scope)):
@@ -114,14 +115,14 @@ class BulkClient:
         if nonce != segment.nonce:
             self._end()
             raise InternalError(f"shard {self._shard} at {self._address}: has mapped other memory than was sent")
-        self._attached = gradients, parameters
+        self._attached = gradients, list(places)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def transfer(
         self,
         message: bulk_pb2.BulkCall,
-        part: Part | None,
+        part: OutgoingBlocks | None,
         blocks: Sequence[Block],
         parameters: FlatBuffers | None,
         call: Call,
@@ -130,6 +131,9 @@ class BulkClient:
         message.timeout_s = call.timeout_s
         if parameters is not None:
             message.into_memory = self._has(parameters)
+            if message.into_memory and self._attached is not None:
+                self._receiving = parameters
+                message.place = self._attached[1].index(parameters)
             message.announce = parameters.on_received is not None
         try:
             with self._under_way(call):
@@ -149,11 +153,11 @@ class BulkClient:
     def _has(self, buffers: FlatBuffers) -> bool:
         return (
             self._attached is not None
-            and any(buffers is attached for attached in self._attached)
+            and any(buffers is attached for attached in (self._attached[0], *self._attached[1]))
             and not (buffers.segment is None or buffers.segment.is_given_up)
         )
 
-    def _messages(self, part: Part) -> Iterator[tuple[bytes, Any, bool]]:
+    def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Any, bool]]:
         """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
 
         Each block has one; blocks that are attached are only named, all in one message if they are all there.
@@ -181,7 +185,7 @@ class BulkClient:
             self._cancel()  # the other thread waits for its answer
             raise
 
-    def _begin_sending(self, part: Part) -> Task[None]:
+    def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
         """Send in another thread while answers come in."""
 
         def send() -> None:
@@ -310,13 +314,14 @@ class BulkClient:
                     raise
         self._end()
 
-    def _give_up(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
+    def _give_up(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
         """Detach the memory that the shard still holds: its further writes are not seen, nor do new gradients reach it."""
         segment = gradients.segment
         if segment is None or segment.is_given_up:
             return
         try:
-            segment.give_up(parameters.spaces)
+            written = {places[0], self._receiving or places[0]}  # the first one since it was attached, perhaps
+            segment.give_up([space for place in written for space in place.spaces])
         except OSError as error:
             logger.warning("psd: shard %d at %s may still write to this worker's memory: %s", self._shard, self._address, error)
             return

@@ -22,6 +22,9 @@ from psd_client.lanes.segment import Segment, aligned
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
 
+PLACES_MAX = 3
+"""Places for parameters in shared memory. Those that are never used cost nothing."""
+
 logger = logging.getLogger("psd_client")
 
 
@@ -130,9 +133,9 @@ class FlatBuffers:
 
 
 def share_memory(layout: Layout) -> Segment | None:
-    """A segment for the gradients and the parameters of a job; None if the system has no such memory to give."""
+    """A segment for a job's gradients and PLACES_MAX times its parameters; None if the system has no such memory to give."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
-    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces)
+    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * PLACES_MAX
     nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
     try:
         return Segment(nbytes)

@@ -21,7 +21,7 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
-from psd_client.lanes.transport import Call, GradientPart, Lane, Part, Share
+from psd_client.lanes.transport import Call, GradientPart, Lane, OutgoingBlocks, Share
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of gradients or parameters in one message."""
@@ -45,7 +45,7 @@ class ShardLane(Lane):
         self._bulk: BulkOpener | None = None
         if transport != "grpc":
             self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic)
-        self._shared: tuple[FlatBuffers, FlatBuffers] | None = None
+        self._shared: tuple[FlatBuffers, Sequence[FlatBuffers]] | None = None
 
     @property
     def is_interruptible(self) -> bool:
@@ -88,6 +88,10 @@ class ShardLane(Lane):
         """See Lane."""
         return self._channel.unary(f"{_CONTROL}Barrier", request, control_pb2.BarrierReply, call, is_wait=True)
 
+    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
+        """See Lane."""
+        return self._channel.unary(f"{_CONTROL}Load", request, control_pb2.LoadReply, call, is_wait=not request.is_set)
+
     def open_bulk(self, request: control_pb2.OpenBulkRequest, call: Call) -> control_pb2.OpenBulkReply:
         """Ask for a ticket to a bulk connection."""
         return self._channel.unary(f"{_CONTROL}OpenBulk", request, control_pb2.OpenBulkReply, call, is_wait=False)
@@ -110,8 +114,8 @@ class ShardLane(Lane):
         connection = self._opened(caller, call)
         return self._share if connection is not None and connection.is_local else None
 
-    def _share(self, gradients: FlatBuffers, parameters: FlatBuffers) -> None:
-        self._shared = gradients, parameters
+    def _share(self, gradients: FlatBuffers, places: Sequence[FlatBuffers]) -> None:
+        self._shared = gradients, places
 
     def _opened(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         if self._bulk is None:
@@ -124,9 +128,9 @@ class ShardLane(Lane):
         """The connection, ready for bulk calls; None to use gRPC."""
         connection = self._opened(caller, call)
         if connection is not None and connection.is_local and self._shared is not None:
-            gradients, parameters = self._shared
+            gradients, places = self._shared
             if gradients.segment is not None and not gradients.segment.is_given_up:
-                connection.attach(gradients, parameters, call)
+                connection.attach(gradients, places, call)
         return connection
 
     def initialize(self, first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers, call: Call) -> bool:
@@ -134,7 +138,7 @@ class ShardLane(Lane):
         connection = self._connection(first.caller, call)
         if connection is not None and blocks:
             call_message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=first)
-            return connection.transfer(call_message, Part(blocks, values), (), None, call).initialize.accepted
+            return connection.transfer(call_message, OutgoingBlocks(blocks, values), (), None, call).initialize.accepted
         messages = initial_frames(first, blocks, values)
         reply = self._channel.stream_out(f"{_DATA}Initialize", messages, data_pb2.InitializeReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
@@ -144,6 +148,11 @@ class ShardLane(Lane):
         """See Lane."""
         self._channel.unary(f"{_DATA}StoreBuffers", request, data_pb2.BuffersReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(len(block.payload) for block in request.buffers)
+
+    def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
+        """See Lane."""
+        self._channel.unary(f"{_DATA}SetParameters", request, data_pb2.ParametersReply, call, is_wait=False)
+        self.traffic.sent_bytes += sum(len(block.payload) for block in request.parameters)
 
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:
         """See Lane."""

@@ -25,13 +25,13 @@ from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
 
 SMALL_BYTES = 64 << 10
-"""See Part.is_small."""
+"""See OutgoingBlocks.is_small."""
 
 CANCEL_S = 2.0
 """Seconds that a shard may take to let go of this worker's memory after a call was cancelled. It takes one block."""
 
-Share = Callable[[FlatBuffers, FlatBuffers], None]
-"""A function that lets a shard see the gradients and the parameters, whose memory is shared, in all later bulk calls."""
+Share = Callable[[FlatBuffers, Sequence[FlatBuffers]], None]
+"""A function that lets a shard see the gradients and all places for parameters, whose memory is shared, in later bulk calls."""
 
 
 class Cancelled(Exception):
@@ -115,8 +115,8 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Part:
-    """What a call sends to one shard: initial values.
+class OutgoingBlocks:
+    """Blocks that a call sends to one shard: initial values, or those of a push.
 
     Attributes:
         blocks: of the shard, at least one; of a push, the trained ones.
@@ -145,7 +145,7 @@ class Part:
 
 
 @dataclass
-class GradientPart(Part):
+class GradientPart(OutgoingBlocks):
     """The part of a push for one shard.
 
     Attributes:
@@ -234,6 +234,14 @@ class Lane(ABC):
     @abstractmethod
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         """Store what this worker has computed beside the parameters."""
+
+    @abstractmethod
+    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
+        """Wait at shard 0 until all workers load parameters, or report that they are set."""
+
+    @abstractmethod
+    def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
+        """Set parameters."""
 
     @abstractmethod
     def push(self, part: GradientPart, call: Call) -> data_pb2.PushReply:

@@ -11,7 +11,7 @@ at the job's clock. Must not know blocks, shards or messages. Only the torch mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, overload
@@ -30,7 +30,14 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import spec_of
 from psd_client.torch import amp as torch_amp
 from psd_client.torch.buffers import Buffers
-from psd_client.torch.declaration import BUFFER_POLICIES, Options, TorchDeclaration, check_optimizer, read_declaration
+from psd_client.torch.declaration import (
+    BUFFER_POLICIES,
+    Options,
+    TorchDeclaration,
+    check_optimizer,
+    read_declaration,
+    state_values,
+)
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors
@@ -206,6 +213,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
         self._gradients = Gradients(declaration, worker.gradients, leaving)
 
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0: which share of the data is its own."""
+        return self.ps.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, and of shares of the data."""
+        return self.ps.world_size
+
     @overload
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
@@ -274,6 +291,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker.pull_flat()
         self._parameters.copy()
         self._buffers.follow(self._worker.times_gone_back)
+
+    def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Set the job's parameters as `model.load_state_dict` would in one process; also buffers, unless they are "local".
+
+        To be called by all workers at the same step, with the same values: it waits until all have, one of them sets them, and
+        all have them when it returns. What the rule keeps on the shards, such as momentum, stays. A worker that is started
+        again must not call it at another step than the others; to begin with other values, load them into the model before
+        `distribute`.
+
+        Args:
+            state_dict: the model's, whole, such as torch.load or safetensors have it.
+
+        Raises:
+            InvalidRequest, InvalidTensor: a tensor is missing, unexpected, or of another shape; or another worker was given
+                other values. Nothing was set.
+            NonFiniteGradient: a parameter holds NaN or infinity; nothing was set.
+            BarrierTimeout: not all workers have called it within the wait timeout.
+        """
+        values = state_values(self._declaration, state_dict)
+        self._gradients.settle()
+        count = len(self._declaration.parameters)
+
+        @torch.no_grad()
+        def write(flat: FlatBuffers) -> None:
+            torch._foreach_copy_(as_tensors(flat)[:count], values[:count])
+
+        self._worker.set_parameters(write)
+        self._parameters.copy()
+        with torch.no_grad():
+            for tensor, value in zip(self._declaration.parameters + self._declaration.buffers, values, strict=True):
+                tensor.copy_(value)
+        self._parameters.note()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

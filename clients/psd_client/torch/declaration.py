@@ -6,7 +6,7 @@ know connections, gradients or steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class TorchDeclaration:
     """The declaration of one model and optimizer.
 
     Attributes:
-        parameters: the model's distinct parameters. buffers: those that the shards keep.
+        parameters: the model's distinct parameters. buffers: those that the shards keep. local_buffers: names of all, if not.
         tensors: the specs of both, in the same order.
         always: flags that the optimizer's class stands for.
         trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
@@ -56,6 +56,7 @@ class TorchDeclaration:
     always: tuple[str, ...]
     trained: list[int]
     frozen: list[int]
+    local_buffers: frozenset[str] = frozenset()
 
 
 class Options(torch.optim.Optimizer):
@@ -107,9 +108,37 @@ def read_declaration(
     tensors += [_buffer_spec(name, aliases[name], buffer, len(groups)) for name, buffer in kept]
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
+    local = frozenset(name for name, _ in every_name[1] if buffers == "local")
     return TorchDeclaration(
-        [parameter for _, parameter in named], [buffer for _, buffer in kept], tensors, groups, always, trained, frozen
+        [parameter for _, parameter in named], [buffer for _, buffer in kept], tensors, groups, always, trained, frozen, local
     )
+
+
+def state_values(declaration: TorchDeclaration, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The values of the declared tensors in a state_dict, in their order; of tied ones any name will do.
+
+    Raises:
+        InvalidRequest, InvalidTensor: one is missing, unexpected, or of another shape.
+    """
+    (named,) = _plain_names(state.items())
+    given = dict(named)
+    values = []
+    for tensor in declaration.tensors:
+        names = [name for name in (tensor.name, *tensor.aliases) if name in given]
+        if not names:
+            raise InvalidRequest(f"state_dict: {tensor.name!r} is missing")
+        value = given[names[0]]
+        if tuple(value.shape) != tensor.shape:
+            raise InvalidTensor(
+                f"state_dict: {tensor.name!r} has the shape {tuple(value.shape)}, the model's has {tensor.shape}"
+            )
+        values.append(value)
+        for name in names:
+            del given[name]
+    unexpected = given.keys() - declaration.local_buffers
+    if unexpected:
+        raise InvalidRequest(f"state_dict: {min(unexpected)!r} is not in the model")
+    return values
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:

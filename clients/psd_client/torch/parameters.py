@@ -56,7 +56,7 @@ class Parameters:
         self._left: set[int] = set()  # blocks that were not copied the last time
         self._names = [tensor.name for tensor in declaration.tensors]
         self.versions = list(buffers.versions)
-        self._note()
+        self.note()
 
     def check_unchanged(self) -> None:
         """Raise InvalidRequest if the program has changed a parameter since it was received: the next copy would undo that.
@@ -76,7 +76,7 @@ class Parameters:
                 )
             self._marks[index] = _mark(parameter)
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """Note what tells whether the program changes a parameter from now on."""
         self._marks = {index: _mark(parameter) for index, (parameter, _) in self._pairs.items()}
 
@@ -86,7 +86,7 @@ class Parameters:
         self._copy(self._pairs)
         self._left = set()
         self.versions = list(self._buffers.versions)
-        self._note()
+        self.note()
 
     @torch.no_grad()
     def copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
@@ -100,7 +100,7 @@ class Parameters:
         try:
             self._copy_as_received(next_block, is_all=is_all)
         finally:
-            self._note()
+            self.note()
 
     def _copy_as_received(self, next_block: Callable[[bool], int | None], *, is_all: bool) -> None:
         apart = {tensor for tensor, pair in self._pairs.items() if not is_alike(*pair)}

@@ -86,7 +86,7 @@ class BufferKeeper:
             self.fill(self.times_gone_back)
 
         def store_at(lane: Lane, call: Call) -> None:
-            for blocks, is_last in _in_requests(self._blocks[lane.shard] if self._is_wanted else []):
+            for blocks, is_last in in_requests(self._blocks[lane.shard] if self._is_wanted else []):
                 request = data_pb2.BuffersRequest(
                     caller=self._session.caller(lane.shard),
                     layout_digest=self._digest,
@@ -104,7 +104,7 @@ class BufferKeeper:
         self._stored_s, self._clock = self._session.now(), self._session.clock
 
 
-def _in_requests(blocks: list[Block]) -> Iterator[tuple[list[Block], bool]]:
+def in_requests(blocks: list[Block]) -> Iterator[tuple[list[Block], bool]]:
     """The blocks in portions of some MiB, at least one, each with whether it is the last."""
     portion: list[Block] = []
     for block in blocks:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -30,6 +30,9 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
+from psd_client.worker.first_gradient import FirstGradient
+from psd_client.worker.lending import ParameterPlaces
+from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
@@ -45,10 +48,11 @@ class ParameterExchange:
 
     Args:
         sharing: for the shards that can see this process's memory.
+        is_lending: see ParameterPlaces.
 
     Attributes:
         gradients: what the next push sends; after `push` to be written only when `confirm` has returned.
-        parameters: what the last pull brought; undefined after one that failed.
+        parameters: what the last pull brought; undefined after one that failed. places: where, and what was lent of it.
         client_state: goes with the next push, to the shard that keeps it.
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
@@ -64,6 +68,8 @@ class ParameterExchange:
         shards: Shards,
         layout: Layout,
         sharing: Sequence[Share] = (),
+        *,
+        is_lending: bool = False,
     ) -> None:
         self._rank = rank
         self._session = session
@@ -88,11 +94,14 @@ class ParameterExchange:
         self.client_state = b""
         segment = share_memory(layout) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
-        self.parameters = FlatBuffers(layout, segment=segment)
+        self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
+        self.parameters = self.places.current
+        self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
+        self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
             for share in sharing:
-                share(self.gradients, self.parameters)
+                share(self.gradients, self.places.shared)
         self._counts = PushCounts()
         self.counts = self._counts.totals
 
@@ -103,6 +112,12 @@ class ParameterExchange:
         self._resolve()
         self._fetch([lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)], is_all=True)
         self._failed = None
+
+    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
+        """See ParameterLoad."""
+        self.confirm()
+        self._load.run(write)
+        self.pull_all()
 
     def go_back(self) -> None:
         """Go on from the checkpoint to which the job has gone back."""
@@ -169,6 +184,7 @@ class ParameterExchange:
         def push_pull_at(lane: Lane, call: Call) -> None:
             self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
 
+        self.parameters = self.places.renew()
         with self._call(sent):
             if self._is_exact or sent.is_finished:
                 self._complete(sent, and_wait=True)
@@ -321,8 +337,8 @@ class ParameterExchange:
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
-        self._attendance.hear(replies)
-        self.buffers.hear(replies)
+        for listener in (self._attendance, self.buffers, self._first):
+            listener.hear(replies)
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:
@@ -415,6 +431,8 @@ class ParameterExchange:
     def _pull(self, lanes: Sequence[Lane], *, is_all: bool = False, versions_only: bool = False) -> None:
         """Fetch the blocks, or wait for their versions alone, of the worker's clock."""
         self._learn()
+        if not versions_only:
+            self.parameters = self.places.renew()
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
@@ -467,6 +485,7 @@ class ParameterExchange:
             decisions=self._session.decisions,
             cuts=self._session.cuts,
             is_finite=is_finite,
+            first_gradient=self._first.take(),
             since=self._attendance.since(self._session.number, self._session.clock),
         )
         clip_norm = self._layout.spec.clip_norm

@@ -37,8 +37,12 @@ class FlatCalls(WorkerConnection):
         aggregation: str | None = None,
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
+        is_lending: bool = False,
     ) -> None:
-        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's."""
+        """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's.
+
+        is_lending: see ParameterPlaces.
+        """
         with self.operation("declare"):
             if self._exchange is not None:
                 raise InvalidRequest(f"declare: this connection has declared its job already. {ONE_JOB}")
@@ -68,7 +72,9 @@ class FlatCalls(WorkerConnection):
             )
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
-            exchange = ParameterExchange(self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing)
+            exchange = ParameterExchange(
+                self.rank, self._config.wait_timeout_s, self._session, self._shards, layout, sharing, is_lending=is_lending
+            )
             initial(exchange.parameters)
             tensor = exchange.parameters.first_nonfinite()
             if tensor is not None:
@@ -127,6 +133,14 @@ class FlatCalls(WorkerConnection):
         """Pull into `parameters`, whose contents are undefined if it fails."""
         with self.operation("pull"):
             self.declared.pull()
+
+    def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
+        """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.
+
+        When it returns `parameters` hold them.
+        """
+        with self.operation("load_parameters"):
+            self.declared.set_parameters(write)
 
     def push_pull_flat(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,13 @@ from psd.state.counts import RoundTimes
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
 from psd_core.arena import Arena, ArenaClosed, ArenaFull, Page
+
+
+class SetMark(NamedTuple):
+    """One call that sets parameters: its session, and the session's count of such calls."""
+
+    session: int
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,7 @@ class BlockState:
         self._waits = VersionWaits()
         self._failure: RuleFailed | None = None  # why the open round could not be closed
         self.lacks_space = False
+        self._set_mark: SetMark | None = None  # of the call by which parameters were set last, in this life of the shard
         page = self._arena.current(slot)
         self._open(page.version if page is not None else 0)
 
@@ -155,6 +163,22 @@ class BlockState:
             page = self._written(lambda page: pages.initialize(page, values, ()))
             self.version += 1
             self._arena.publish(self._slot, page, self.version)
+
+    def set_values(self, values: NDArray[Any], mark: SetMark, clock: int) -> None:
+        """Replace the parameters, and nothing else. The same call again changes nothing; nor, with rounds, does one that comes
+        when the block is beyond its clock.
+
+        Raises:
+            OutOfSpace: the block is as it was.
+        """
+        with self.lock:
+            is_beyond = self._services.policy.has_rounds and self.plan.trained and self.version > clock
+            if self._set_mark == mark or is_beyond:
+                return
+            before = self._page
+            page = self._written(lambda page: pages.set_parameters(before, page, values))
+            self._arena.publish(self._slot, page, self.version)
+            self._set_mark = mark
 
     def _written(self, write: Callable[[Page], None]) -> Page:
         page = self._spare()

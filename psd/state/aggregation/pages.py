@@ -47,6 +47,13 @@ def carry_over(before: Page, after: Page) -> None:
     np.copyto(after.steps, before.steps)
 
 
+def set_parameters(before: Page, after: Page, values: NDArray[Any]) -> None:
+    """Write other parameters, and all else as it was."""
+    carry_over(before, after)
+    np.copyto(after.parameter, values)
+    count(before, after, {}, 0)
+
+
 def count(before: Page, after: Page, sessions: Mapping[int, int], clock: int) -> None:
     """Write the dedup window, with the pushes of `clock` of these sessions, by rank, now counted."""
     after.sessions[:] = before.sessions

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from psd.checkpoint import Cut, EndNote
 from psd.contract.errors import NotDeclared
 from psd.state import locks
 from psd.state.core import ShardCore
@@ -47,14 +48,10 @@ class CutSchedule:
         return job if job.blocks and not job.arena.is_closed else None
 
     @property
-    def is_reachable(self) -> bool:
-        """True if a cut announced now will be reached: without workers no round would come to it."""
-        if not self.is_training:
-            return False
-        if not self._has_rounds:
-            return True
-        with self._core.lock:
-            return any(worker.state is WorkerState.LIVE for worker in self._core.members.workers)
+    def is_left_in_order(self) -> bool:
+        """True if every worker has left, so that all shards know alike where the job has ended."""
+        members = self._core.membership
+        return members is not None and all(worker.state is WorkerState.FINISHED for worker in members.workers)
 
     @property
     def progress(self) -> int:
@@ -83,6 +80,26 @@ class CutSchedule:
             created_at = max(worker.left_at for worker in self._core.members.workers)
             cut = data_pb2.Cut(id=FINAL_ID, step=self.progress, created_at=created_at)
             self._cuts.take_final(job, cut)
+
+    def end_note(self) -> EndNote | None:
+        """Describe what this shard holds, now that nothing changes it any more; None if that is nothing."""
+        job = self._core.job
+        if job is None or not job.blocks or self._core.is_tentative or not self._core.life.has_values or job.arena.is_closed:
+            return None
+        return EndNote(
+            nonce=new_id(),
+            run_id=self._core.run_id,
+            timeline=self._core.timeline,
+            layout_digest=job.layout.digest.hex(),
+            step=self.progress,
+            versions=job.trained_versions if self._has_rounds else (),
+            ended_at=self._wall(),
+        )
+
+    def take_end(self, cut: Cut) -> None:
+        """Take this shard's part of the cut that the shards' end notes agree on."""
+        message = data_pb2.Cut(id=cut.cut_id, step=cut.step, created_at=cut.created_at)
+        self._cuts.take_final(self._core.declared(), message)
 
     def announce_due(self) -> None:
         """Announce a cut if one is due, and the earlier ones are written."""

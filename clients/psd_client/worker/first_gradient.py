@@ -1,0 +1,61 @@
+"""A look at one worker's first gradient: if another worker's has the same bits, both train on the same samples.
+
+Programs that read the same data in the same order on all workers run without an error, and learn no faster than one process.
+Must not know shards or frameworks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable
+
+from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+
+logger = logging.getLogger("psd_client")
+
+LOOKED_AT_BYTES = 64 << 20
+"""Bytes of the gradient that are looked at: a tenth of a second, once."""
+
+
+class FirstGradient:
+    """The first gradient of one worker.
+
+    Args:
+        gradients: where it lies when its push has ended.
+    """
+
+    def __init__(self, rank: int, world_size: int, gradients: FlatBuffers) -> None:
+        self._rank = rank
+        self._gradients = gradients
+        self._is_awaited = world_size > 1
+        self._digest = b""
+
+    def take(self) -> bytes:
+        """What stands for it, for the header of the second push; empty in others, and if the gradient is zero."""
+        digest, self._digest = self._digest, b""
+        return digest
+
+    def hear(self, replies: Iterable[data_pb2.PushReply]) -> None:
+        """Look at the gradient, if this was its push; tell the user what the shards have found."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._look()
+        same = next((reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")), None)
+        if same is not None:
+            logger.warning(
+                "psd: worker %d: its first gradient has the same bits as worker %d's. If both train on the same samples, the "
+                "job learns no faster than one process: give each worker its own, by optimizer.rank and optimizer.world_size",
+                self._rank,
+                same,
+            )
+
+    def _look(self) -> None:
+        digest, left, is_zero = hashlib.blake2b(digest_size=16), LOOKED_AT_BYTES, True
+        for space in self._gradients.spaces:
+            seen = space[: left // space.itemsize]
+            digest.update(seen.data)
+            is_zero = is_zero and not seen.any()
+            left -= seen.nbytes
+        self._digest = b"" if is_zero else digest.digest()

@@ -1,0 +1,103 @@
+"""Places where a worker's parameters are received, and which of them the program holds.
+
+A large model is not copied for the program: it gets the place where it was received, as arrays of its own, and the next
+parameters go to another place. When the program has let go of those arrays, and of all that it has made of their memory, the
+place is used again. So arrays that were returned never change, as if they were copies. Must not know names, shards or sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.layout import Layout
+from psd_client.lanes.flat import PLACES_MAX, FlatBuffers
+from psd_client.lanes.segment import Segment
+
+LENT_BYTES_MIN = 1 << 20
+"""Bytes of a model that is lent; a copy of a smaller one takes no longer than lending it."""
+
+
+class ParameterPlaces:
+    """The places of one worker.
+
+    Args:
+        segment: shared memory for all of them; None: ordinary memory.
+        is_lending: the program may be given a place. Else there is one, which is received into again and again.
+
+    Attributes:
+        shared: the places in the segment, to be shown to the shards.
+    """
+
+    def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
+        self._layout = layout
+        self._is_lending = is_lending and sum(block.nbytes for block in layout.blocks) >= LENT_BYTES_MIN
+        count = PLACES_MAX if self._is_lending and segment is not None else 1
+        self._places = [FlatBuffers(layout, segment=segment) for _ in range(count)]
+        self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
+        self.shared = list(self._places) if segment is not None else []
+        self.current = self._places[0]
+        if segment is not None:
+            _sharing.add(self)
+
+    def renew(self) -> FlatBuffers:
+        """The place to receive into: the one of the last time, unless that is lent; then a free one that continues it."""
+        if self._is_lent(self.current) or self.current not in self._places:
+            free = self._free()
+            if not free:
+                free.append(FlatBuffers(self._layout))
+                self._places += free
+            before, self.current = self.current, free[0]
+            self.current.versions[:] = before.versions
+            for space, old, new in zip(self._layout.spaces, before.spaces, self.current.spaces, strict=True):
+                if self._layout.spec.groups[space.group].is_static:
+                    np.copyto(new, old)
+        return self.current
+
+    def lend(self) -> list[NDArray[Any] | None]:
+        """The current place's tensors for the program, to keep and to change; None for those that are not lent."""
+        is_next = any(place is not self.current for place in self._free()) or self._can_grow
+        if not self._is_lending or not is_next:
+            return [None] * len(self.current.views)
+        lent: list[NDArray[Any] | None] = []
+        owners = self._owners[self.current] = [ref for ref in self._owners.get(self.current, ()) if ref() is not None]
+        for tensor, view in zip(self._layout.spec.tensors, self.current.views, strict=True):
+            if not view.size or self._layout.spec.groups[tensor.group].is_static:
+                lent.append(None)
+                continue
+            # Over a memoryview, so that this array, and not the whole place, is the base of all that is made of it.
+            owner: NDArray[Any] = np.frombuffer(view.data.cast("B"), view.dtype)
+            owners.append(weakref.ref(owner))
+            lent.append(owner.reshape(view.shape))
+        return lent
+
+    def _free(self) -> list[FlatBuffers]:
+        """The places that are not lent, those first that have been used."""
+        free = [place for place in self._places if not self._is_lent(place)]
+        return sorted(free, key=lambda place: place not in self._owners)
+
+    @property
+    def _can_grow(self) -> bool:
+        return not self.shared and len(self._places) < PLACES_MAX
+
+    def _is_lent(self, place: FlatBuffers) -> bool:
+        return any(ref() is not None for ref in self._owners.get(place, ()))
+
+    def on_fork(self) -> None:
+        """Leave alone for ever what is lent now: a child process that shares the memory may hold it, too."""
+        self._places = [place for place in self._places if not self._is_lent(place)]
+
+
+_sharing: weakref.WeakSet[ParameterPlaces] = weakref.WeakSet()
+
+
+def _on_fork() -> None:
+    for places in list(_sharing):
+        places.on_fork()
+
+
+os.register_at_fork(after_in_parent=_on_fork)

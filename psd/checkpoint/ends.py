@@ -1,0 +1,105 @@
+"""The end notes of a job's shards: what each holds once nothing changes it any more.
+
+Shards never talk to each other: workers carry what they have to know. At the end there may be no workers left, so each shard
+leaves a note where the checkpoints are. When all notes are there, every shard makes the same cut of them, or finds that what
+they hold is of different rounds. Must not know blocks in memory, nor how long anybody waits.
+
+    <url>/ends/shard-00000-of-00002.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psd
+from psd.checkpoint.cut import Cut, part_file
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
+from psd.checkpoint.storage import FileStore
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
+from psd.contract.layout import Layout
+
+DIRECTORY = "ends"
+
+
+@dataclass(frozen=True)
+class EndNote:
+    """Facts about one shard at its end.
+
+    Attributes:
+        nonce: differs from end to end, so that no two ends make a cut of one name.
+        run_id, timeline, layout_digest: of the job; the digest as hexadecimal digits.
+        step: progress of the job, as this shard knows it. versions: with rounds, those of its trained blocks, each once.
+        ended_at: seconds since 1970.
+    """
+
+    nonce: str
+    run_id: str
+    timeline: int
+    layout_digest: str
+    step: int
+    versions: tuple[int, ...]
+    ended_at: float
+
+    def is_of_one_job(self, other: EndNote) -> bool:
+        """True if the shards held parts of one job."""
+        return dataclasses.replace(self, **_OWN) == dataclasses.replace(other, **_OWN)
+
+
+_OWN: dict[str, Any] = {"nonce": "", "step": 0, "versions": (), "ended_at": 0.0}
+
+
+def write_note(storage: FileStore, note: EndNote, shard_index: int, shard_count: int) -> None:
+    """Store a shard's note, in place of an earlier one."""
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION, "psd_version": psd.__version__}
+    document = seal({**head, **dataclasses.asdict(note)})
+    storage.write(DIRECTORY, part_file(shard_index, shard_count), [document])
+
+
+def read_notes(storage: FileStore, own: EndNote, shard_count: int) -> dict[int, EndNote]:
+    """The notes of the shards of one's own job that are there, by shard."""
+    files = storage.files(DIRECTORY)
+    notes = {}
+    for index in range(shard_count):
+        file = part_file(index, shard_count)
+        if file not in files:
+            continue
+        try:
+            document = unseal(storage.read(DIRECTORY, file), f"{DIRECTORY}/{file}")
+            fields = {field.name: document[field.name] for field in dataclasses.fields(EndNote)}
+            note = EndNote(**{**fields, "versions": tuple(fields["versions"])})
+        except (FileNotFoundError, CheckpointCorrupt, KeyError):  # removed, or being written where that shows; look again
+            continue
+        if note.is_of_one_job(own):
+            notes[index] = note
+    return notes
+
+
+def remove_note(storage: FileStore, shard_index: int, shard_count: int) -> None:
+    """Remove a shard's note, if there is one, and the directory with the last."""
+    if storage.files(DIRECTORY):
+        storage.remove(DIRECTORY, part_file(shard_index, shard_count))
+        storage.remove_directory(DIRECTORY)
+
+
+def common_cut(notes: Mapping[int, EndNote], layout: Layout) -> Cut:
+    """The cut that all these shards hold; the same for whoever reads the same notes.
+
+    Raises:
+        CheckpointFailed: their blocks are of different rounds.
+    """
+    versions = sorted({version for note in notes.values() for version in note.versions})
+    if len(versions) > 1:
+        raise CheckpointFailed(f"the shards ended in the middle of a round: their blocks are at versions {versions}")
+    ordered = [notes[index] for index in sorted(notes)]
+    return Cut(
+        cut_id="end" + hashlib.sha256("".join(note.nonce for note in ordered).encode()).hexdigest()[:8],
+        step=versions[0] if versions else min(note.step for note in ordered),
+        timeline=ordered[0].timeline,
+        run_id=ordered[0].run_id,
+        created_at=max(note.ended_at for note in ordered),
+        layout=layout,
+    )

@@ -1,0 +1,35 @@
+"""A wait that explains itself if it takes long, for those who have no thread that could.
+
+Must not know what is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+REPORT_AFTER_S = 5.0
+"""Seconds after which a wait is explained, by default."""
+
+
+@contextmanager
+def explained(explain: Callable[[float], None], after_s: float = REPORT_AFTER_S) -> Iterator[None]:
+    """Call `explain` with the seconds so far, from a thread of its own, when the block has taken `after_s`, and again each time
+    that these have doubled."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        began, due_s = time.monotonic(), after_s
+        while not ended.wait(max(0.0, began + due_s - time.monotonic())):
+            explain(due_s)
+            due_s *= 2
+
+    watcher = threading.Thread(target=watch, name="psd-explain", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()

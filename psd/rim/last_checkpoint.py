@@ -1,0 +1,174 @@
+"""The checkpoint that a shard takes before it ends, in one of two ways:
+
+    take      while workers train, who carry the cut to the other shards
+    settle    without workers, who may be gone, or hang: each shard stores what it holds, once all have ended and their notes
+              show that they hold the same (psd/checkpoint/ends.py)
+
+Both are bounded in time. Must not know signals, nor when a shard ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from psd.checkpoint import CheckpointDirectory, EndNote, common_cut
+from psd.checkpoint.cut import name_of
+from psd.contract.config import ServerConfig
+from psd.contract.errors import CheckpointFailed, PsdError
+from psd.rim.checkpointer import POLL_S, Checkpointer
+from psd.state.durability.cuts import new_id
+from psd.state.job import Job
+from psd.state.shard import Shard
+from psd.v1 import data_pb2
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+"""Seconds for which an end note stays after a failure, for the others to read it."""
+
+_PREFIX = "last"
+"""First letters of the ids of cuts that are announced because the job ends."""
+
+FRESH_S = 30.0
+"""Seconds by which shards may be told of the end of one job at different times, and their clocks differ."""
+
+LONELY_S = 1.0
+"""Seconds without any worker's connection after which none is waited for: one may have lost it, and open another."""
+
+
+class LastCheckpoint:
+    """The last checkpoint of one shard's life.
+
+    Args:
+        has_workers: tells whether a worker is there that may train.
+
+    Attributes:
+        name: of the checkpoint, once all shards have stored it; empty before.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        config: ServerConfig,
+        directory: CheckpointDirectory,
+        checkpointer: Checkpointer,
+        has_workers: Callable[[], bool],
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = ""
+        self._shard = shard
+        self._config = config
+        self._directory = directory
+        self._checkpointer = checkpointer
+        self._has_workers = has_workers
+        self._now = now
+        self._wall = wall
+        self._told_at: float | None = None  # seconds since 1970
+        self._lock = threading.Lock()
+        self._is_given_up = threading.Event()
+
+    def begin(self) -> None:
+        """Remove the note that an earlier process of this shard may have left: the shard has not ended."""
+        try:
+            self._directory.remove_end_note(self._config.shard_index, self._config.shard_count)
+        except CheckpointFailed as error:
+            logger.warning("the shard goes on without its place for checkpoints: %s", error)
+
+    def give_up(self) -> None:
+        """End a call of `take` in another thread; return when it has ended. One that comes later ends at once."""
+        self._is_given_up.set()
+        with self._lock:
+            pass
+
+    def take(self, timeout_s: float) -> None:
+        """Take a checkpoint while workers train.
+
+        Any shard may be the one that is told to end: shard 0 announces the cut at once, another one when none comes from there.
+
+        Raises:
+            CheckpointFailed: there is nothing to store, or it was not stored in time.
+        """
+        schedule, began = self._shard.schedule, self._now()
+        if not schedule.is_training:
+            raise CheckpointFailed("there is nothing to store yet")
+        heard_at = began
+        announces_at = began if self._config.shard_index == 0 else began + timeout_s / 4
+        with self._lock:
+            while self._now() < began + timeout_s and not self._is_given_up.is_set():
+                if self._is_taken():
+                    return
+                if self._now() >= announces_at and not self._last_cuts():
+                    schedule.announce(_PREFIX + new_id())
+                if self._has_workers():
+                    heard_at = self._now()
+                elif self._now() > heard_at + LONELY_S:
+                    raise CheckpointFailed("there is no worker left to train up to it")
+                self._is_given_up.wait(POLL_S)
+        raise CheckpointFailed(f"the workers have not trained up to it, or not all shards have stored it, in {timeout_s:g} s")
+
+    def _last_cuts(self) -> list[data_pb2.Cut]:
+        """The cuts that were announced because the job ends, by any shard: a worker may be here with one before the signal."""
+        if self._told_at is None:
+            self._told_at = self._wall()
+        since = self._told_at - FRESH_S
+        return [cut for cut in self._shard.cuts.latest() if cut.id.startswith(_PREFIX) and cut.created_at > since]
+
+    def _is_taken(self) -> bool:
+        timeline = self._shard.status().timeline
+        names = [name_of(timeline, cut.step, cut.id) for cut in self._last_cuts()]
+        self.name = next((name for name in names if self._checkpointer.why_incomplete(name) is None), "")
+        return self.name != ""
+
+    def settle(self, timeout_s: float) -> None:
+        """Store what the shards hold, unless `take` has succeeded; when nothing changes this shard any more.
+
+        A cut that was begun before is then complete, older than this one, or removed. A failure is the checkpointer's to tell.
+        """
+        job, note = self._shard.job, self._shard.schedule.end_note()
+        if job is None or note is None or self.name:
+            return
+        index, count = self._config.shard_index, self._config.shard_count
+        try:
+            if self._is_taken():
+                return
+            try:
+                self._settle(job, note, timeout_s)
+            finally:
+                if not self.name:
+                    time.sleep(min(LINGER_S, timeout_s))
+                self._directory.remove_end_note(index, count)
+        except PsdError as error:
+            self._checkpointer.fail(error)
+
+    def _settle(self, job: Job, note: EndNote, timeout_s: float) -> None:
+        began = self._now()
+        if not self._checkpointer.await_written(timeout_s):
+            raise CheckpointFailed("an earlier checkpoint was not written in time, so that there is none of the end")
+        self._directory.write_end_note(note, self._config.shard_index, self._config.shard_count)
+        wanted = {index for index in range(job.layout.shard_count) if job.layout.blocks_of(index)}
+        while lacking := wanted - (notes := self._directory.end_notes(note, self._config.shard_count)).keys():
+            if self._now() > began + timeout_s / 2:
+                names = ", ".join(f"shard {index}" for index in sorted(lacking))
+                raise CheckpointFailed(f"{names} did not end at the same time, so that there is no checkpoint of the end")
+            time.sleep(POLL_S)  # the other shards write to the same directory and do not talk to this one
+        try:
+            cut = common_cut(notes, job.layout)
+        except CheckpointFailed:
+            self._directory.discard_unfinished(note.timeline)
+            raise
+        self._directory.discard_unfinished(note.timeline, but=cut.name)
+        with self._checkpointer.storing(cut.cut_id) as stored:
+            self._shard.schedule.take_end(cut)
+            try:
+                if stored.exception(max(0.0, began + timeout_s - self._now())) is not None:
+                    return  # the checkpointer has told it
+                self._checkpointer.await_complete(cut.name, began + timeout_s)
+            except (FutureTimeoutError, CheckpointFailed) as error:
+                self._directory.discard(cut)
+                raise CheckpointFailed(f"{cut.name} was not stored by all shards within {timeout_s:g} s") from error
+        self.name = cut.name

@@ -1,0 +1,119 @@
+"""No call waits in silence: each says after `report_after` seconds what it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from client_faults import Thread, connect_faulty
+
+import psd_client
+from psd.contract.errors import PsdError
+from psd_client import ParameterServer, Reader
+
+NOBODY = "127.0.0.1:9"
+IMPATIENT = {"wait_timeout": 0.9, "retry_timeout": 0.6, "report_after": 0.2}
+GRADIENT = {"w": np.ones(3, np.float32)}
+
+NOT_WAITING = {"stats", "save_client_state"}
+"""Methods that ask no shard."""
+
+
+def connect(servers: str, rank: int = 0) -> ParameterServer:
+    return psd_client.connect(servers, rank, 2, **IMPATIENT)
+
+
+def declared(ps: ParameterServer) -> None:
+    ps.declare({"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0))
+
+
+@contextlib.contextmanager
+def in_the_job(servers: str, *before: str) -> Any:
+    """Worker 0, after these calls; worker 1 has joined and does nothing."""
+    with connect(servers, 1) as idle, connect(servers) as ps:
+        declared(ps)
+        declared(idle)
+        for name in before:
+            call(ps, name)
+        yield ps
+
+
+def call(ps: ParameterServer, name: str) -> None:
+    getattr(ps, name)(*{"push": [GRADIENT], "push_pull": [GRADIENT], "barrier": ["b"]}.get(name, []))
+
+
+def connecting(_: str) -> None:
+    connect(NOBODY)
+
+
+def declaring(servers: str) -> None:
+    """The worker that is to provide the initial values does not."""
+    chosen, faults = connect_faulty(servers, world_size=2)
+    is_over = threading.Event()
+    faults.run_before("initialize", shard=0, action=is_over.wait)
+    with chosen, connect(servers, 1) as ps:
+        first = Thread(lambda: declared(chosen))
+        try:
+            declared(ps)
+        finally:
+            is_over.set()
+            first.result()
+
+
+def reading(servers: str) -> None:
+    with psd_client.connect(servers, role="reader", **IMPATIENT) as reader:
+        reader.pull()
+
+
+def reading_from_nobody(_: str) -> None:
+    reading(NOBODY)
+
+
+def in_call(name: str, *before: str) -> Callable[[str], None]:
+    def run(servers: str) -> None:
+        with in_the_job(servers, *before) as ps:
+            call(ps, name)
+
+    return run
+
+
+NOBODY_ANSWERS = f"shard 0 at {NOBODY} has not answered for"
+WAITS: dict[str, tuple[Callable[[str], None], str]] = {
+    "connect": (connecting, f"worker 0: {NOBODY_ANSWERS}"),
+    "declare": (declaring, "worker 1: waiting for the initial values from worker 0"),
+    "push": (in_call("push", "push"), "worker 0: step 0: waiting for worker 1"),
+    "pull": (in_call("pull", "push"), "worker 0: step 0: waiting for worker 1"),
+    "push_pull": (in_call("push_pull"), "worker 0: step 0: waiting for worker 1"),
+    "barrier": (in_call("barrier"), "worker 0: barrier 'b': waiting for worker 1"),
+    "close": (in_call("close", "push"), "worker 0: step 0: waiting for worker 1"),
+    "Reader.pull": (reading, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
+    "Reader.pull, of nobody": (reading_from_nobody, f"reader: pull has taken 0 s: {NOBODY_ANSWERS}"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_call_when_it_waits_then_says_for_what(
+    name: str, cluster: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program without any logging of its own shows warnings."""
+    wait, said = WAITS[name]
+
+    with contextlib.suppress(PsdError):
+        wait(cluster(1).servers)
+
+    spoken = [record.message for record in caplog.records if record.name == "psd_client"]
+    assert any(message.startswith(f"psd: {said}") for message in spoken), spoken
+
+
+def test_every_public_call_is_here() -> None:
+    """A new one needs a line above."""
+    found = {name for name, _ in inspect.getmembers(ParameterServer, inspect.isfunction)}
+    found |= {f"Reader.{name}" for name, _ in inspect.getmembers(Reader, inspect.isfunction)}
+    waiting = {name for name in found if not name.rpartition(".")[2].startswith("_")} - NOT_WAITING - {"Reader.close"}
+
+    assert waiting == {"connect", *WAITS} - {"connect", "Reader.pull, of nobody"}

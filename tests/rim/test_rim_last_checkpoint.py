@@ -1,0 +1,193 @@
+"""The last checkpoint of shards that end together: taken while workers train, or made of what the shards hold."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psd_client
+from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
+from psd.contract.config import ServerConfig
+from psd.contract.errors import CheckpointFailed, InvalidRequest
+from psd.rim.server import ShardServer
+from psd.v1 import data_pb2
+
+SIZE = 3000
+MODES = {
+    "sync": {},
+    "quorum": {"quorum": 1},
+    "exact": {"aggregation": "exact"},
+    "async": {"consistency": "async"},
+    "ssp": {"consistency": "ssp:3"},
+}
+
+
+@contextmanager
+def connected(servers: str, rank: int, world_size: int, mode: str) -> Iterator[psd_client.ParameterServer]:
+    """A worker, which dies in the end."""
+    ps = psd_client.connect(servers, rank, world_size, wait_timeout=60, retry_timeout=1)
+    ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0), **MODES[mode])
+    try:
+        yield ps
+    finally:
+        ps._worker.close(RuntimeError("it dies"))
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [result.result() for result in [pool.submit(call) for call in calls]]
+
+
+def end(shards: Sequence[ShardServer], grace_s: float = 30.0) -> None:
+    """As if psd-run had asked for a checkpoint before, in vain, and has ended the workers."""
+    for shard in shards:
+        shard.expect_end()
+    at_once([lambda shard=shard: shard.drain(grace_s) for shard in shards])
+
+
+def found_in(url: str) -> list[CheckpointInfo]:
+    directory = CheckpointDirectory(url)
+    found = directory.checkpoints()
+    assert [directory.verify(info.name) for info in found if info.state is CheckpointState.VALID] in ([], [[]])
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shards_that_end_after_workers_that_hang_store_what_they_hold(
+    cluster: Callable[..., Any], tmp_path: Path, mode: str
+) -> None:
+    """One worker has made another step than the other, and neither says any more."""
+    running = cluster(3, checkpoint_dir=str(tmp_path), lease_s=600)
+    gradient = {"w": np.ones(SIZE, np.float32)}
+    three_steps, ended = threading.Barrier(3), threading.Event()
+
+    def work(rank: int) -> None:
+        with connected(running.servers, rank, 2, mode) as ps:
+            for _ in range(3):
+                ps.push_pull(gradient)
+            if rank == 0:
+                ps.push(gradient)
+            three_steps.wait(60)
+            assert ended.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        workers = [pool.submit(work, rank) for rank in range(2)]
+        three_steps.wait(60)
+        end(running.shards)
+        ended.set()
+        for worker in workers:
+            worker.result()
+
+    (stored,) = found_in(str(tmp_path))
+    assert stored.state is CheckpointState.VALID
+    assert mode not in ("sync", "exact") or stored.step == 3
+    assert {shard.last_checkpoint for shard in running.shards} == {stored.name}
+    assert not any(shard.has_failed_to_store for shard in running.shards)
+    assert [path.name for path in tmp_path.iterdir()] == [stored.name]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_shards_that_end_when_one_of_them_has_stored_half_a_cut_leave_no_half(
+    cluster: Callable[..., Any], tmp_path: Path, mode: str
+) -> None:
+    """The worker dies between one shard and the other. With rounds no checkpoint could be of both; without, what they hold is
+    one."""
+    running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
+    first, second = (server.shard for server in running.shards)
+
+    def refuse(header: data_pb2.PushHeader) -> None:
+        raise InvalidRequest("the worker has died")
+
+    with connected(running.servers, 0, 1, mode) as ps:
+        first.cuts.learn(first.declared(), [data_pb2.Cut(id="half", step=1)])
+        second.exchange.begin_push = refuse  # type: ignore[assignment]
+        with pytest.raises(InvalidRequest):
+            ps.push({"w": np.ones(SIZE, np.float32)})
+        assert running.shards[0]._checkpointer.await_written(30)
+        assert [info.state for info in found_in(str(tmp_path))] == [CheckpointState.INCOMPLETE]
+
+        end(running.shards)
+
+    states = [info.state for info in found_in(str(tmp_path))]
+    assert states == ([] if mode == "sync" else [CheckpointState.VALID])
+    assert {shard.has_failed_to_store for shard in running.shards} == {mode == "sync"}
+
+
+def test_shards_that_are_told_one_after_the_other_take_one_checkpoint_while_workers_train(
+    cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A worker may be at a shard with the cut before the shard is told of the end."""
+    running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
+    stop = threading.Event()
+
+    def train() -> None:
+        with connected(running.servers, 0, 1, "sync") as ps:
+            while not stop.is_set():
+                ps.push_pull({"w": np.ones(SIZE, np.float32)})
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        while not running.shards[0].shard.schedule.is_training or not running.shards[1].shard.schedule.is_training:
+            assert not training.done()
+        for shard in running.shards:
+            shard.take_last_checkpoint(30)
+        stop.set()
+        training.result()
+
+    (stored,) = found_in(str(tmp_path))
+    assert {shard.last_checkpoint for shard in running.shards} == {stored.name}
+
+
+def test_a_shard_that_ends_alone_says_that_the_others_did_not(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """It does not wait for them for long; they may go on, and wait for it to come back."""
+    running = cluster(2, checkpoint_dir=str(tmp_path), lease_s=600)
+    with connected(running.servers, 0, 1, "sync"):
+        end(running.shards[1:], grace_s=0.2)
+
+        error = running.shards[1]._checkpointer.progress.error
+        assert "shard 0 did not end at the same time" in error
+        assert found_in(str(tmp_path)) == []
+        running.shards[0].stop()
+
+
+def test_a_shard_without_anything_to_store_ends_without(cluster: Callable[..., Any], tmp_path: Path) -> None:
+    """There is no job yet; that is no failure."""
+    (shard,) = cluster(1, checkpoint_dir=str(tmp_path)).shards
+
+    with pytest.raises(CheckpointFailed, match="nothing to store yet"):
+        shard.take_last_checkpoint(30)
+    shard.drain(30)
+
+    assert (found_in(str(tmp_path)), shard.has_failed_to_store) == ([], False)
+
+
+def test_a_shard_whose_store_takes_no_more_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    """Also when all workers have left: nothing else has their job's parameters."""
+    is_full = threading.Event()
+
+    def crash_point(step: str) -> None:
+        if is_full.is_set() and step.startswith("write shard-"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    state, url = tmp_path / "state", tmp_path / "checkpoints"
+    config = ServerConfig(0, 1, listen="127.0.0.1:0", state_dir=str(state), checkpoint_dir=str(url))
+    shard = ShardServer(config, crash_point=crash_point)
+    shard.start()
+    with psd_client.connect(shard.address, 0, 1) as ps:
+        ps.declare({"w": np.zeros(SIZE, np.float32)}, psd_client.SGD(lr=1.0))
+        ps.push_pull({"w": np.ones(SIZE, np.float32)})
+    assert shard.done.wait(30)
+    is_full.set()
+
+    shard.drain(30)
+
+    assert shard.has_failed_to_store
+    assert (state / "arena").exists()

@@ -1,0 +1,112 @@
+"""Parameters that all workers load in the midst of a job: who sets them, who waits, what a block makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from shard_driver import Driver, Seat, job_spec
+
+from psd.contract.errors import InvalidRequest
+from psd.state.tickets import Ticket
+from psd.v1 import control_pb2, data_pb2
+
+
+def set_parameters(driver: Driver, seat: Seat, value: float, *, clock: int = 0, seq: int = 1) -> None:
+    request = data_pb2.ParametersRequest(caller=seat.caller, layout_digest=driver.layout.digest, clock=clock, seq=seq)
+    for block in driver.layout.blocks_of(0):
+        request.parameters.add(block=block.index, payload=np.full(block.length, value, block.dtype).tobytes())
+    driver.shard.parameters.set(request)
+
+
+def load(driver: Driver, seat: Seat, *, digest: int = 0, clock: int = 0, seq: int = 1, is_set: bool = False) -> Ticket | None:
+    return driver.shard.parameters.load(
+        control_pb2.LoadRequest(caller=seat.caller, digest=bytes([digest] * 16), clock=clock, seq=seq, is_set=is_set)
+    )
+
+
+def outcome(ticket: Ticket | None) -> bool | None:
+    """True: sets the values. False: they are set. None: waits."""
+    return False if ticket is None else ticket.future.result() if ticket.future.done() else None
+
+
+def test_set_then_values_survive_the_shards_restart_and_versions_stay(tmp_path):
+    """The next round is the one that it was."""
+    driver = Driver(state_dir=str(tmp_path))
+    seats = driver.start()
+    for seat in seats:
+        driver.push(seat, 0, 1.0)
+
+    set_parameters(driver, seats[0], 7, clock=1)
+    driver.restart(*seats)
+    assert (driver.values(), driver.version()) == ([7, 7, 7], 1)
+    for seat in seats:
+        driver.push(seat, 1, 2.0)
+    assert driver.values() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_set_when_the_call_is_sent_again_late_then_no_update_is_lost(mode):
+    """A gradient that came after it counts on top."""
+    driver = Driver(job_spec(1, mode=mode))
+    (seat,) = driver.start()
+    set_parameters(driver, seat, 7)
+    driver.push(seat, 0, 1.0)
+
+    set_parameters(driver, seat, 7)
+    assert driver.values() == [6, 6, 6]
+
+
+def test_load_then_one_sets_and_the_others_wait_for_it():
+    """Whose answer is lost is answered again."""
+    driver = Driver(job_spec(3))
+    first, second, third = driver.start()
+    tickets = [load(driver, seat) for seat in (third, second)]
+    assert [outcome(ticket) for ticket in tickets] == [None, None]
+    assert outcome(load(driver, first)) is True
+    assert outcome(load(driver, first)) is True  # its answer was lost
+    assert [outcome(ticket) for ticket in tickets] == [None, None]
+
+    load(driver, first, is_set=True)
+    load(driver, first, is_set=True)
+    assert [outcome(ticket) for ticket in tickets] == [False, False]
+    assert outcome(load(driver, second)) is False
+
+
+def test_load_when_the_chosen_worker_dies_then_another_one_sets_and_its_successor_waits():
+    """Nobody waits for the dead one, and nothing is set twice."""
+    driver = Driver(job_spec(3))
+    first, second, third = driver.start()
+    tickets = {seat.rank: load(driver, seat) for seat in (first, second, third)}
+    driver.leave(first, failed=True)
+    assert (outcome(tickets[1]), outcome(tickets[2])) == (True, None)
+
+    successor = driver.join(0)
+    driver.declare(successor)
+    waiting = load(driver, successor)
+    load(driver, second, is_set=True)
+    assert (outcome(waiting), outcome(tickets[2])) == (False, False)
+
+
+def test_load_when_the_shard_is_restarted_after_it_then_is_not_done_twice(tmp_path):
+    """Some workers have heard, and go on: nobody else comes."""
+    driver = Driver(state_dir=str(tmp_path))
+    first, second = driver.start()
+    load(driver, second)
+    load(driver, first)
+    load(driver, first, is_set=True)
+
+    driver.restart(first, second)
+    assert outcome(load(driver, second)) is False
+    assert outcome(load(driver, second, digest=1, seq=2)) is None
+
+
+def test_load_of_other_values_than_those_that_wait_have_then_is_refused():
+    """Else each worker would believe that the job has its own."""
+    driver = Driver()
+    first, second = driver.start()
+    waiting = load(driver, first)
+    ticket = load(driver, second, digest=1)
+    assert ticket is not None
+    with pytest.raises(InvalidRequest, match="worker 1 was given other values to load than worker 0"):
+        ticket.future.result(0)
+    assert outcome(waiting) is None
