@@ -49,7 +49,7 @@ from psd.contract.errors import (
 from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
-from psd_client.local import LocalCluster, WorkerFailed, local
+from psd_client.local import LocalCluster, RunFailed, local
 from psd_client.reader import Reader
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
@@ -63,7 +63,7 @@ __all__ = [
     "CustomRule",
     "local",
     "LocalCluster",
-    "WorkerFailed",
+    "RunFailed",
     "ConfigError",
     "PsdError",
     "BarrierTimeout",
@@ -94,6 +94,7 @@ __all__ = [
     "TlsFailed",
     "Unauthenticated",
     "WaitTimeout",
+    "WorkerFailed",
     "WrongShard",
 ]
 __all__ += _rules.__all__

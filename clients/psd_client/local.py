@@ -38,7 +38,7 @@ from psd_client.owned import OwnedProcess
 from psd_client.standalone import PrivateShard
 
 
-class WorkerFailed(RuntimeError):
+class RunFailed(RuntimeError):
     """A worker of a local cluster has raised an error, or died; the message has its traceback.
 
     Attributes:
@@ -102,7 +102,7 @@ class LocalCluster:
         here, with the worker's rank. Each run is a job of its own, on new shards, which stay for readers until the next one.
 
         Raises:
-            WorkerFailed: a worker has raised an error, or died; the others are ended.
+            RunFailed: a worker has raised an error, or died; the others are ended.
             KeyboardInterrupt: Ctrl-C; all workers are ended, and so is the cluster.
             TypeError: the function or an argument cannot be sent to another process.
         """
@@ -187,17 +187,17 @@ class _Worker:
         """The result, when the process has ended and all has been read.
 
         Raises:
-            WorkerFailed: it has none.
+            RunFailed: it has none.
         """
         self._show([self._line] if self._line else [])
         self._line = b""
         if not self._received:
             status = self.process.wait()
-            raise WorkerFailed(self.rank, f"died, by signal {-status}" if status < 0 else f"ended with status {status}")
+            raise RunFailed(self.rank, f"died, by signal {-status}" if status < 0 else f"ended with status {status}")
         error, value = cloudpickle.loads(bytes(self._received))
         if error is None:
             return value
-        raise WorkerFailed(self.rank, f"raised an error:\n{error}") from (cloudpickle.loads(value) if value else None)
+        raise RunFailed(self.rank, f"raised an error:\n{error}") from (cloudpickle.loads(value) if value else None)
 
     def _show(self, lines: list[bytes]) -> None:
         for line in lines:

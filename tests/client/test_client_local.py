@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import psd_client
-from psd_client import ConfigError, LocalCluster, WorkerFailed
+from psd_client import ConfigError, LocalCluster, RunFailed
 
 NOTEBOOK = """
 import numpy as np
@@ -86,7 +86,7 @@ def test_run_when_a_worker_raises_then_the_caller_gets_its_traceback_and_the_oth
     cluster: LocalCluster, notebook: Any
 ) -> None:
     with pytest.raises(
-        WorkerFailed, match=r'(?s)^worker 1 raised an error:\nTrace.*"<cell 1>", line \d+, in fail.*of this'
+        RunFailed, match=r'(?s)^worker 1 raised an error:\nTrace.*"<cell 1>", line \d+, in fail.*of this'
     ) as caught:
         cluster.run(notebook["fail"])
 
