@@ -57,7 +57,20 @@ arena = Extension(
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=LINK_ARGS,
 )
-kernels.cython_directives = arena.cython_directives = {
+table = Extension(
+    "psd_core._table",
+    sources=[
+        "psd_core/_table.pyx",
+        *sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c")),
+        *(f"psd_core/csrc/{name}.c" for name in KERNELS),
+    ],
+    depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
+    include_dirs=["psd_core/csrc"],
+    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u"), ("_GNU_SOURCE", None)],
+    extra_compile_args=COMPILE_ARGS,
+    libraries=["m"],
+)
+kernels.cython_directives = arena.cython_directives = table.cython_directives = {
     "language_level": "3",
     "boundscheck": DEBUG,
     "wraparound": DEBUG,
@@ -107,7 +120,7 @@ def generate_protobuf() -> None:
 
 
 setup(
-    ext_modules=[kernels, arena],
+    ext_modules=[kernels, arena, table],
     cmdclass={"build_ext": BuildExtWithHeaders, "build_py": BuildPyWithProtobuf},
     options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
 )

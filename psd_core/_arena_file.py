@@ -84,6 +84,20 @@ class File(_Descriptor):
         with self._lock:
             super().close()
 
+    def lock(self) -> None:
+        """Lock the file itself until it is closed. Raises ArenaBusy."""
+        with self._used() as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ArenaBusy(f"a file in {self._place} is in use by another process", None) from None
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory or disk space that the file takes, without its holes."""
+        with self._used() as fd:
+            return os.fstat(fd).st_blocks * 512
+
     @property
     def size(self) -> int:
         """Size in bytes."""

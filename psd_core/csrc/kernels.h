@@ -58,4 +58,17 @@ typedef struct {
 /* One update of a block: touched segments are stepped, the others copied through. */
 void psd_step_block(psd_dtype, int rule, const psd_arrays *, const psd_hyper *, const psd_segments *);
 
+/* A rule on rows of float, prepared once for all rows of an update. `rowwise` is for Adagrad alone: one sum for a row. */
+typedef struct {
+    int rule, rowwise;
+    double scale; /* of the gradient */
+    _Alignas(16) char constants[128];
+} psd_row_rule;
+
+void psd_prepare_rows_f32(psd_row_rule *, int rule, const psd_hyper *, uint64_t step, double scale, int rowwise);
+
+/* One update of a row, value first, from one place to another. slot_at: offsets of the rule's slots from the value, -1 for one
+ * that is not kept. */
+void psd_step_row_f32(const psd_row_rule *, const float *in, float *out, const float *grad, intptr_t dim, const int64_t *slot_at);
+
 #endif

@@ -18,3 +18,4 @@ typedef uint32_t real_bits;
 #include "elementwise.h"
 #include "squares.h"
 #include "step.h"
+#include "rows.h"

@@ -1,0 +1,265 @@
+"""Measures the store of a sparse table's partition on one thread, against reads and updates at known places.
+
+    python benchmarks/table_store.py [--rows 1000000] [--dim 64] [--ids 10000] [--steps 40] [--rounds 5]
+                                     [--recover ROWS] [--directory /dev/shm] [--json]
+
+read, update   one step's ids: a draw of --ids from Zipf's law, each distinct id once, as a worker sends them; Adagrad
+reference      the same rows, at places that are known, by a loop in C that prefetches: no index, and, for updates, in place,
+               so that a kill would leave them torn; its memory is mapped from the same directory. `share` is the store's share
+               of the reference's bandwidth, by bytes of rows
+growth         new rows, --ids at a time, while another thread reads 64 ids over and over: how long these
+               reads take by the clock, and the pushes, for which other pushes wait, in processor time
+memory         of the table of the first part. Spare places are as many as the largest push had rows
+recovery       opening a partition of rows of dim 8 after the process that filled it has ended without a word
+
+The quickest of some rounds counts, in processor time, and all are measured in turns, so that ratios hold on a busy machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import _report
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd_core.initial import Normal, Zeros
+from psd_core.table import TableSpec, TableStore
+
+SCALARS = {"lr": 0.05, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}
+
+Array = NDArray[Any]
+
+
+def zipf_steps(rows: int, ids: int, steps: int, exponent: float) -> list[Array]:
+    """The distinct ids of each step, in the order of their first appearance. Whether a row is hot does not depend on its id."""
+    rng = np.random.default_rng(1)
+    weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+    cumulated = np.cumsum(weights)
+    names = rng.permutation(rows)
+    found = []
+    for _ in range(steps):
+        draws = names[np.searchsorted(cumulated, rng.uniform(0, cumulated[-1], ids))]
+        _, first = np.unique(draws, return_index=True)
+        found.append(draws[np.sort(first)].astype(np.int64))
+    return found
+
+
+def reference(directory: Path) -> Any:
+    """The loops in C, built as the kernels are."""
+    library = directory / "gather.so"
+    source = Path(__file__).with_name("_gather.c")
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    include = Path(psd_core.__file__).parent / "csrc"
+    flags = ["-O3", f"-I{include}", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(library), "-lm"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def address(array: Array) -> ctypes.c_void_p:
+    """An array as C takes it."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def measure_speed(args: Any, directory: Path) -> list[dict[str, Any]]:
+    """Measure reads and updates beside the reference."""
+    rows, dim = args.rows, args.dim
+    spec = TableSpec("speed", dim, "adagrad", init=Zeros(), max_bytes=2 * rows * (8 * dim + 29))
+    store = TableStore.create(directory / "speed", spec)
+    grads = np.random.default_rng(2).standard_normal((args.ids, dim)).astype(np.float32)
+    for start in range(0, rows, args.ids):
+        ids = np.arange(start, min(start + args.ids, rows))
+        store.push(ids, grads[: len(ids)], SCALARS, distinct=True)
+    with (directory / "reference").open("w+b") as file:
+        file.truncate(rows * 8 * dim)
+        mapping = mmap.mmap(file.fileno(), rows * 8 * dim)
+    plain = np.frombuffer(mapping, np.float32)
+    plain[:] = 1
+    library, out = reference(directory), np.empty((args.ids, dim), np.float32)
+    figures = []
+    for name, exponent in (("zipf 1.05", 1.05), ("zipf 1.2", 1.2), ("uniform", 0.0)):
+        _report.progress(name)
+        steps = zipf_steps(rows, args.ids, args.steps, exponent)
+        count = sum(map(len, steps))
+        clock = iter(range(1 << 31))
+
+        def read(steps: list[Array] = steps, clock: Any = clock) -> None:
+            now = next(clock)
+            for ids in steps:
+                store.read(ids, out[: len(ids)], clock=now)
+
+        def update(steps: list[Array] = steps) -> None:
+            for ids in steps:
+                store.push(ids, grads[: len(ids)], SCALARS, distinct=True)
+
+        def sorted_out(steps: list[Array] = steps) -> None:
+            for ids in steps:
+                store.push(ids, grads[: len(ids)], SCALARS)
+
+        def gather(steps: list[Array] = steps) -> None:
+            for ids in steps:
+                library.gather(address(plain), address(ids), len(ids), dim, address(out))
+
+        def adagrad(steps: list[Array] = steps) -> None:
+            for ids in steps:
+                library.adagrad(address(plain), address(ids), len(ids), dim, address(grads))
+
+        works = {"read": read, "gather": gather, "update": update, "update, ids sorted out": sorted_out, "adagrad": adagrad}
+        seconds = _report.in_turns(works, rounds=args.rounds)
+        for work, against, nbytes in (
+            ("read", "gather", 4 * dim),
+            ("update", "adagrad", 16 * dim),
+            ("update, ids sorted out", "adagrad", 16 * dim),
+        ):
+            figures.append(
+                {
+                    "ids": name,
+                    "work": work,
+                    "rows_per_step": count / len(steps),
+                    "rows_per_s": count / seconds[work],
+                    "bytes_per_s": nbytes * count / seconds[work],
+                    "reference_bytes_per_s": nbytes * count / seconds[against],
+                    "share": seconds[against] / seconds[work],
+                }
+            )
+    spare_bytes = store.counters()["spares"] * (8 * dim + 16)
+    figures[0]["bytes_beside_values_and_slots"] = (store.used_bytes - spare_bytes) / rows - 8 * dim
+    figures[0]["spare_bytes_per_row"] = spare_bytes / rows
+    store.close(remove=True)
+    (directory / "reference").unlink()
+    return figures
+
+
+def measure_growth(args: Any, directory: Path) -> dict[str, Any]:
+    """Measure reads of others while a table grows."""
+    spec = TableSpec("growth", 8, "adagrad", init=Normal(0.01), max_bytes=1 << 30)
+    store = TableStore.create(directory / "growth", spec)
+    grads = np.ones((args.ids, 8), np.float32)
+    times, is_over = [], threading.Event()
+
+    def read() -> None:
+        ids = np.arange(64)
+        while not is_over.is_set():
+            begun = time.perf_counter()
+            store.read(ids)
+            times.append(time.perf_counter() - begun)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    pushes = []
+    for start in range(0, 2 * args.rows, args.ids):
+        begun = time.thread_time()
+        store.push(np.arange(start, start + args.ids), grads, SCALARS, distinct=True)
+        pushes.append(time.thread_time() - begun)
+    is_over.set()
+    reader.join()
+    store.close(remove=True)
+    return {
+        "rows": 2 * args.rows,
+        "read_wall_ms_p999": 1e3 * _report.quantile(times, 0.999),
+        "push_cpu_ms_max": 1e3 * max(pushes),
+        "push_cpu_ms_median": 1e3 * (_report.median(pushes) or 0),
+    }
+
+
+def fill(path: str, rows: int) -> None:
+    """Fill a partition, in a process that ends without closing it."""
+    store = TableStore.create(path, TableSpec("recovery", 8, "adagrad", init=Normal(0.01), max_bytes=rows * 100))
+    grads = np.ones((100_000, 8), np.float32)
+    for start in range(0, rows, len(grads)):
+        store.push(np.arange(start, start + len(grads)), grads, SCALARS, distinct=True)
+    os._exit(0)
+
+
+def measure_recovery(rows: int, directory: Path) -> dict[str, Any]:
+    """Measure how long opening takes, and the first reads of all over it."""
+    path = directory / "recovery"
+    subprocess.run([sys.executable, __file__, "--fill", str(path), "--recover", str(rows)], check=True)
+    begun = time.perf_counter()
+    store = TableStore.open(path)
+    opened = time.perf_counter() - begun
+    ids = np.random.default_rng(3).integers(0, rows, 10_000)
+    store.read(ids)
+    first_read = time.perf_counter() - begun - opened
+    used = store.used_bytes
+    assert store.counters()["rows"] == rows
+    store.close(remove=True)
+    return {"rows": rows, "open_s": opened, "first_read_s": first_read, "bytes_per_row": used / rows, "gigabytes": used / 1e9}
+
+
+def criteria(speed: list[dict[str, Any]], growth: dict[str, Any], recovery: dict[str, Any]) -> list[_report.Criterion]:
+    """Criteria of the bare store."""
+    of = {(row["ids"], row["work"]): row["rows_per_s"] / 1e6 for row in speed}
+    return [
+        _report.Criterion(3, "zipf 1.05: million rows read per second", of["zipf 1.05", "read"], 8, at_least=True),
+        _report.Criterion(3, "zipf 1.05: million rows updated per second", of["zipf 1.05", "update"], 4, at_least=True),
+        _report.Criterion(3, "growth: longest push, for which others wait, ms", growth["push_cpu_ms_max"], 20),
+        _report.Criterion(4, "bytes a row beside value and slots", speed[0]["bytes_beside_values_and_slots"], 32),
+        _report.Criterion(4, "recovery: seconds", recovery["open_s"], 3),
+    ]
+
+
+def text(speed: list[dict[str, Any]], growth: dict[str, Any], recovery: dict[str, Any]) -> str:
+    """Tables of the figures."""
+    rows = [
+        (
+            row["ids"],
+            row["work"],
+            f"{row['rows_per_step']:.0f}",
+            f"{row['rows_per_s'] / 1e6:.1f}",
+            f"{row['bytes_per_s'] / 1e9:.1f}",
+            f"{row['reference_bytes_per_s'] / 1e9:.1f}",
+            f"{row['share']:.2f}",
+        )
+        for row in speed
+    ]
+    memory = {name: speed[0][name] for name in ("bytes_beside_values_and_slots", "spare_bytes_per_row")}
+    tables = {"memory": memory, "growth": growth, "recovery": recovery}
+    others = [(f"{table}: {name}", f"{value:.3f}") for table, of in tables.items() for name, value in of.items()]
+    return "\n\n".join(
+        [
+            _report.table(("ids", "work", "rows a step", "M rows/s", "GB/s", "reference GB/s", "share"), rows, words=2),
+            _report.table(("", ""), others),
+        ]
+    )
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = _report.parser(__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table (default %(default)s)")
+    parser.add_argument("--dim", type=int, default=64, help="numbers of a row (default %(default)s)")
+    parser.add_argument("--ids", type=int, default=10_000, help="drawn for a step (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="of a round (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the quickest counts (default %(default)s)")
+    parser.add_argument("--recover", type=int, default=2_000_000, help="rows of the partition to recover (default %(default)s)")
+    parser.add_argument("--directory", default="/dev/shm", help="where files lie (default %(default)s)")
+    parser.add_argument("--fill", help="for this program's own use")
+    args = parser.parse_args()
+    if args.fill:
+        fill(args.fill, args.recover)
+    with tempfile.TemporaryDirectory(dir=args.directory) as made:
+        directory = Path(made)
+        speed = measure_speed(args, directory)
+        _report.progress("growth")
+        growth = measure_growth(args, directory)
+        _report.progress("recovery")
+        recovery = measure_recovery(args.recover, directory)
+    checked = criteria(speed, growth, recovery)
+    print(text(speed, growth, recovery) + "\n\n" + _report.criteria_table(checked))
+    _report.write_json(args.json, {"speed": speed, "growth": growth, "recovery": recovery}, checked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""The C store of a table's partition, over a mapping that the caller makes: `Partition`, and pure functions of ids.
+
+This module owns every check that keeps an access within its buffer. It knows no files: it says which bytes of the file it is
+about to write, and `psd_core/table.py` sees to it that they are there.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+
+cdef extern from "arena.h" nogil:
+    int psd_populate(void *, size_t) noexcept
+
+
+cdef extern from "table.h" nogil:
+    enum:
+        PSD_SLOTS_MAX
+        PSD_FLAGS_MAX
+        PSD_SCALARS_MAX
+        PSD_RULES
+        PSD_RULES_CHECKSUM
+        PSD_REGIONS
+        PSD_INDEX
+        PSD_HEADS
+        PSD_ROWS
+        PSD_REMOVED_MAX
+        PSD_CHUNK_BUCKETS
+    ctypedef struct psd_hyper:
+        uint8_t flags[PSD_FLAGS_MAX]
+        double scalars[PSD_SCALARS_MAX]
+    ctypedef struct psd_head:
+        uint64_t id
+        uint32_t used
+        uint32_t changed
+    ctypedef struct psd_root:
+        uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
+        uint64_t created, evicted, expired, removed, refused
+    ctypedef struct psd_table_spec:
+        uint64_t dim, width, rows_max, push_max, notes, seed
+        int rule, rowwise, init, evicts
+        double a, b
+        psd_hyper flags
+        int64_t slot_at[PSD_SLOTS_MAX]
+        float slot_start[PSD_SLOTS_MAX]
+    ctypedef struct psd_region:
+        uint64_t at, size, backed
+    ctypedef struct psd_scratch:
+        pass
+    ctypedef struct psd_snapshot:
+        int is_active, is_failed
+        uint64_t version, saved
+    ctypedef struct psd_table:
+        psd_table_spec spec
+        psd_region region[PSD_REGIONS]
+        uint64_t size
+        char *base
+        psd_root *root
+        psd_scratch scratch
+        psd_snapshot snapshot
+        uint64_t reads, hits
+        void (*on_store)(void *, const char *) noexcept
+        void *context
+    ctypedef struct psd_push:
+        psd_hyper hyper
+        double scale
+        uint32_t clock
+        int distinct, whole
+        int64_t step
+        const uint64_t *notes
+    void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
+    uint64_t psd_mix(uint64_t) noexcept
+    void psd_initial_value(const psd_table_spec *, uint64_t, float *) noexcept
+    int psd_table_plan(psd_table *) noexcept
+    int psd_table_make_lock(psd_table *) noexcept
+    void psd_table_drop_lock(psd_table *) noexcept
+    void psd_table_format(psd_table *) noexcept
+    const char *psd_table_adopt(psd_table *) noexcept
+    int psd_table_lack(const psd_table *, uint64_t, uint64_t *) noexcept
+    uint64_t *psd_notes(const psd_table *) noexcept
+    uint32_t *psd_spares(const psd_table *) noexcept
+    uint64_t psd_index_scan(const psd_table *, uint64_t, uint64_t **, uint64_t, uint64_t *) noexcept
+    int psd_index_must_move(const psd_table *, uint64_t) noexcept
+    void psd_index_move(psd_table *, uint64_t) noexcept
+    void psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
+    uint64_t psd_table_walk(psd_table *, uint64_t, psd_head *, float *, uint64_t, uint64_t *) noexcept
+    int psd_table_push(psd_table *, const psd_push *, const uint64_t *, const float *, intptr_t) noexcept
+    uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
+    uint64_t psd_table_discard(psd_table *, const uint64_t *, intptr_t) noexcept
+    void psd_scratch_free(psd_scratch *) noexcept
+    void psd_snapshot_begin(psd_table *, int, uint32_t) noexcept
+    int psd_snapshot_next(psd_table *, psd_head *, float *, uint64_t, uint64_t *) noexcept
+    void psd_snapshot_end(psd_table *) noexcept
+    uint64_t psd_removals(const psd_root *) noexcept
+    uint64_t *psd_removal(const psd_table *, uint64_t) noexcept
+    uint64_t psd_first_removal(const psd_table *) noexcept
+    ctypedef struct psd_sums:
+        intptr_t count
+        uint64_t *ids
+        float *values
+    int psd_sums_add(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t, double) noexcept
+    void psd_sums_clear(psd_sums *) noexcept
+    void psd_sums_free(psd_sums *) noexcept
+
+
+RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
+REMOVED_MAX = PSD_REMOVED_MAX
+BACKED_BEFORE = (PSD_HEADS, PSD_ROWS)  # regions that have space as far as an opened partition needs it
+
+
+def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
+    """Set `out` to the hashes of ids."""
+    if out.shape[0] != ids.shape[0]:
+        raise ValueError(f"out: expected length {ids.shape[0]}, got {out.shape[0]}")
+    if ids.shape[0]:
+        with nogil:
+            psd_mix_all(&ids[0], &out[0], ids.shape[0])
+
+
+cdef class Sums:
+    """Sums of rows by id. One thread at a time."""
+
+    cdef psd_sums sums
+    cdef readonly intptr_t dim
+
+    def __cinit__(self, intptr_t dim):
+        assert dim > 0
+        self.dim = dim
+
+    def __dealloc__(self):
+        psd_sums_free(&self.sums)
+
+    def __len__(self):
+        return self.sums.count
+
+    def add(self, const uint64_t[::1] ids not None, const float[:, ::1] grads not None, double weight):
+        """Add weight * gradient to the sum of each id."""
+        cdef intptr_t n = ids.shape[0]
+        cdef int status
+        assert grads.shape[0] == n and grads.shape[1] == self.dim
+        if n == 0:
+            return
+        with nogil:
+            status = psd_sums_add(&self.sums, &ids[0], &grads[0, 0], n, self.dim, weight)
+        if status != 0:
+            raise MemoryError(f"no memory to add {n} rows")
+
+    def clear(self):
+        """Forget all sums, and keep the memory."""
+        psd_sums_clear(&self.sums)
+
+    def ids(self):
+        """A view of the ids, in the order in which they came first; good until the next change."""
+        return <uint64_t[: self.sums.count]> self.sums.ids if self.sums.count else None
+
+    def values(self):
+        """A view of the sums, likewise."""
+        return <float[: self.sums.count, : self.dim]> self.sums.values if self.sums.count else None
+
+
+cdef void _call(void *context, const char *name) noexcept with gil:
+    (<object>context)(name.decode())
+
+
+cdef class Partition:
+    """One partition. One thread at a time may call what changes it; `read` and `walk` may come from any thread meanwhile."""
+
+    cdef psd_table table
+    cdef Py_buffer view
+    cdef bint is_attached, has_lock
+    cdef object on_store
+
+    def __cinit__(
+        self, *, uint64_t dim, uint64_t width, uint64_t rows_max, uint64_t push_max, uint64_t notes, uint64_t seed, int rule,
+        bint rowwise, int init, double a, double b, bint evicts, tuple flags, tuple slot_at, tuple slot_start, on_store=None,
+    ):
+        cdef int i
+        cdef psd_table_spec *spec = &self.table.spec
+        assert 0 <= rule < PSD_RULES and len(flags) <= PSD_FLAGS_MAX and len(slot_at) == len(slot_start) <= PSD_SLOTS_MAX
+        spec.dim, spec.width, spec.rows_max, spec.push_max, spec.notes, spec.seed = dim, width, rows_max, push_max, notes, seed
+        spec.rule, spec.rowwise, spec.init, spec.a, spec.b, spec.evicts = rule, rowwise, init, a, b, evicts
+        for i in range(len(flags)):
+            spec.flags.flags[i] = flags[i]
+        for i in range(PSD_SLOTS_MAX):
+            spec.slot_at[i] = slot_at[i] if i < len(slot_at) else -1
+            spec.slot_start[i] = slot_start[i] if i < len(slot_at) else 0
+            assert spec.slot_at[i] < 0 or spec.slot_at[i] + <int64_t>(1 if rowwise else dim) <= <int64_t>width
+        if not psd_table_plan(&self.table):
+            raise ValueError(f"rows_max: too many, got {rows_max}")
+        if psd_table_make_lock(&self.table) != 0:
+            raise MemoryError("no lock")
+        self.has_lock = True
+        if on_store is not None:
+            self.on_store = on_store
+            self.table.on_store, self.table.context = _call, <void *>on_store
+
+    def __dealloc__(self):
+        psd_scratch_free(&self.table.scratch)
+        if self.table.snapshot.is_active:
+            psd_snapshot_end(&self.table)
+        if self.has_lock:
+            psd_table_drop_lock(&self.table)
+        if self.is_attached:
+            PyBuffer_Release(&self.view)
+
+    @property
+    def size(self):
+        """Bytes of the file that the regions need, most of them a hole at first."""
+        return self.table.size
+
+    @property
+    def regions(self):
+        """Start and size in bytes of each region."""
+        return [(region.at, region.size) for region in self.table.region[:PSD_REGIONS]]
+
+    def attach(self, object mapping, bint fresh):
+        """Take over the mapping of a file of zeros, or of what a process has left. Returns what is wrong with it, or None."""
+        cdef const char *problem = NULL
+        assert not self.is_attached
+        PyObject_GetBuffer(mapping, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.is_attached = True
+        assert <uint64_t>self.view.len >= self.table.size
+        self.table.base = <char *>self.view.buf
+        with nogil:
+            if fresh:
+                psd_table_format(&self.table)
+            else:
+                problem = psd_table_adopt(&self.table)
+        return problem.decode() if problem != NULL else None
+
+    def lack(self, uint64_t n):
+        """Region that is too short for a push of n ids, the bytes of it that there are, and those it needs; None: none is."""
+        cdef uint64_t nbytes = 0
+        cdef int region = psd_table_lack(&self.table, n, &nbytes)
+        return None if region < 0 else (region, self.table.region[region].backed, nbytes)
+
+    def set_backed(self, int region, uint64_t nbytes):
+        """Note that writing to the first bytes of a region cannot fail; spare whoever writes there the page faults."""
+        cdef psd_region *place = &self.table.region[region]
+        assert 0 <= region < PSD_REGIONS and nbytes <= place.size
+        if self.is_attached and nbytes > place.backed > 0:
+            with nogil:
+                psd_populate(self.table.base + place.at + place.backed, nbytes - place.backed)
+        place.backed = nbytes
+
+    def clear(self, uint64_t start, uint64_t nbytes):
+        """Set bytes of the file to 0, where it cannot have holes."""
+        assert start + nbytes <= self.table.size
+        with nogil:
+            memset(self.table.base + start, 0, nbytes)
+
+    def behind(self):
+        """Index region that is being left or was left last, and how many of its first bytes nobody will read."""
+        cdef psd_root *root = self.table.root
+        cdef uint64_t done
+        if not root.next_buckets:
+            return PSD_INDEX + (root.current ^ 1), self.table.region[PSD_INDEX].size
+        done = root.moved * root.buckets >> 32
+        return PSD_INDEX + root.current, done * 64
+
+    def must_move(self, uint64_t n):
+        """True if the index has to make a step of growth before n more rows come."""
+        return psd_index_must_move(&self.table, n) != 0
+
+    def move(self, uint64_t n):
+        """Make a step of growth."""
+        with nogil:
+            psd_index_move(&self.table, n)
+
+    @property
+    def is_moving(self):
+        """True while the index grows."""
+        return self.table.root.next_buckets != 0
+
+    def read(self, const uint64_t[::1] ids not None, float[:, ::1] out not None, uint8_t[::1] found, bint whole, int64_t clock):
+        """Copy rows; a clock < 0 counts no use."""
+        cdef intptr_t n = ids.shape[0]
+        cdef uint64_t floats = self.table.spec.width if whole else self.table.spec.dim
+        assert self.is_attached and out.shape[0] == n and <uint64_t>out.shape[1] == floats
+        assert found is None or found.shape[0] == n
+        if n == 0:
+            return
+        with nogil:
+            psd_table_read(&self.table, &ids[0], n, &out[0, 0], &found[0] if found is not None else NULL, whole, clock)
+
+    def push(
+        self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
+        const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
+    ):
+        """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
+        cdef psd_push push
+        cdef int i, status
+        cdef intptr_t n = ids.shape[0]
+        cdef uint64_t width = self.table.spec.width if whole else self.table.spec.dim
+        cdef uint64_t nbytes = 0
+        assert self.is_attached and values.shape[0] == n and <uint64_t>values.shape[1] == width
+        assert <uint64_t>n <= self.table.spec.push_max and len(scalars) <= PSD_SCALARS_MAX
+        assert psd_table_lack(&self.table, n, &nbytes) < 0 and not psd_index_must_move(&self.table, n)
+        assert notes is None or <uint64_t>notes.shape[0] == self.table.spec.notes
+        cdef uint64_t created = self.table.root.created
+        memset(&push, 0, sizeof(push))
+        push.hyper = self.table.spec.flags
+        for i in range(len(scalars)):
+            push.hyper.scalars[i] = scalars[i]
+        push.scale, push.clock, push.distinct, push.whole, push.step = scale, clock, distinct, whole, step
+        push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
+        with nogil:
+            status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)
+        if status != 0:
+            raise MemoryError(f"no memory to sort {n} ids")
+        return self.table.root.created - created
+
+    def walk(self, uint64_t tag, psd_head[::1] heads not None, float[:, ::1] rows not None):
+        """Copy the rows that come next; returns their number and the tag to go on from."""
+        cdef uint64_t count = 0
+        assert self.is_attached and heads.shape[0] == rows.shape[0] >= 64 and <uint64_t>rows.shape[1] == self.table.spec.width
+        with nogil:
+            tag = psd_table_walk(&self.table, tag, &heads[0], &rows[0, 0], heads.shape[0], &count)
+        return count, tag
+
+    def begin_snapshot(self, bint is_full, uint32_t since):
+        """Begin a snapshot of the table as it is now; returns its version."""
+        assert not self.table.snapshot.is_active
+        psd_snapshot_begin(&self.table, is_full, since)
+        return self.table.snapshot.version
+
+    def next_of_snapshot(self, psd_head[::1] heads not None, float[:, ::1] rows not None):
+        """Copy rows of the snapshot; returns how many, and whether there may be more."""
+        cdef uint64_t count = 0
+        cdef int more
+        assert self.table.snapshot.is_active
+        assert heads.shape[0] == rows.shape[0] >= 64 and <uint64_t>rows.shape[1] == self.table.spec.width
+        with nogil:
+            more = psd_snapshot_next(&self.table, &heads[0], &rows[0, 0], heads.shape[0], &count)
+        if self.table.snapshot.is_failed:
+            raise MemoryError("no memory to save rows for a snapshot")
+        return count, more != 0
+
+    def end_snapshot(self):
+        """End the snapshot, and free its memory."""
+        psd_snapshot_end(&self.table)
+
+    def removals(self):
+        """Number of the first removal that is known, and of the next one."""
+        return psd_first_removal(&self.table), psd_removals(self.table.root)
+
+    def removed(self, uint64_t first, uint64_t[::1] out not None):
+        """Copy the ids of removals from a number on."""
+        cdef uint64_t i
+        assert psd_first_removal(&self.table) <= first and first + <uint64_t>out.shape[0] <= psd_removals(self.table.root)
+        for i in range(<uint64_t>out.shape[0]):
+            out[i] = psd_removal(&self.table, first + i)[0]
+
+    def expire(self, uint64_t tag, uint32_t clock, uint32_t age):
+        """Remove, among the rows that come next, those not used for more than `age`; returns the tag to go on from."""
+        with nogil:
+            tag = psd_table_expire(&self.table, tag, clock, age)
+        return tag
+
+    def discard(self, const uint64_t[::1] ids not None):
+        """Remove rows by id; returns how many there were."""
+        cdef uint64_t count
+        assert 0 < ids.shape[0] <= PSD_REMOVED_MAX
+        with nogil:
+            count = psd_table_discard(&self.table, &ids[0], ids.shape[0])
+        return count
+
+    def notes(self, uint64_t[::1] out not None):
+        """Copy the notes."""
+        cdef intptr_t i
+        assert <uint64_t>out.shape[0] == self.table.spec.notes
+        for i in range(out.shape[0]):
+            out[i] = psd_notes(&self.table)[i]
+
+    def places(self):
+        """Places of all rows and of all spares, for tests."""
+        cdef uint64_t *words[64]
+        cdef uint64_t count = 0, tag = 0, i
+        rows = []
+        while tag < 4294967296:
+            tag = psd_index_scan(&self.table, tag, words, 64, &count)
+            rows += [<uint32_t>words[i][0] - 1 for i in range(count)]
+        return {"rows": rows, "spares": [psd_spares(&self.table)[i] for i in range(self.table.root.spares)]}
+
+    def counters(self):
+        """Numbers of the valid root, and of reads since the partition was opened."""
+        cdef psd_root *root = self.table.root
+        return {
+            "step": root.step, "version": root.version, "rows": root.rows, "spares": root.spares, "buckets": root.buckets, "created": root.created,
+            "evicted": root.evicted, "expired": root.expired, "removed": root.removed, "refused": root.refused,
+            "reads": self.table.reads, "hits": self.table.hits,
+        }

@@ -1,0 +1,172 @@
+"""The declaration of a table's partition, and the superblock that keeps it: what never changes in the file.
+
+Owns the checks of a declaration, where a rule's slots lie in a row, and the superblock; csrc/table.h has the rest.
+Must not open, map or lock anything.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from psd_core import _arena
+from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt
+from psd_core.initial import INITIALS, Initial, Zeros
+from psd_core.rules import RULES
+
+MAGIC = b"PSDTABLE"
+FORMAT_VERSION = 1
+SUPERBLOCK_BYTES = 4096
+_FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of text, checksum of all with this 0
+
+ROWWISE_ADAGRAD = "rowwise_adagrad"
+"""The rule that only tables have: Adagrad with one sum a row."""
+DIM_MAX = 1 << 16
+NAME_BYTES_MAX = 256
+ROWS_MAX = 1 << 31
+PUSH_MAX = 1 << 20
+"""Largest number of ids that a push may have."""
+OVERHEAD_BYTES = 29
+"""Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""
+AT_LIMIT = ("evict", "refuse")
+
+
+class RowLayout(NamedTuple):
+    """Positions in a row, in floats: `slots` are offsets by the kernel's slots, -1 for one that is not kept."""
+
+    slots: tuple[int, ...]
+    starts: tuple[float, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """The declaration of a table's partition.
+
+    Attributes:
+        name: of the table; with `seed`, it determines initial values.
+        dim: numbers of a value.
+        rule: a key of RULES, not layer-wise, or ROWWISE_ADAGRAD. flags: of the rule.
+        constants: what slots begin with, by the rule's names for that.
+        init: values of rows that nobody has trained.
+        seed: from 0 to 2**64 - 1.
+        max_bytes: memory for rows, heads and index.
+        at_limit: "evict": rows that were not used for long make room; "refuse": gradients for new rows are counted and dropped.
+        push_max: largest number of ids in a push.
+        notes: number of words that the caller keeps beside the rows, such as a dedup window.
+
+    Raises:
+        ValueError, TypeError: naming the field and its limit.
+    """
+
+    name: str
+    dim: int
+    rule: str
+    flags: tuple[str, ...] = ()
+    constants: Mapping[str, float] = field(default_factory=dict)
+    init: Initial = Zeros()  # noqa: RUF009 - it is frozen
+    seed: int = 0
+    max_bytes: int = 1 << 30
+    at_limit: str = "evict"
+    push_max: int = PUSH_MAX
+    notes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name.encode()) > NAME_BYTES_MAX:
+            raise ValueError(f"name: expected 1 to {NAME_BYTES_MAX} bytes, got {self.name!r}")
+        for name, low, high in (
+            ("dim", 1, DIM_MAX),
+            ("seed", 0, (1 << 64) - 1),
+            ("notes", 0, 1 << 24),
+            ("push_max", 1, PUSH_MAX),
+        ):
+            if not isinstance(getattr(self, name), int) or not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}: expected a whole number from {low} to {high}, got {getattr(self, name)!r}")
+        names = [name for name, facts in RULES.items() if not facts.row.is_layerwise] + [ROWWISE_ADAGRAD]
+        if self.rule not in names:
+            raise ValueError(f"rule: expected one of {', '.join(names)}, got {self.rule!r}")
+        facts = RULES[self.kernel_rule]
+        for flag in self.flags:
+            if flag not in facts.flags:
+                raise ValueError(f"flags: expected some of {', '.join(facts.flags) or 'none'}, got {flag!r}")
+        if set(self.constants) - set(facts.constants):
+            raise ValueError(
+                f"constants: expected some of {', '.join(facts.constants) or 'none'}, got {sorted(self.constants)}"
+            )
+        for name, value in self.constants.items():
+            problem = facts.ranges[name].problem(value)
+            if problem:
+                raise ValueError(f"constants: {name} {problem}")
+        if not isinstance(self.init, Initial):
+            raise TypeError(f"init: expected one of {', '.join(INITIALS)}, got {self.init!r}")
+        if self.at_limit not in AT_LIMIT:
+            raise ValueError(f"at_limit: expected one of {', '.join(AT_LIMIT)}, got {self.at_limit!r}")
+        if self.max_bytes < self.row_bytes:
+            raise ValueError(f"max_bytes: expected at least {self.row_bytes}, room for one row, got {self.max_bytes}")
+
+    @property
+    def kernel_rule(self) -> str:
+        """The rule whose arithmetic is used."""
+        return "adagrad" if self.rule == ROWWISE_ADAGRAD else self.rule
+
+    @cached_property
+    def layout(self) -> RowLayout:
+        """Positions of value and slots in a row."""
+        facts, at = RULES[self.kernel_rule], self.dim
+        kept = facts.slots(self.flags)
+        places, starts = [], []
+        for slot in facts.all_slots:
+            places.append(at if slot.name in kept else -1)
+            starts.append(float(self.constants.get(slot.start, 0.0)))
+            at += 0 if slot.name not in kept else 1 if self.rule == ROWWISE_ADAGRAD else self.dim
+        return RowLayout(tuple(places), tuple(starts), at)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes at most, everything counted."""
+        return 4 * self.layout.width + OVERHEAD_BYTES
+
+    @property
+    def rows_max(self) -> int:
+        """Number of rows at the limit."""
+        return min(self.max_bytes // self.row_bytes, ROWS_MAX)
+
+    def pack(self) -> bytes:
+        """The superblock."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields |= {"init": self.init.to_json(), "constants": dict(self.constants)}
+        text = json.dumps(fields).encode()
+        if _FRONT.size + len(text) > SUPERBLOCK_BYTES:
+            raise ValueError(
+                f"name, flags and constants: at most {SUPERBLOCK_BYTES - _FRONT.size} bytes together, got {len(text)}"
+            )
+
+        def block(check: int) -> bytes:
+            return (_FRONT.pack(MAGIC, FORMAT_VERSION, BYTE_ORDER_MARK, len(text), check) + text).ljust(SUPERBLOCK_BYTES, b"\0")
+
+        return block(_arena.checksum(block(0)))
+
+
+def unpack(superblock: bytes) -> TableSpec:
+    """The inverse of TableSpec.pack. Raises ArenaCorrupt."""
+    if len(superblock) < SUPERBLOCK_BYTES:
+        raise ArenaCorrupt(f"superblock: the file has {len(superblock)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
+    magic, version, order, nbytes, check = _FRONT.unpack_from(superblock)
+    if magic != MAGIC:
+        raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not a table")
+    if version != FORMAT_VERSION:
+        raise ArenaCorrupt(f"superblock: expected format {FORMAT_VERSION}, got {version}: another release wrote it")
+    if order != BYTE_ORDER_MARK:
+        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {order:#x}")
+    unsigned = bytearray(superblock)
+    _FRONT.pack_into(unsigned, 0, magic, version, order, nbytes, 0)
+    if nbytes > SUPERBLOCK_BYTES - _FRONT.size or _arena.checksum(unsigned) != check:
+        raise ArenaCorrupt(f"superblock: it does not have the checksum {check:#x}")
+    fields: dict[str, Any] = json.loads(superblock[_FRONT.size : _FRONT.size + nbytes])
+    init = fields.pop("init")
+    kind = INITIALS[init.pop("name")]
+    return TableSpec(**{**fields, "flags": tuple(fields["flags"]), "init": kind(**init)})

@@ -1,0 +1,90 @@
+"""A snapshot of a table's partition: the rows of one moment, while training goes on, and what went since the one before.
+
+Must not know of files or checkpoints: who writes these takes batches from here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd_core import _table
+
+HEAD = np.dtype([("id", "u8"), ("used", "u4"), ("changed", "u4")])
+"""Heads of rows: id, clock of the last use, low bits of the table's version that the row came with."""
+
+BATCH_ROWS = 4096
+
+
+class Rows(NamedTuple):
+    """Rows as they are stored. `heads`: (n,) HEAD; `rows`: (n, width) float32, value and slots."""
+
+    heads: NDArray[Any]
+    rows: NDArray[np.float32]
+
+
+class Mark(NamedTuple):
+    """A moment in the life of a partition: its version, and how many rows had been removed."""
+
+    version: int
+    removals: int
+
+
+class TableSnapshot:
+    """The rows of one moment. An iterator of batches, once; a context manager, which ends it.
+
+    Rows that are replaced before they were copied are saved in ordinary memory meanwhile.
+
+    Attributes:
+        mark: the moment, for the `since` of a later snapshot. step: of the table then. notes: the caller's, then.
+        removed: ids of rows that were removed since `since`; those that have come back are among the rows, too. Empty if full.
+        is_full: it has all rows, not only those that came after `since`.
+    """
+
+    def __init__(
+        self, partition: _table.Partition, writing: threading.Lock, width: int, notes: int, since: Mark | None
+    ) -> None:
+        """Begin; not for callers. `writing` is held by the caller."""
+        first, removals = partition.removals()
+        self.is_full = since is None or since.removals < first
+        self.removed = np.empty(0 if self.is_full or since is None else removals - since.removals, np.uint64)
+        if len(self.removed):
+            partition.removed(removals - len(self.removed), self.removed)
+        self.notes = np.empty(notes, np.uint64)
+        partition.notes(self.notes)
+        self.step = partition.counters()["step"]
+        version = partition.begin_snapshot(self.is_full, 0 if since is None else since.version & 0xFFFFFFFF)
+        self.mark = Mark(version, removals)
+        self._partition: _table.Partition | None = partition
+        self._writing = writing
+        self._width = width
+
+    def __iter__(self) -> Iterator[Rows]:
+        more = True
+        while more and self._partition is not None:
+            heads, rows = np.empty(BATCH_ROWS, HEAD), np.empty((BATCH_ROWS, self._width), np.float32)
+            count, more = self._partition.next_of_snapshot(heads, rows)
+            if count:
+                yield Rows(heads[:count], rows[:count])
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._partition is None
+
+    def close(self) -> None:
+        """End the snapshot. Idempotent."""
+        with self._writing:
+            if self._partition is not None:
+                self._partition.end_snapshot()
+                self._partition = None
+
+    def __enter__(self) -> TableSnapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,258 @@
+/* The store of one partition of a sparse table: rows by 64-bit id in a shared mapping of a file.
+ *
+ * docs/design/tables.md explains places, the record and the index; this file has the format. It owns no file and no memory of the
+ * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
+ * Needs _GNU_SOURCE for its lock.
+ *
+ * The file, native byte order, format 1, regions from multiples of 64 KiB:
+ *   superblock  4096 B: written by _table_format.py
+ *   control     u64 commit, from the next cache line u64 applied, then, from multiples of 64, the roots: root commit % 2 is valid
+ *   record      psd_record, flips, backs (u32 each)
+ *   index 0, 1  u64 entries: tag << 32 | place + 1; GRAVE in the low half: removed; 0: never used
+ *   heads       psd_head by place
+ *   rows        value and slots by place, without gaps
+ *   spares      u32 places, a stack
+ *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length
+ */
+#ifndef PSD_TABLE_H
+#define PSD_TABLE_H
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+
+#include "kernels.h"
+
+enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_REGIONS };
+enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048 };
+#define PSD_PLACES_MAX (UINT32_MAX - 2u)
+#define PSD_GRAVE UINT32_MAX
+#define PSD_NOWHERE UINT64_MAX
+
+typedef struct {
+    uint64_t id;
+    uint32_t used;    /* clock of the last use */
+    uint32_t changed; /* low bits of the version of the table that this row came with */
+} psd_head;
+
+/* All that changes with a commit, but for what the record says. The caller's notes follow it. */
+typedef struct {
+    uint64_t check, commit;
+    uint64_t step;         /* updates of the table */
+    uint64_t version;      /* commits that wrote rows */
+    uint64_t rows;         /* in the index */
+    uint64_t places, spares; /* places ever taken; those among them on the stack */
+    uint64_t current;      /* 0 or 1: which index */
+    uint64_t buckets, next_buckets; /* of the current one; of the next, 0: there is none */
+    uint64_t moved;        /* tags below it are in the next index */
+    uint64_t filled, next_filled;   /* entries in each that are not 0; never too few */
+    uint64_t created, evicted, expired, removed, refused;
+} psd_root;
+
+typedef struct {
+    uint64_t at;    /* byte in the file; 0: the index, wherever the entry's place in it is */
+    uint64_t value;
+} psd_flip;
+
+typedef struct {
+    uint64_t commit, flips, backs, first_back; /* backs go onto the stack from this place of it */
+} psd_record;
+
+typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_NORMAL } psd_init;
+
+/* What never changes. Offsets and widths of rows are in floats; the value is at 0. */
+typedef struct {
+    uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
+    int rule, rowwise, init;
+    int evicts; /* at rows_max; else what is new is refused */
+    double a, b; /* of the init: value; low, high; mean, std */
+    psd_hyper flags; /* its scalars are not used */
+    int64_t slot_at[PSD_SLOTS_MAX]; /* -1: not kept */
+    float slot_start[PSD_SLOTS_MAX];
+} psd_table_spec;
+
+typedef struct {
+    uint64_t at, size, backed; /* bytes; writing to the first `backed` of them cannot fail */
+} psd_region;
+
+/* Scratch memory of a push, kept from one to the next: the distinct ids in the order in which they came first. */
+typedef struct {
+    intptr_t capacity, sums_capacity, slots_capacity, count;
+    uint64_t *ids;
+    uint64_t **words; /* of the index, NULL: not there */
+    const float **values;
+    int64_t *sum_of; /* which sum is the id's, -1: it came once */
+    uint32_t *slots; /* hash table: position + 1 */
+    float *sums;
+} psd_scratch;
+
+/* A copy of the table as it was at one version, while that changes: rows that are about to be replaced or removed, and were not copied
+ * yet, are saved. */
+typedef struct {
+    int is_active, is_failed, is_full;
+    uint64_t version; /* rows that came later are not in it */
+    uint32_t since;   /* unless it is full, only rows that came after this version are */
+    uint64_t cursor;  /* tags below it have been copied */
+    uint64_t saved, capacity;
+    psd_head *heads;
+    float *rows;
+} psd_snapshot;
+
+typedef struct psd_table {
+    psd_table_spec spec;
+    psd_region region[PSD_REGIONS];
+    uint64_t size, salt;
+    char *base;
+    uint64_t *commit, *applied;
+    psd_root *root; /* the valid one */
+    uint64_t root_bytes;
+    pthread_rwlock_t lock; /* readers against changes of the index */
+    psd_scratch scratch;
+    psd_snapshot snapshot;
+    uint64_t hand;        /* the tag where the next search for rows to evict begins */
+    uint64_t reads, hits; /* of rows, since the partition was opened */
+    void (*on_store)(void *, const char *); /* for tests: called before each store of the protocol */
+    void *context;
+} psd_table;
+
+#define PSD_BEFORE(t, what)                        \
+    do {                                           \
+        if (__builtin_expect(!!(t)->on_store, 0))  \
+            (t)->on_store((t)->context, what);     \
+    } while (0)
+
+static inline psd_head *psd_heads(const psd_table *t) { return (psd_head *)(t->base + t->region[PSD_HEADS].at); }
+static inline uint32_t *psd_spares(const psd_table *t) { return (uint32_t *)(t->base + t->region[PSD_SPARES].at); }
+static inline uint64_t *psd_notes(const psd_table *t) { return (uint64_t *)(t->root + 1); }
+static inline float *psd_row(const psd_table *t, uint64_t place)
+{
+    return (float *)(t->base + t->region[PSD_ROWS].at) + place * t->spec.width;
+}
+static inline uint64_t *psd_entries(const psd_table *t, uint64_t which)
+{
+    return (uint64_t *)(t->base + t->region[PSD_INDEX + which].at);
+}
+
+/* The finalizer of SplitMix64 (Steele, Lea and Flood 2014; constants of Stafford's variant 13): a bijection. Part of the format. */
+static inline uint64_t psd_mix(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+/* table_initial.c: initial values, pure functions. */
+void psd_mix_all(const uint64_t *in, uint64_t *out, intptr_t n);
+void psd_initial_value(const psd_table_spec *, uint64_t id, float *out);
+void psd_initial_row(const psd_table_spec *, uint64_t id, float *out);
+
+/* table.c: life of a partition, and its commits. */
+int psd_table_plan(psd_table *); /* sets regions and size from the spec; 0 if there are too many places */
+int psd_table_make_lock(psd_table *); /* 0 or an errno */
+void psd_table_drop_lock(psd_table *);
+void psd_table_format(psd_table *); /* makes a new, empty partition of a file of zeros */
+const char *psd_table_adopt(psd_table *); /* takes over what a process has left; returns what is wrong, or NULL */
+psd_root *psd_table_next_root(psd_table *);   /* a copy of the valid root, to change and commit */
+psd_record *psd_table_record(psd_table *);
+void psd_table_commit(psd_table *, psd_root *);
+/* The region that has too few bytes that are backed for a push of n ids, or -1; `bytes` is what it needs. */
+int psd_table_lack(const psd_table *, uint64_t n, uint64_t *bytes);
+
+/* table_index.c */
+static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->salt) >> 32); }
+static inline uint64_t psd_home(uint64_t tag, uint64_t buckets) { return tag * buckets >> 32; }
+static inline int psd_is_moved(const psd_table *t, uint64_t tag) { return t->root->next_buckets && tag < t->root->moved; }
+static inline uint64_t *psd_bucket(const psd_table *t, int next, uint64_t bucket)
+{
+    return psd_entries(t, t->root->current ^ (uint64_t)next) + bucket * PSD_BUCKET;
+}
+static inline uint64_t *psd_index_home(const psd_table *t, uint32_t tag)
+{
+    const int next = psd_is_moved(t, tag);
+    return psd_bucket(t, next, psd_home(tag, next ? t->root->next_buckets : t->root->buckets));
+}
+/* The entry of a bucket that is probably a tag's, or NULL. Looks at all eight, without a branch on each. */
+static inline uint64_t *psd_index_probable(uint64_t *bucket, uint32_t tag)
+{
+    unsigned found = 0;
+    for (int i = 0; i < PSD_BUCKET; i++)
+        found |= (unsigned)(bucket[i] >> 32 == tag && (uint32_t)(bucket[i] + 1) > 1) << i;
+    return found ? &bucket[__builtin_ctz(found)] : NULL;
+}
+/* Asks for the cache lines of a range. */
+static inline __attribute__((always_inline)) void psd_prefetch_range(const void *start, uint64_t bytes, int to_write)
+{
+    for (uintptr_t at = (uintptr_t)start & ~(uintptr_t)63; at < (uintptr_t)start + bytes; at += 64)
+        if (to_write)
+            __builtin_prefetch((const void *)at, 1);
+        else
+            __builtin_prefetch((const void *)at);
+}
+uint64_t *psd_index_find(const psd_table *, uint64_t id, uint32_t tag);
+void psd_index_place(const psd_table *, uint64_t entry);
+uint64_t psd_index_grave(const uint64_t *entry); /* what to store to remove an entry */
+int psd_index_must_move(const psd_table *, uint64_t n);
+void psd_index_move(psd_table *, uint64_t n); /* a step of growth, so that n more entries will fit in the end */
+void psd_index_clean(psd_table *);
+/* Up to `max` entries' words from a tag on, whole buckets; returns the tag to go on from, 2^32 at the end. */
+uint64_t psd_index_scan(const psd_table *, uint64_t tag, uint64_t **words, uint64_t max, uint64_t *count);
+
+/* table_read.c */
+/* Copies rows in the order of tags, from a tag on; returns the tag to go on from, 2^32 at the end. */
+uint64_t psd_table_walk(psd_table *, uint64_t tag, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
+void psd_table_read(psd_table *, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock);
+
+/* table_push.c */
+typedef struct {
+    psd_hyper hyper;
+    double scale; /* of the sums */
+    uint32_t clock;
+    int distinct; /* ids are */
+    int whole;    /* what comes are whole rows, to be stored as they are; no step. Of repeated ids the last counts */
+    int64_t step; /* with `whole`: what the table's is from now on; -1: as it is */
+    const uint64_t *notes; /* all, or NULL: as they are */
+} psd_push;
+int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */
+
+/* table_scratch.c: the distinct ids of a push and the sums of their gradients. */
+int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);
+void psd_scratch_free(psd_scratch *);
+
+/* table_snapshot.c. One at a time; `next` copies rows that belong to it, in no order, and returns 0 when there are no more. */
+void psd_snapshot_begin(psd_table *, int is_full, uint32_t since);
+int psd_snapshot_next(psd_table *, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
+void psd_snapshot_end(psd_table *);
+void psd_snapshot_save(psd_table *, const psd_record *, const psd_flip *); /* within a commit, before it is applied */
+
+/* table_sums.c */
+typedef struct {
+    intptr_t count, capacity;
+    uint64_t mask, *ids;
+    float *values;
+    uint32_t *slots; /* hash table: position + 1 */
+    psd_scratch scratch;
+} psd_sums;
+/* Adds weight * gradient to the sum of each id; gradients of one id are added to each other first. 0, or ENOMEM and as before. */
+int psd_sums_add(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim, double weight);
+void psd_sums_clear(psd_sums *); /* keeps the memory */
+void psd_sums_free(psd_sums *);
+
+/* table_removal.c */
+static inline uint64_t psd_removals(const psd_root *r) { return r->evicted + r->expired + r->removed; }
+static inline uint64_t *psd_removal(const psd_table *t, uint64_t number)
+{
+    return (uint64_t *)(t->base + t->region[PSD_REMOVALS].at) + number % (t->region[PSD_REMOVALS].size / 8);
+}
+/* The number of the first removal that is still known. A commit that was cut off may have written over the oldest ones. */
+static inline uint64_t psd_first_removal(const psd_table *t)
+{
+    const uint64_t kept = t->region[PSD_REMOVALS].size / 8 - PSD_REMOVED_MAX, all = psd_removals(t->root);
+    return all > kept ? all - kept : 0;
+}
+void psd_table_remove(psd_table *, uint64_t *const *words, uint64_t count, uint64_t *(*counter)(psd_root *));
+uint64_t psd_table_evict(psd_table *, uint64_t count, uint32_t clock); /* returns how many it could */
+/* Removes, among the next entries from a tag on, the rows not used for more than `age`; returns the tag to go on from. */
+uint64_t psd_table_expire(psd_table *, uint64_t tag, uint32_t clock, uint32_t age);
+uint64_t psd_table_discard(psd_table *, const uint64_t *ids, intptr_t n); /* at most PSD_REMOVED_MAX distinct ones */
+
+#endif

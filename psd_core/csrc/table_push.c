@@ -1,0 +1,151 @@
+/* A push: the rule on all of its rows, from their places to spare ones, and one commit. Never stores into a row that has a name. */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "portable.h"
+#include "table.h"
+
+enum { AHEAD = 16, ROWS_AHEAD = 4 };
+
+/* Finds the rows of all ids; returns how many are not there. The bucket of an id is asked for first, then the head that it names. */
+static uint64_t find_all(psd_table *t)
+{
+    psd_scratch *const s = &t->scratch;
+    uint32_t tags[2 * AHEAD];
+    uint64_t missing = 0;
+    for (intptr_t i = 0; i < s->count + 2 * AHEAD; i++) {
+        const intptr_t head = i - AHEAD, found = i - (2 * AHEAD - 1);
+        if (i < s->count) {
+            const uint32_t tag = tags[i % (2 * AHEAD)] = psd_tag(t, s->ids[i]);
+            s->words[i] = psd_index_home(t, tag);
+            PSD_PREFETCH(s->words[i]);
+        }
+        if (head >= 0 && head < s->count) {
+            s->words[head] = psd_index_probable(s->words[head], tags[head % (2 * AHEAD)]);
+            if (s->words[head])
+                PSD_PREFETCH(&psd_heads(t)[(uint32_t)*s->words[head] - 1]);
+        }
+        if (found < 0 || found >= s->count)
+            continue;
+        if (!s->words[found] || psd_heads(t)[(uint32_t)*s->words[found] - 1].id != s->ids[found])
+            s->words[found] = psd_index_find(t, s->ids[found], tags[found % (2 * AHEAD)]);
+        missing += s->words[found] == NULL;
+    }
+    return missing;
+}
+
+/* Rows that were used at this very clock are not evicted. */
+static void mark_used(psd_table *t, uint32_t clock)
+{
+    for (intptr_t k = 0; k < t->scratch.count; k++)
+        if (t->scratch.words[k])
+            __atomic_store_n(&psd_heads(t)[(uint32_t)*t->scratch.words[k] - 1].used, clock, __ATOMIC_RELAXED);
+}
+
+/* The place that the row number `taken` of a push is written to: spare ones from the top of the stack, then such as no row ever had. */
+PSD_INLINE uint64_t spare_place(const psd_table *t, uint64_t taken)
+{
+    const psd_root *const r = t->root;
+    return taken < r->spares ? psd_spares(t)[r->spares - 1 - taken] : r->places + (taken - r->spares);
+}
+
+PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t place)
+{
+    if (word)
+        psd_prefetch_range(psd_row(t, (uint32_t)*word - 1), t->spec.width * 4, 0);
+    psd_prefetch_range(psd_row(t, place), t->spec.width * 4, 1);
+    psd_prefetch_range(&psd_heads(t)[place], sizeof(psd_head), 1);
+}
+
+static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, uint64_t version, float *initial)
+{
+    const psd_scratch *const s = &t->scratch;
+    float *const to = psd_row(t, place);
+    if (p->whole)
+        memcpy(to, s->values[k], t->spec.width * 4);
+    else {
+        const float *from = initial;
+        if (s->words[k])
+            from = psd_row(t, (uint32_t)*s->words[k] - 1);
+        else
+            psd_initial_row(&t->spec, s->ids[k], initial);
+        psd_step_row_f32(rule, from, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
+    }
+    psd_heads(t)[place] = (psd_head){s->ids[k], p->clock, (uint32_t)version};
+}
+
+int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n)
+{
+    psd_scratch *const s = &t->scratch;
+    const intptr_t width = (intptr_t)(p->whole ? t->spec.width : t->spec.dim);
+    float *const initial = malloc(t->spec.width * 4);
+    if (!initial || psd_combine(s, ids, values, n, width, p->distinct, p->whole)) {
+        free(initial);
+        return ENOMEM;
+    }
+    const uint64_t missing = find_all(t);
+    uint64_t room = t->spec.rows_max - t->root->rows;
+    if (missing > room && t->spec.evicts) {
+        mark_used(t, p->clock);
+        room += psd_table_evict(t, missing - room, p->clock);
+    }
+    const uint64_t created = missing < room ? missing : room;
+
+    psd_root *const next = psd_table_next_root(t);
+    const psd_root *const now = t->root;
+    next->version++;
+    if (!p->whole)
+        next->step++;
+    else if (p->step >= 0)
+        next->step = (uint64_t)p->step;
+    psd_row_rule rule;
+    if (!p->whole)
+        psd_prepare_rows_f32(&rule, t->spec.rule, &p->hyper, next->step, p->scale, t->spec.rowwise);
+    const uint64_t taken = (uint64_t)s->count - missing + created;
+    psd_record *const record = psd_table_record(t);
+    psd_flip *const flips = (psd_flip *)(record + 1);
+    uint32_t *const backs = (uint32_t *)(flips + taken);
+    uint64_t done = 0, back = 0, made = 0, moved = 0;
+    intptr_t asked = 0; /* rows are asked for some steps before they are computed */
+    uint64_t asked_done = 0, asked_made = 0;
+    for (intptr_t k = 0; k < s->count; k++) {
+        for (; asked < s->count && asked < k + ROWS_AHEAD; asked++) {
+            if (!s->words[asked] && asked_made++ >= created)
+                continue;
+            prefetch_rows(t, s->words[asked], spare_place(t, asked_done++));
+        }
+        uint64_t *const word = s->words[k];
+        if (!word && made == created)
+            continue;
+        const uint64_t place = spare_place(t, done);
+        PSD_BEFORE(t, "row");
+        write_row(t, p, &rule, k, place, next->version, initial);
+        if (word) {
+            backs[back++] = (uint32_t)*word - 1;
+            flips[done++] = (psd_flip){(uint64_t)((char *)word - t->base), (*word & ~(uint64_t)UINT32_MAX) | (place + 1)};
+        } else {
+            const uint64_t tag = psd_tag(t, s->ids[k]);
+            moved += now->next_buckets && tag < now->moved;
+            made++;
+            flips[done++] = (psd_flip){0, tag << 32 | (place + 1)};
+        }
+    }
+    free(initial);
+    const uint64_t from_stack = taken < now->spares ? taken : now->spares;
+    PSD_BEFORE(t, "record");
+    record->flips = done;
+    record->backs = back;
+    record->first_back = now->spares - from_stack;
+    record->commit = next->commit;
+    next->spares = record->first_back + back;
+    next->places += taken - from_stack;
+    next->rows += created;
+    next->created += created;
+    next->refused += missing - created;
+    next->filled += created - moved;
+    next->next_filled += moved;
+    if (p->notes)
+        memcpy(next + 1, p->notes, t->spec.notes * 8);
+    psd_table_commit(t, next);
+    return 0;
+}

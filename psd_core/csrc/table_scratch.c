@@ -1,0 +1,109 @@
+/* The distinct ids of a push, and for each its value: where it lies if the id came once, else the sum, in the order of the push. */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "portable.h"
+#include "table.h"
+
+static int resize(void **array, size_t bytes)
+{
+    void *const bigger = realloc(*array, bytes);
+    if (!bigger)
+        return ENOMEM;
+    *array = bigger;
+    return 0;
+}
+
+static int make_room(psd_scratch *s, intptr_t n)
+{
+    if (n > s->capacity) {
+        const size_t capacity = (size_t)n + (size_t)n / 4 + 64;
+        s->capacity = 0;
+        if (resize((void **)&s->ids, capacity * 8) || resize((void **)&s->words, capacity * sizeof(uint64_t *))
+            || resize((void **)&s->values, capacity * sizeof(float *)) || resize((void **)&s->sum_of, capacity * 8))
+            return ENOMEM;
+        s->capacity = (intptr_t)capacity;
+    }
+    return 0;
+}
+
+static int make_slots(psd_scratch *s, intptr_t n, uint64_t *mask)
+{
+    uint64_t size = 64;
+    while (size < 2 * (uint64_t)n)
+        size *= 2;
+    if (size > (uint64_t)s->slots_capacity) {
+        s->slots_capacity = 0;
+        if (resize((void **)&s->slots, size * 4))
+            return ENOMEM;
+        s->slots_capacity = (intptr_t)size;
+    }
+    memset(s->slots, 0, size * 4);
+    *mask = size - 1;
+    return 0;
+}
+
+static int add_to_sum(psd_scratch *s, intptr_t k, const float *value, intptr_t width, intptr_t *sums)
+{
+    if (s->sum_of[k] < 0) {
+        if (*sums == s->sums_capacity || !s->sums) {
+            const intptr_t capacity = 2 * *sums + 64;
+            if (resize((void **)&s->sums, (size_t)(capacity * width) * 4))
+                return ENOMEM;
+            s->sums_capacity = capacity;
+        }
+        s->sum_of[k] = (*sums)++;
+        memcpy(s->sums + s->sum_of[k] * width, s->values[k], (size_t)width * 4);
+    }
+    psd_accumulate(PSD_F32, s->sums + s->sum_of[k] * width, value, 1, width);
+    return 0;
+}
+
+int psd_combine(psd_scratch *s, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last)
+{
+    uint64_t mask;
+    intptr_t count = 0, sums = 0;
+    if (make_room(s, n))
+        return ENOMEM;
+    if (distinct) {
+        memcpy(s->ids, ids, (size_t)n * 8);
+        for (intptr_t i = 0; i < n; i++)
+            s->values[i] = values + i * width;
+        s->count = n;
+        return 0;
+    }
+    if (make_slots(s, n, &mask))
+        return ENOMEM;
+    for (intptr_t i = 0; i < n; i++) {
+        uint64_t slot = psd_mix(ids[i]) & mask;
+        while (s->slots[slot] && s->ids[s->slots[slot] - 1] != ids[i])
+            slot = (slot + 1) & mask;
+        const intptr_t k = (intptr_t)s->slots[slot] - 1;
+        if (k < 0) {
+            s->slots[slot] = (uint32_t)(count + 1);
+            s->ids[count] = ids[i];
+            s->values[count] = values + i * width;
+            s->sum_of[count++] = -1;
+        } else if (last)
+            s->values[k] = values + i * width;
+        else if (add_to_sum(s, k, values + i * width, width, &sums))
+            return ENOMEM;
+    }
+    if (sums)
+        for (intptr_t k = 0; k < count; k++)
+            if (s->sum_of[k] >= 0)
+                s->values[k] = s->sums + s->sum_of[k] * width;
+    s->count = count;
+    return 0;
+}
+
+void psd_scratch_free(psd_scratch *s)
+{
+    free(s->ids);
+    free(s->words);
+    free(s->values);
+    free(s->sum_of);
+    free(s->slots);
+    free(s->sums);
+    memset(s, 0, sizeof *s);
+}

@@ -1,0 +1,109 @@
+"""Initial values of a table's rows: what a row holds that nobody has trained.
+
+A value is a pure function of the table's seed and name, the row's id and the place in the row (csrc/table_initial.c), so that
+it is the same on every shard and machine, and after a row has been evicted. Must not know of stores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Base of the distributions. Use a subclass."""
+
+    number: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, (bool, str, bytes)) or not math.isfinite(float(value)):
+                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+        if getattr(self, "std", 0) < 0:
+            raise ValueError(f"std: must be >= 0, got {self.std}")  # type: ignore[attr-defined]
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """The two numbers that the kernel takes."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Name and arguments."""
+        return {"name": type(self).__name__, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True)
+class Zeros(Initial):
+    """Zeros."""
+
+    number: ClassVar[int] = 0
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """See Initial."""
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class Constant(Initial):
+    """One value everywhere."""
+
+    number: ClassVar[int] = 1
+
+    value: float
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """See Initial."""
+        return float(self.value), 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Initial):
+    """Uniform from `low` to `high`."""
+
+    number: ClassVar[int] = 2
+
+    low: float
+    high: float
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """See Initial."""
+        return float(self.low), float(self.high)
+
+
+@dataclass(frozen=True)
+class Normal(Initial):
+    """Normal distribution."""
+
+    number: ClassVar[int] = 3
+
+    std: float
+    mean: float = 0.0
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """See Initial."""
+        return float(self.mean), float(self.std)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initial):
+    """Normal distribution around 0 without what lies beyond two standard deviations."""
+
+    number: ClassVar[int] = 4
+
+    std: float
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """See Initial."""
+        return 0.0, float(self.std)
+
+
+INITIALS = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal, TruncatedNormal)}
+"""Classes by name."""

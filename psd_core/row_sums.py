@@ -1,0 +1,57 @@
+"""Ordinary memory to sum a round's sparse gradients in; it dies with the process, as the sums of dense rounds do.
+
+Workers keep a round's gradients until the round has closed, and send them again to a shard that has lost them; so nothing of an
+open round need be in a file. Must not know rounds, workers or stores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd_core import _table
+from psd_core._table_arguments import as_ids, as_values
+
+
+class RowSums:
+    """Sums of the gradients that a round's workers have sent for a table's rows, by id.
+
+    Sums are in float32, in the order of `add`: who adds in the order of ranks gets the same bits whatever came first. One
+    thread at a time.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self._sums = _table.Sums(dim)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def add(self, ids: NDArray[Any], grads: NDArray[Any], weight: float = 1.0) -> None:
+        """Add ``weight * gradient`` to the sum of each id: two roundings an element, as `psd_core.accumulate` has them.
+
+        Args:
+            ids: (n,) int64|uint64. Gradients of one id are first added to each other, in the order in which they come.
+            grads: (n, dim) float32|float16|uint16 (bfloat16).
+            weight: rounded to float32.
+
+        Raises:
+            InvalidArray: naming the argument; nothing has changed.
+        """
+        self._sums.add(as_ids(ids), as_values("grads", grads, len(ids), self.dim), weight)
+
+    def clear(self) -> None:
+        """Forget all sums, and keep the memory for the next round."""
+        self._sums.clear()
+
+    @property
+    def ids(self) -> NDArray[np.uint64]:
+        """Distinct ids, in the order in which they came first: a view, good until the next change."""
+        return np.asarray(self._sums.ids()) if len(self) else np.empty(0, np.uint64)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """Sums (n, dim) of these ids: a view likewise, to be pushed with `distinct` and a scale."""
+        return np.asarray(self._sums.values()) if len(self) else np.empty((0, self.dim), np.float32)

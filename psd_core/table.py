@@ -1,0 +1,455 @@
+"""The crash-safe store of one partition of a sparse table: rows by 64-bit id, in a file of their own, mapped shared.
+
+A push is one transaction: `kill -9` at any instant leaves all of its rows, and the caller's notes, old or new. How is told in
+docs/design/tables.md; csrc/table.h has the format. This module owns the file: it makes it, locks it, takes space for what C is
+about to write, and gives back what it has left. Must not know rounds, sessions or messages, nor what notes mean.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd_core import _arena_file as files
+from psd_core import _table
+from psd_core import _table_format as form
+from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
+from psd_core._c_headers import checksum
+from psd_core._table_arguments import as_ids, as_values
+from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
+from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
+from psd_core.row_sums import RowSums
+from psd_core.rules import RULES
+
+__all__ = [
+    "CRASH_POINTS",
+    "PUSH_MAX",
+    "ROWWISE_ADAGRAD",
+    "Mark",
+    "RowSums",
+    "Rows",
+    "TableSnapshot",
+    "TableSpec",
+    "TableStore",
+    "mixed",
+]
+
+CRASH_POINTS = ("row", "record", "root", "commit", "flip", "backs", "applied", "done", "index.copy")
+"""Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
+
+_UNIT_BYTES = 65536
+_GROWTH_BYTES_MAX = 1 << 20
+if checksum() != _table.RULES_CHECKSUM:
+    raise ImportError("psd_core: its tables were built with another rules.py; build them again: pip install --editable .")
+
+
+def mixed(ids: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return 64-bit hashes of ids, a bijection and part of every format: SplitMix64's finalizer.
+
+    Args:
+        ids: any shape of int64|uint64.
+    """
+    flat = as_ids(np.asarray(ids).reshape(-1))
+    out = np.empty_like(flat)
+    _table.mixed(flat, out)
+    return out.reshape(np.shape(ids))
+
+
+class TableStore:
+    """The store of one partition. Made by `create` or `open`; closed by `close`.
+
+    Thread-safe: changes come one after the other, and reads go on beside them. A read sees each row whole; one of at most 4096
+    ids sees each push whole or not at all.
+
+    Clocks are whatever rises with use, steps or seconds, modulo 2**32: they tell which rows were used last.
+
+    Raises:
+        ArenaClosed: from every method, after `close`.
+        InvalidArray: naming the argument; nothing has changed.
+
+    Attributes:
+        spec: the declaration.
+    """
+
+    def __init__(self, file: files.File, path: Path, spec: TableSpec, *, fresh: bool, crash_point: Any) -> None:
+        """Take over an open and locked file; not for callers."""
+        self.spec = spec
+        self._path = path
+        self._file = file
+        self._writing = threading.Lock()
+        self._given_back = 0
+        self._snapshot: TableSnapshot | None = None
+        self._crash_point = crash_point
+        facts = RULES[spec.kernel_rule]
+        self._open: _table.Partition | None = _partition_of(spec, crash_point)
+        size = self._partition.size
+        if fresh:
+            file.extend(size)
+            file.reserve(0, form.SUPERBLOCK_BYTES)
+            file.write(spec.pack(), 0)
+            self._take(0, 0, self._partition.regions[0][1])
+        elif file.size < size:
+            raise ArenaCorrupt(f"the file has {file.size} bytes, expected {size}: truncated")
+        self._scalars = facts.scalars
+        problem = self._partition.attach(file.map_shared(0, size), fresh)
+        if problem is not None:
+            raise ArenaCorrupt(problem)
+        self._recover_space()
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str], spec: TableSpec, *, crash_point: Callable[[str], None] | None = None
+    ) -> TableStore:
+        """Make an empty partition, which appears under its name whole.
+
+        Args:
+            path: of the file. crash_point: called at each of CRASH_POINTS.
+
+        Raises:
+            ArenaError: there is one. ArenaFull: no space; nothing is left of it.
+        """
+        final = Path(path)
+        if final.exists():
+            raise ArenaError(f"{final} holds a table already")
+        unfinished = final.with_name(final.name + ".new")
+        with files.lack_of_space(f"no space for a table in {final.parent}"):
+            file = files.File(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                file.lock()
+                store = cls(file, final, spec, fresh=True, crash_point=crash_point)
+                unfinished.rename(final)
+            except BaseException:
+                file.close()
+                unfinished.unlink(missing_ok=True)
+                raise
+        return store
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, crash_point: Callable[[str], None] | None = None) -> TableStore:
+        """Take over the partition that a process has left, by dying or by `close(remove=False)`. Reads none of its rows.
+
+        Raises:
+            FileNotFoundError: there is none. ArenaBusy: another process has it.
+            ArenaCorrupt: the file is not what was written; it is left alone.
+        """
+        final = Path(path)
+        with files.lack_of_space(f"no space in {final.parent}"):
+            file = files.File(final, os.O_RDWR)
+            try:
+                file.lock()
+                return cls(file, final, form.unpack(file.read(form.SUPERBLOCK_BYTES, 0)), fresh=False, crash_point=crash_point)
+            except BaseException as error:
+                file.close()
+                if isinstance(error, ArenaCorrupt):
+                    raise ArenaCorrupt(f"{final}: {error}") from None
+                raise
+
+    def close(self, *, remove: bool) -> None:
+        """Close the store. Idempotent. remove: delete the file, too.
+
+        The file stays locked until reads that are under way have ended: the mapping holds the lock.
+        """
+        with self._writing:
+            if self._open is None:
+                return
+            if remove:
+                self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._open = None
+
+    def sync(self) -> None:
+        """Have all that was written reach the disk, if the file lies on one. Returns when it has."""
+        self._file.sync()
+
+    # Rows.
+
+    def read(
+        self, ids: NDArray[Any], out: NDArray[np.float32] | None = None, *, clock: int | None = None
+    ) -> NDArray[np.float32]:
+        """Values of rows; those that nobody has trained are computed, and not stored.
+
+        Args:
+            ids: (n,) int64|uint64.
+            out: (n, dim) float32, C-contiguous, to be overwritten; a new one by default.
+            clock: of this use. None counts no use: for readers and evaluation.
+
+        Returns:
+            `out`.
+        """
+        keys = as_ids(ids)
+        out = self._out(out, len(keys), self.spec.dim)
+        self._partition.read(keys, out, None, False, -1 if clock is None else clock & 0xFFFFFFFF)
+        return out
+
+    def read_rows(self, ids: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Whole rows (n, width), value and slots, and which of them are stored; counts no use."""
+        keys = as_ids(ids)
+        out, found = self._out(None, len(keys), self.spec.layout.width), np.empty(len(keys), np.uint8)
+        self._partition.read(keys, out, found, True, -1)
+        return out, found.view(np.bool_)
+
+    def push(
+        self,
+        ids: NDArray[Any],
+        grads: NDArray[Any],
+        scalars: Mapping[str, float],
+        *,
+        scale: float = 1.0,
+        clock: int | None = None,
+        notes: NDArray[np.uint64] | None = None,
+        distinct: bool = False,
+    ) -> None:
+        """Apply the rule to rows, as the table's next step; one transaction.
+
+        Gradients of one id are summed in the order in which they come; then the rule is applied to the row once, as at the
+        table's step, by `scale` times the sum. A row that is not there begins with its initial value. At the limit of memory
+        old rows make room, or new ones are dropped and counted, as the spec has it.
+
+        Args:
+            ids: (n,) int64|uint64, at most the spec's push_max.
+            grads: (n, dim) float32|float16|uint16 (bfloat16).
+            scalars: one number for each of the rule's.
+            clock: of this use; the step by default.
+            notes: all of them, as they are to be with this push; by default as they are.
+            distinct: no id comes twice; saves sorting them out.
+
+        Raises:
+            ArenaFull: no space; nothing has changed.
+        """
+        missing = [name for name in self._scalars if name not in scalars]
+        if missing or len(scalars) != len(self._scalars):
+            raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
+        numbers = tuple(float(scalars[name]) for name in self._scalars)
+        values = as_values("grads", grads, len(ids), self.spec.dim)
+        self._change(ids, values, numbers, scale=scale, clock=clock, notes=notes, distinct=distinct, whole=False)
+
+    def write(
+        self,
+        ids: NDArray[Any],
+        rows: NDArray[Any],
+        *,
+        clock: int | None = None,
+        notes: NDArray[np.uint64] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Store whole rows (n, width), value and slots, as one transaction. Of repeated ids the last counts.
+
+        Args:
+            ids, clock, notes: as for `push`.
+            step: what the table's step is from now on, where rows are restored; by default as it is.
+
+        Raises:
+            ArenaFull: no space; nothing has changed.
+        """
+        values = as_values("rows", rows, len(ids), self.spec.layout.width)
+        self._change(
+            ids, values, (), scale=1.0, clock=clock, notes=notes, distinct=False, whole=True, step=-1 if step is None else step
+        )
+
+    def _change(
+        self,
+        ids: NDArray[Any],
+        values: NDArray[np.float32],
+        scalars: tuple[float, ...],
+        *,
+        scale: float,
+        clock: int | None,
+        notes: NDArray[np.uint64] | None,
+        distinct: bool,
+        whole: bool,
+        step: int = -1,
+    ) -> None:
+        keys = as_ids(ids)
+        if len(keys) > self.spec.push_max:
+            raise psd_core.InvalidArray(f"ids: expected at most {self.spec.push_max} in a push, got {len(keys)}")
+        if notes is not None and (notes.dtype != np.uint64 or notes.shape != (self.spec.notes,)):
+            raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
+        with self._writing:
+            self._make_room(len(keys))
+            created = self._partition.push(
+                keys,
+                values,
+                scalars=scalars,
+                scale=scale,
+                clock=(self._partition.counters()["step"] + (not whole) if clock is None else clock) & 0xFFFFFFFF,
+                notes=notes,
+                distinct=distinct,
+                whole=whole,
+                step=step,
+            )
+            # A step moves 1024 buckets; the index has grown when a tenth more rows have come.
+            for _ in range(1 + created // 400):
+                if self._partition.is_moving:
+                    self._make_room(0)
+                    self._move(0)
+
+    def remove(self, ids: NDArray[Any]) -> int:
+        """Remove rows; returns how many there were. Each 2048 ids are a transaction."""
+        keys = np.unique(as_ids(ids))
+        removed = 0
+        for start in range(0, len(keys), _table.REMOVED_MAX):
+            with self._writing:
+                self._make_room(0)
+                removed += self._partition.discard(keys[start : start + _table.REMOVED_MAX])
+        return removed
+
+    def expire(self, clock: int, age: int) -> None:
+        """Remove the rows that were not used for more than `age` clocks, a few at a time, so that others go on meanwhile."""
+        tag = 0
+        while tag < 1 << 32:
+            with self._writing:
+                self._make_room(0)
+                tag = self._partition.expire(tag, clock & 0xFFFFFFFF, age)
+
+    def walk(self) -> Iterator[Rows]:
+        """All rows, in no order that means anything; a row that is there throughout comes once, others may or may not."""
+        tag = 0
+        while tag < 1 << 32:
+            heads, rows = np.empty(BATCH_ROWS, HEAD), np.empty((BATCH_ROWS, self.spec.layout.width), np.float32)
+            count, tag = self._partition.walk(tag, heads, rows)
+            if count:
+                yield Rows(heads[:count], rows[:count])
+
+    def snapshot(self, since: Mark | None = None) -> TableSnapshot:
+        """Begin a snapshot of the partition as it is now; one at a time, and to be closed.
+
+        Args:
+            since: mark of an earlier snapshot: only rows that were written after it, and the ids of those removed. If more were
+                removed since than are remembered, about a quarter of the limit of rows, the snapshot is full.
+
+        Raises:
+            ArenaError: another one is not closed.
+        """
+        with self._writing:
+            partition = self._partition
+            if self._snapshot is not None and not self._snapshot.is_closed:
+                raise ArenaError(f"{self._path}: a snapshot is under way")
+            self._snapshot = TableSnapshot(partition, self._writing, self.spec.layout.width, self.spec.notes, since)
+            return self._snapshot
+
+    def notes(self) -> NDArray[np.uint64]:
+        """A copy of the caller's notes; zeros in a new partition."""
+        out = np.empty(self.spec.notes, np.uint64)
+        with self._writing:
+            self._partition.notes(out)
+        return out
+
+    def counters(self) -> dict[str, int]:
+        """Numbers of the partition: its step; the rows that there are, and that were created, evicted, expired, removed or
+        refused; and, since it was opened, reads of rows and those among them that found one."""
+        with self._writing:
+            return dict(self._partition.counters())
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory or disk space that the file takes."""
+        return self._file.used_bytes
+
+    # Space.
+
+    def _make_room(self, n: int) -> None:
+        """Take space for a push of n ids, and let the index grow so far that it takes them."""
+        while True:
+            while (lack := self._partition.lack(n)) is not None:
+                self._take(*lack)
+            if not n or not self._partition.must_move(n):
+                return
+            self._move(n)
+
+    def _take(self, region: int, have: int, need: int) -> None:
+        start, size = self._partition.regions[region]
+        step = max(_UNIT_BYTES, min(have // 32, _GROWTH_BYTES_MAX))
+        end = min(size, max(align(need, _UNIT_BYTES), have + align(step, _UNIT_BYTES)))
+        self._file.reserve(start + have, end - have)
+        self._partition.set_backed(region, end)
+
+    def _move(self, n: int) -> None:
+        self._partition.move(n)
+        region, nbytes = self._partition.behind()
+        if not self._partition.is_moving:
+            self._give_back(region, 0, nbytes)
+            self._given_back = 0
+        elif nbytes - self._given_back >= _GROWTH_BYTES_MAX:
+            # The first buckets may hold entries that found the last ones full.
+            end = nbytes // _UNIT_BYTES * _UNIT_BYTES
+            self._give_back(region, max(self._given_back, _UNIT_BYTES), end)
+            self._given_back = end
+
+    def _give_back(self, region: int, begin: int, end: int) -> None:
+        start, size = self._partition.regions[region]
+        if not self._file.release(start + begin, end - begin):
+            self._partition.clear(start + begin, end - begin)
+        elif (begin, end) == (0, size):
+            self._partition.set_backed(region, 0)
+
+    def _recover_space(self) -> None:
+        """Note, after opening, what has space: heads and rows, which are many, have it as far as places were ever taken."""
+        while (lack := self._partition.lack(0)) is not None:
+            region, have, need = lack
+            if region in _table.BACKED_BEFORE:
+                self._partition.set_backed(region, need)
+            else:
+                self._take(region, have, need)
+        if not self._partition.is_moving:
+            region, nbytes = self._partition.behind()
+            self._give_back(region, 0, nbytes)
+
+    # Arguments.
+
+    @property
+    def _partition(self) -> _table.Partition:
+        partition = self._open
+        if partition is None:
+            raise ArenaClosed(f"{self._path} has been closed")
+        return partition
+
+    def _out(self, out: NDArray[np.float32] | None, n: int, width: int) -> NDArray[np.float32]:
+        if out is None:
+            return np.empty((n, width), np.float32)
+        if (
+            out.dtype != np.float32
+            or out.shape != (n, width)
+            or not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable)
+        ):
+            raise psd_core.InvalidArray(
+                f"out: expected a writable C-contiguous aligned ({n}, {width}) float32 array, got {out.shape} of {out.dtype}"
+            )
+        return out
+
+
+def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
+    facts = RULES[spec.kernel_rule]
+    low, high = spec.init.numbers
+    return _table.Partition(
+        dim=spec.dim,
+        width=spec.layout.width,
+        rows_max=spec.rows_max,
+        push_max=spec.push_max,
+        notes=spec.notes,
+        seed=_seed_of(spec),
+        rule=facts.number,
+        rowwise=spec.rule == ROWWISE_ADAGRAD,
+        init=spec.init.number,
+        a=low,
+        b=high,
+        evicts=spec.at_limit == "evict",
+        flags=tuple(flag in spec.flags for flag in facts.flags),
+        slot_at=spec.layout.slots,
+        slot_start=spec.layout.starts,
+        on_store=crash_point,
+    )
+
+
+def _seed_of(spec: TableSpec) -> int:
+    """The seed of a table, its name included: FNV-1a of the name, on the seed's hash."""
+    value = int(mixed(np.array([spec.seed], np.uint64))[0])
+    for byte in spec.name.encode():
+        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return value

@@ -1,0 +1,160 @@
+"""A table's partition after kill -9: a copy at every store of the protocol, and processes killed at random instants."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from table_model import SGD, TableModel, check_places, rows_of, spec_of
+
+from psd_core.initial import Zeros
+from psd_core.table import CRASH_POINTS, TableSpec, TableStore
+
+BEFORE_COMMIT = ("row", "record", "root", "commit", "index.copy")
+"""Points at which death leaves what the commit before has left; at the others the commit under way has happened."""
+
+
+class Watcher:
+    """Opens a copy of the file at every point, as the next process would, and compares it with the commits around the point."""
+
+    def __init__(self, path):
+        self.path = path
+        self.store = None
+        self.error = None
+        self.seen = Counter()
+        self._copy = path.with_name("copy")
+        self._committed = None
+        self._waiting = []
+
+    def __call__(self, point):
+        """Keep the first error: nothing can be raised through C."""
+        self.seen[point] += 1
+        if self.store is not None and self.error is None:
+            try:
+                self._look(point)
+            except BaseException as error:  # noqa: BLE001 - a failed assertion too
+                self.error = error
+
+    def _look(self, point):
+        if point == "done":
+            self._committed = self._state(self.store)
+            assert all(state == self._committed for state in self._waiting)
+            self._waiting.clear()
+            return
+        if point == "row" and self.seen[point] % 5:
+            return  # each writes to a place without a name
+        shutil.copyfile(self.path, self._copy)
+        found = TableStore.open(self._copy)
+        state = self._state(found)
+        check_places(found)
+        if point in BEFORE_COMMIT:
+            assert state == self._committed
+        else:
+            self._waiting.append(state)
+        if sum(self.seen.values()) % 5 == 0:
+            self._go_on(found)
+        found.close(remove=True)
+
+    def _state(self, store):
+        # Not by the methods that take the lock of whoever is interrupted here.
+        notes = np.empty(store.spec.notes, np.uint64)
+        store._partition.notes(notes)
+        counters = {name: value for name, value in store._partition.counters().items() if name not in ("reads", "hits")}
+        first, end = store._partition.removals()
+        removed = np.empty(end - first, np.uint64)
+        store._partition.removed(first, removed)
+        return rows_of(store), notes.tolist(), counters, removed.tolist()
+
+    def _go_on(self, store):
+        """A push after the crash finds every row as it is, and room for new ones."""
+        model = TableModel(store, SGD)
+        ids = np.arange(60, 90, dtype=np.uint64)
+        before = store.read(ids)
+        grads = np.arange(30 * store.spec.dim, dtype=np.float32).reshape(30, -1)
+        store.push(ids, grads, SGD.named)
+        model.push(ids, grads)
+        kept = store.read_rows(ids)[1]
+        assert (store.read(ids) == np.where(kept[:, None], before - np.float32(0.5) * grads, before)).all()
+        check_places(store)
+
+
+def test_a_copy_taken_at_every_store_opens_as_old_or_new(memory_path):
+    """Pushes that grow the index and reach the limit of rows, removals and expiry: what the file holds is what death leaves."""
+    rng = np.random.default_rng(5)
+    path = memory_path / "table"
+    watcher = Watcher(path)
+    spec = spec_of(SGD, dim=1, notes=1, max_bytes=330 * 33, push_max=64)
+    store = watcher.store = TableStore.create(path, spec, crash_point=watcher)
+    watcher("done")
+    for number in range(14):
+        ids = np.concatenate([rng.integers(0, 500, 20), 1000 + 35 * number + np.arange(35)])
+        store.push(
+            ids, rng.standard_normal((55, 1)).astype(np.float32), SGD.named, clock=number, notes=np.array([number], np.uint64)
+        )
+    store.remove(np.arange(0, 500, 7))
+    store.write(np.arange(20), np.ones((20, 1), np.float32), clock=14)
+    store.expire(14, 4)
+
+    counters = store.counters()
+    if watcher.error is not None:
+        raise watcher.error
+    assert set(watcher.seen) == set(CRASH_POINTS)
+    assert min(counters[name] for name in ("created", "evicted", "expired", "removed")) >= 19
+    watcher.store = None
+    store.close(remove=True)
+
+
+DIM, KEYS = 4, np.arange(0, 5000, 5)
+
+
+def train_until_killed(path, connection):
+    """Push 1 to every row, over and over, and say how many pushes are acknowledged; every third push adds rows, too."""
+    store = TableStore.open(path)
+    done = int(store.notes()[0])
+    while True:
+        done += 1
+        new = np.arange(10_000 + 200 * done, 10_200 + 200 * done)
+        ids = np.concatenate([KEYS, new])
+        store.push(ids, np.full((len(ids), DIM), -1, np.float32), {**SGD.named, "lr": 1.0}, notes=np.array([done], np.uint64))
+        connection.send(done)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forkserver as on Linux")
+def test_death_at_random_instants_leaves_whole_pushes(memory_path):
+    """One partition; each process goes on with what the one before it left, and every sum is exact."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["psd_core.table"])
+    random_ = random.Random(7)
+    path = memory_path / "table"
+    TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_bytes=1 << 24, push_max=2000, notes=1)).close(
+        remove=False
+    )
+    acknowledged = 0
+    for _ in range(8):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=train_until_killed, args=(path, theirs))
+        process.start()
+        theirs.close()
+        for _ in range(random_.randrange(1, 25)):
+            acknowledged = ours.recv()
+        for _ in range(random_.randrange(20_000)):  # up to about a millisecond, so that no step is favoured
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        ours.close()
+
+        store = TableStore.open(path)
+        done = int(store.notes()[0])
+        assert done >= acknowledged
+        assert (store.read(KEYS) == done).all()
+        assert (store.read(np.arange(10_200, 10_200 + 200 * done)) == 1).all()
+        assert store.counters()["step"] == done
+        assert store.counters()["rows"] == len(KEYS) + 200 * done
+        check_places(store)
+        store.close(remove=False)
