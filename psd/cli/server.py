@@ -337,7 +337,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
             give_up_at += FINAL_CHECKPOINT_S_MAX
         say(f"{name} done: all workers have left")
     elif first == _ALONE:
-        grace_s = 0.0
+        grace_s, give_up_at = 0.0, time.monotonic() + DRAIN_SLACK_S
     else:
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
