@@ -35,6 +35,8 @@ class Partition:
         a: float,
         b: float,
         evicts: bool,
+        admit_after: int,
+        admit_below: int,
         flags: tuple[bool, ...],
         slot_at: tuple[int, ...],
         slot_start: tuple[float, ...],

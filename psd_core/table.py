@@ -342,8 +342,12 @@ class TableStore:
         return out
 
     def counters(self) -> dict[str, int]:
-        """Numbers of the partition: its step; the rows that there are, and that were created, evicted, expired, removed or
-        refused; and, since it was opened, reads of rows and those among them that found one."""
+        """Numbers of the partition.
+
+        Returns:
+            Its step and version; the rows that there are, and that were created, evicted, expired, removed or refused; gradients
+            of ids that were not admitted; and, since it was opened, reads of rows, and those among them that found one.
+        """
         with self._writing:
             return dict(self._partition.counters())
 
@@ -439,6 +443,8 @@ def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         init=spec.init.number,
         a=low,
         b=high,
+        admit_after=spec.admit_after,
+        admit_below=max(1, round(spec.admit_probability * 2**32)),
         evicts=spec.at_limit == "evict",
         flags=tuple(flag in spec.flags for flag in facts.flags),
         slot_at=spec.layout.slots,
