@@ -345,8 +345,8 @@ class TableStore:
         """Numbers of the partition.
 
         Returns:
-            Its step and version; the rows that there are, and that were created, evicted, expired, removed or refused; gradients
-            of ids that were not admitted; and, since it was opened, reads of rows, and those among them that found one.
+            Its step and version; the rows that there are, and that were created, evicted, expired, removed or refused;
+            gradients of ids not admitted; and, since it was opened, reads of rows, and those among them that found one.
         """
         with self._writing:
             return dict(self._partition.counters())
