@@ -105,7 +105,6 @@ cdef extern from "table.h" nogil:
 
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
-BACKED_BEFORE = (PSD_HEADS, PSD_ROWS)  # regions that have space as far as an opened partition needs it
 
 
 def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
@@ -249,6 +248,10 @@ cdef class Partition:
         assert start + nbytes <= self.table.size
         with nogil:
             memset(self.table.base + start, 0, nbytes)
+
+    def is_backed_at_opening(self, int region):
+        """True for the large regions that have space as far as an opened partition needs it: heads, rows, the current index."""
+        return region in (PSD_HEADS, PSD_ROWS, PSD_INDEX + self.table.root.current)
 
     def behind(self):
         """Index region that is being left or was left last, and how many of its first bytes nobody will read."""

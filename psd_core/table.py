@@ -394,10 +394,10 @@ class TableStore:
             self._partition.set_backed(region, 0)
 
     def _recover_space(self) -> None:
-        """Note, after opening, what has space: heads and rows, which are many, have it as far as places were ever taken."""
+        """Note, after opening, what has space; to take it again would fill the holes behind a step of growth."""
         while (lack := self._partition.lack(0)) is not None:
             region, have, need = lack
-            if region in _table.BACKED_BEFORE:
+            if self._partition.is_backed_at_opening(region):
                 self._partition.set_backed(region, need)
             else:
                 self._take(region, have, need)
