@@ -64,8 +64,8 @@ exit status:
   2     the options are wrong"""
 
 _EXPORT_DESCRIPTION = """\
-Write parameters and buffers of a checkpoint as one plain safetensors file: named tensors in the shapes and dtypes
-that the workers declared. The optimizer's slots stay behind."""
+Write the parameters and buffers of a checkpoint as one plain safetensors file: named tensors in the shapes and
+dtypes that the workers declared. The optimizer's slots stay behind."""
 
 _EXPORT_EPILOG = """\
 examples:
