@@ -214,6 +214,7 @@ typedef struct {
     int distinct; /* ids are */
     int whole;    /* what comes are whole rows, to be stored as they are; no step. Of repeated ids the last counts */
     int64_t step; /* with `whole`: what the table's is from now on; -1: as it is */
+    const uint32_t *clocks; /* with `whole`: one for each row that comes; NULL: `clock` for all */
     const uint64_t *notes; /* all, or NULL: as they are */
 } psd_push;
 int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */
