@@ -50,14 +50,15 @@ OUTSIDE = {
     "ssl": ("psd.rim", "psd_client", "psd.contract.tls", "psd.contract.tls_socket", "psd.contract.credentials"),
     "asyncio": (),
     "multiprocessing": ("psd_client",),
-    "subprocess": ("psd.cli",),
+    "subprocess": ("psd.cli", "psd_client.owned"),
     "signal": ("psd.cli", "psd_client", "psd.contract.environment"),
     # What runs code that is in its input. torch.load: see test_tidy.py.
     "pickle": (),
     "marshal": (),
     "shelve": (),
     "dill": (),
-    "cloudpickle": (),
+    # Between a program and the processes that it has started, over pipes that nobody else has.
+    "cloudpickle": ("psd_client.local", "psd_client.local_worker"),
     "joblib": (),
     "fsspec": ("psd.checkpoint",),
     "yaml": ("psd.cli.manifests",),

@@ -18,6 +18,7 @@ from psd.contract.errors import (
     BlockOutOfRange,
     CheckpointCorrupt,
     CheckpointFailed,
+    CheckpointUnsupported,
     CutMissed,
     Draining,
     ForeignRun,
@@ -48,6 +49,7 @@ from psd.contract.errors import (
 from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
+from psd_client.local import LocalCluster, RunFailed, local
 from psd_client.reader import Reader
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
@@ -59,12 +61,16 @@ __all__ = [
     "ParameterServer",
     "Reader",
     "CustomRule",
+    "local",
+    "LocalCluster",
+    "RunFailed",
     "ConfigError",
     "PsdError",
     "BarrierTimeout",
     "BlockOutOfRange",
     "CheckpointCorrupt",
     "CheckpointFailed",
+    "CheckpointUnsupported",
     "CutMissed",
     "Draining",
     "ForeignRun",

@@ -7,7 +7,8 @@ like. Must not know shards, sessions or bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 
 from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
-from psd.contract.environment import client_config
-from psd.contract.errors import NotDeclared
+from psd.contract.environment import client_config, why_not_alone
+from psd.contract.errors import InvalidTensor, NotDeclared
 from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
-from psd_client.tensors import NamedTensors, fill, tensor_specs
+from psd_client.standalone import PrivateShard
+from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
@@ -31,7 +33,7 @@ logger = logging.getLogger("psd_client")
 
 @overload
 def connect(
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
@@ -41,14 +43,14 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | PathLike[str] | None = None,
+    tls_cert: str | PathLike[str] | None = None,
+    tls_key: str | PathLike[str] | None = None,
+    token_file: str | PathLike[str] | None = None,
 ) -> ParameterServer: ...
 @overload
 def connect(
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: None = None,
     world_size: int | None = None,
     *,
@@ -58,13 +60,13 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | PathLike[str] | None = None,
+    tls_cert: str | PathLike[str] | None = None,
+    tls_key: str | PathLike[str] | None = None,
+    token_file: str | PathLike[str] | None = None,
 ) -> Reader: ...
 def connect(
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
@@ -74,17 +76,20 @@ def connect(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | PathLike[str] | None = None,
+    tls_cert: str | PathLike[str] | None = None,
+    tls_key: str | PathLike[str] | None = None,
+    token_file: str | PathLike[str] | None = None,
 ) -> ParameterServer | Reader:
     """Join a job as one of its workers, or read from it.
 
-    Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on.
+    Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on. Where neither
+    servers nor a rank are given, no PSD_* says where a job is, and WORLD_SIZE is not above 1, the program trains alone, as the
+    one worker of a job on a private shard: a process that ends with the connection, or with this process. Each connection has
+    its own; a reader reads from the latest. PSD_STANDALONE=0 forbids this.
 
     Args:
-        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000".
+        servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.
         rank, world_size: this worker's number from 0, and how many workers there are.
         role: "worker"; or "reader", which has no rank, takes part in nothing, and pulls consistent copies while others train.
         run_id: name of the job; shards that serve another one refuse.
@@ -109,6 +114,10 @@ def connect(
         raise ConfigError(f'role: expected "worker" or "reader", got {role!r}')
     if role == "reader" and rank is not None:
         raise ConfigError(f"rank: is {rank}, but a reader has none")
+    given = (servers, rank, world_size, tls_ca, tls_cert, tls_key, token_file)
+    if all(value is None for value in given) and not why_not_alone():
+        more = {"run_id": run_id or "", "transport": transport, "wait_timeout": wait_timeout, "retry_timeout": retry_timeout}
+        return _connect_alone(role, **more, report_after=report_after)
     config = client_config(
         servers=servers,
         rank=0 if role == "reader" else rank,
@@ -130,6 +139,36 @@ def connect(
     return Reader(config, lanes) if role == "reader" else ParameterServer(config, lanes)
 
 
+def _connect_alone(role: str, **arguments: Any) -> ParameterServer | Reader:
+    """Connect as the one worker of a job of this process, or as a reader of the latest such job."""
+    if role == "reader":
+        training = PrivateShard.newest()
+        if training is None:
+            raise ConfigError("servers: not given, and this process has no private shard to read from: it is not training")
+        config, lanes = _private(training.address, arguments)
+        return Reader(config, lanes)
+    shard = PrivateShard()
+    try:
+        config, lanes = _private(shard.wait_ready(), arguments)
+        logger.warning(
+            "psd: training alone, on a private shard of this process at %s, because no servers are given (psd-run starts "
+            "several workers; PSD_STANDALONE=0 forbids this)",
+            shard.address,
+        )
+        return ParameterServer(config, lanes, shard.close)
+    except BaseException:
+        shard.close()
+        raise
+
+
+def _private(address: str, arguments: dict[str, Any]) -> tuple[ClientConfig, list[Lane]]:
+    """Settings and way of the one worker at a private shard, which has no TLS and no tokens, whatever the environment says."""
+    config = client_config(
+        servers=address, rank=0, world_size=1, tls_ca="", tls_cert="", tls_key="", token_file="", **arguments
+    )
+    return config, [ShardLane(0, address, config.transport, Credentials())]
+
+
 class ParameterServer:
     """One worker's connection to its job; made by `connect`. A context manager; used by one thread at a time.
 
@@ -139,10 +178,11 @@ class ParameterServer:
     Args:
         config: settings.
         lanes: the way to each shard, in their order; closed with the connection.
+        on_end: called when it is closed.
     """
 
-    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
-        self._worker = FlatCalls(config, lanes)
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
+        self._worker = FlatCalls(config, lanes, on_end)
         self._named: tuple[NamedTensors, ParamGroups] | None = None
 
     @property
@@ -191,7 +231,7 @@ class ParameterServer:
         reduce: str | None = None,
         quorum: int | None = None,
         aggregation: str | None = None,
-        staleness: str = "",
+        staleness: str | None = None,
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
@@ -226,6 +266,9 @@ class ParameterServer:
             InvalidRequest, InvalidTensor, NonFiniteGradient: an argument is wrong; nothing was declared.
             WaitTimeout: no worker has provided initial values within the wait timeout.
         """
+        check_named("params", params)
+        if not params:
+            raise InvalidTensor("params: is empty; there must be at least one parameter to train")
         param_groups = ParamGroups(list(params), optimizer, groups, staleness)
         specs = tensor_specs(params, param_groups.group_of)
         self._worker.declare_tensors(

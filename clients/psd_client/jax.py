@@ -58,7 +58,7 @@ def distribute(
     *,
     learning_rate: Callable[[int], float] | None = None,
     ps: ParameterServer | None = None,
-    staleness: str = "",
+    staleness: str | None = None,
     connect_args: dict[str, Any] | None = None,
     **declare_args: Any,
 ) -> tuple[Params, GradientTransformation]:
@@ -80,11 +80,15 @@ def distribute(
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
     if ps is not None and connect_args:
         raise TypeError("distribute: pass either ps or connect_args; ps is connected already")
+    if not isinstance(ps, ParameterServer | None):
+        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
     stale, stale_scalars = parse_staleness(staleness)
     spec = replace(spec_of(optimizer), staleness=stale)
     if learning_rate is not None and "lr" not in spec.info.scalars:
         raise InvalidRequest(f"learning_rate: the rule {spec.rule!r} has none")
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    if not paths:
+        raise InvalidTensor("params: has no leaves; there must be at least one parameter to train")
     arrays = {jax.tree_util.keystr(path, simple=True, separator="/") or "params": np.asarray(leaf) for path, leaf in paths}
     if len(arrays) < len(paths):
         raise InvalidTensor("params: two leaves have the same path; rename a key")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec
 from psd.contract.staleness import parse_staleness
 from psd_client.optimizers import scalar_values, spec_of
@@ -21,7 +22,7 @@ class ParamGroups:
     Args:
         names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself.
         groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters.
-        staleness: what is done about the age of gradients, such as "lr" or "dc:0.04"; empty: nothing.
+        staleness: what is done about the age of gradients, such as "lr" or "dc:0.04"; None: nothing.
 
     Attributes:
         groups: one dict each, "params" and the current scalars; the user's to change.
@@ -36,7 +37,7 @@ class ParamGroups:
         names: Sequence[str],
         optimizer: Optimizer,
         groups: Sequence[Mapping[str, Any]] | None,
-        staleness: str = "",
+        staleness: str | None = None,
     ) -> None:
         name_of_staleness, stale_scalars = parse_staleness(staleness)
         if not isinstance(optimizer, Optimizer):
@@ -46,12 +47,15 @@ class ParamGroups:
         self.specs: list[GroupSpec] = []
         self.group_of: dict[str, int] = {}
         unassigned = dict.fromkeys(names)
+        if not isinstance(groups, (list, tuple, type(None))):
+            raise TypeError(f"groups: expected a list of dicts, got {groups!r}")
         for index, group in enumerate([{"params": list(names)}] if groups is None else groups):
             rule = _rule(optimizer, group, index)
             members = list(group["params"])
             for name in members:
-                if name not in unassigned:
-                    problem = "is in two groups" if name in self.group_of else "is not among the parameters"
+                if not isinstance(name, str) or name not in unassigned:
+                    is_twice = isinstance(name, str) and name in self.group_of
+                    problem = "is in two groups" if is_twice else "is not among the parameters"
                     raise ValueError(f"groups[{index}]['params']: {name!r} {problem}")
                 del unassigned[name]
                 self.group_of[name] = index
@@ -71,11 +75,11 @@ class ParamGroups:
 
 
 def _rule(optimizer: Optimizer, group: Mapping[str, Any], index: int) -> Optimizer:
+    if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple, set)):
+        raise InvalidRequest(f"groups[{index}]: expected a dict with 'params', a list of names, got {group!r}")
     options = {name: value for name, value in group.items() if name != "params"}
-    if "params" not in group or isinstance(group["params"], str):
-        raise ValueError(f"groups[{index}]: expected 'params', a list of names")
     known = optimizer.option_values().keys()
-    unknown = sorted(options.keys() - known)
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"groups[{index}]: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidTensor
 from psd.contract.jobspec import DTYPES, TensorSpec
 from psd_client.lanes.flat import FlatBuffers
@@ -19,6 +20,7 @@ from psd_client.lanes.flat import FlatBuffers
 
 def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[TensorSpec]:
     """Declarations of named arrays, in their order; `groups` has the index of each one's group."""
+    check_named("params", params)
     specs = []
     for name, value in params.items():
         if not isinstance(name, str):
@@ -28,6 +30,12 @@ def tensor_specs(params: Mapping[str, Any], groups: Mapping[str, int]) -> list[T
             raise InvalidTensor(f"params[{name!r}]: dtype must be one of {', '.join(DTYPES)}, got {array.dtype}")
         specs.append(TensorSpec(name, array.shape, array.dtype.name, groups[name]))
     return specs
+
+
+def check_named(what: str, values: Any) -> None:
+    """Raise InvalidTensor unless these are values by name."""
+    if not isinstance(values, Mapping):
+        refuse(InvalidTensor, what, 'arrays by name, such as {"w": array}', values)
 
 
 def fill(params: Mapping[str, Any]) -> Callable[[FlatBuffers], None]:
@@ -79,6 +87,7 @@ class NamedTensors:
         Raises:
             InvalidTensor: an unknown name, a wrong shape or a wrong dtype; the buffers are as they were.
         """
+        check_named("grads", grads)
         arrays = {self._find(name): value for name, value in grads.items()}
         for index, value in arrays.items():
             arrays[index] = _checked(self._specs[index], self._dtypes[index], value)

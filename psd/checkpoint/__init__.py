@@ -20,6 +20,7 @@ tensor to a line, and end with a checksum of themselves (sealing.py).
     writing.py, loading.py, reading.py, export.py    the verbs
     ends.py         what shards hold at the end of a job
     directory.py    CheckpointDirectory, the one class that others use
+    parameters.py   parameters alone, of any job's checkpoint or of a plain safetensors file, for another job to begin with
 
 A layer between contract and state: knows neither the blocks in a shard's memory nor when a checkpoint is due.
 """
@@ -28,10 +29,15 @@ from psd.checkpoint.cut import CheckpointInfo, CheckpointState, Cut
 from psd.checkpoint.directory import CheckpointDirectory
 from psd.checkpoint.ends import EndNote, common_cut
 from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.parameters import ParameterSource, directory_at, open_parameters, parameter_blocks
 from psd.checkpoint.records import BlockPart, RestoredBlock
 
 __all__ = [
     "CheckpointDirectory",
+    "ParameterSource",
+    "directory_at",
+    "open_parameters",
+    "parameter_blocks",
     "Cut",
     "BlockPart",
     "Manifest",

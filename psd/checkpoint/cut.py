@@ -84,6 +84,8 @@ class CheckpointState(str, enum.Enum):
     """No manifest: it is being written, its writer has died, or its deletion was interrupted."""
     DAMAGED = "damaged"
     """The files do not match the manifest."""
+    UNSUPPORTED = "unsupported"
+    """Whole, but of a version of psd whose checkpoints this one does not read. It is left alone."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.reading import restored_blocks, verify_part
 from psd.checkpoint.records import BlockPart, RestoredBlock
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -39,16 +39,17 @@ class CheckpointDirectory:
     """The checkpoints at one URL.
 
     Attributes:
-        location: the URL without credentials, for messages.
+        location: the URL without credentials, for messages. storage: its files.
     """
 
-    def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash) -> None:
+    def __init__(self, url: str, *, keep: int = 3, crash_point: CrashPoint = no_crash, only: str = "") -> None:
         """Store the arguments; nothing is read or written yet.
 
         Args:
             url: a local path, or whatever fsspec takes.
             keep: how many valid checkpoints `collect_garbage` leaves.
             crash_point: for tests, see storage.py.
+            only: name of the one checkpoint that counts; empty: all do.
 
         Raises:
             ConfigError: fsspec does not know such URLs, or lacks the package for them.
@@ -56,8 +57,9 @@ class CheckpointDirectory:
         if keep < 1:
             raise ValueError(f"keep: must be at least 1, got {keep}")
         self._keep = keep
-        self._storage = open_storage(url, crash_point)
-        self.location = self._storage.location
+        self._only = only
+        self.storage = open_storage(url, crash_point)
+        self.location = self.storage.location
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -67,14 +69,14 @@ class CheckpointDirectory:
         Raises:
             CheckpointFailed: one of these is not possible, so that no checkpoint would be.
         """
-        self._storage.directories()  # of what is no directory it has the clearer words
+        self.storage.directories()  # of what is no directory it has the clearer words
         name, content = f"psd-check-{secrets.token_hex(8)}", secrets.token_bytes(64)
-        self._storage.write("", name, [content])
+        self.storage.write("", name, [content])
         try:
-            found = self._storage.read("", name)
+            found = self.storage.read("", name)
         except FileNotFoundError:
             found = b""
-        self._storage.remove("", name)
+        self.storage.remove("", name)
         if found != content:
             raise CheckpointFailed(f"a file that was written to {self.location} is not read back as it was")
 
@@ -101,7 +103,7 @@ class CheckpointDirectory:
         Raises:
             CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part does not exist.
         """
-        return writing.write_part(self._storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {})
+        return writing.write_part(self.storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {})
 
     def complete(self, cut: Cut) -> bool:
         """Write the manifest if all parts are there. Any shard may, at any time, also several at once.
@@ -113,21 +115,21 @@ class CheckpointDirectory:
             CheckpointCorrupt: a part that is there is damaged.
             CheckpointFailed: the file system refused something.
         """
-        return writing.complete(self._storage, cut)
+        return writing.complete(self.storage, cut)
 
     # -- the end of a job: see ends.py ---------------------------------------------------------------------------------
 
     def write_end_note(self, note: EndNote, shard_index: int, shard_count: int) -> None:
         """Store what a shard holds at its end, in place of an earlier note."""
-        ends.write_note(self._storage, note, shard_index, shard_count)
+        ends.write_note(self.storage, note, shard_index, shard_count)
 
     def end_notes(self, own: EndNote, shard_count: int) -> dict[int, EndNote]:
         """The notes of the shards of one's own job that are there, by shard."""
-        return ends.read_notes(self._storage, own, shard_count)
+        return ends.read_notes(self.storage, own, shard_count)
 
     def remove_end_note(self, shard_index: int, shard_count: int) -> None:
         """Remove a shard's note, if there is one."""
-        ends.remove_note(self._storage, shard_index, shard_count)
+        ends.remove_note(self.storage, shard_index, shard_count)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -140,13 +142,17 @@ class CheckpointDirectory:
 
         Newer ones that are not valid are logged as errors, with the file and the reason. Reads documents and sizes; the numbers
         are checked when they are read: if that raises CheckpointCorrupt, go on with `before=` its name.
+
+        Raises:
+            CheckpointUnsupported: it is whole, but another version of psd has written it. It is not passed over: who went on
+                from an older one would lose what this one holds.
         """
         limit = None if before is None else _cut_name(before)
         for name in self._names():
             if limit is not None and _cut_name(name) >= limit:
                 continue
             try:
-                return load(self._storage, name, self._storage.files(name))
+                return load(self.storage, name, self.storage.files(name))
             except (CheckpointCorrupt, Incomplete) as error:
                 logger.error(  # noqa: TRY400 - the reason says it all
                     "checkpoint %s in %s cannot be used, going back to the one before: %s", name, self.location, error
@@ -155,28 +161,35 @@ class CheckpointDirectory:
 
     def load(self, name: str) -> Manifest:
         """One checkpoint by its name; CheckpointCorrupt if it is damaged, incomplete or not there."""
-        files = self._storage.files(name) if CutName.of(name) else {}
+        files = self.storage.files(name) if CutName.of(name) else {}
         if not files:
             raise CheckpointCorrupt(f"there is no checkpoint {name!r} in {self.location}")
         try:
-            return load(self._storage, name, files)
+            return load(self.storage, name, files)
         except Incomplete as error:
             raise CheckpointCorrupt(str(error)) from None
 
     def _names(self) -> list[str]:
         """Names of the checkpoints, newest first; other entries of the directory are ignored."""
-        return sorted(filter(CutName.of, self._storage.directories()), key=_cut_name, reverse=True)
+        names = [name for name in self.storage.directories() if CutName.of(name) and self._only in ("", name)]
+        return sorted(names, key=_cut_name, reverse=True)
+
+    def has(self, name: str) -> bool:
+        """True if there are files of a checkpoint of that name."""
+        return bool(CutName.of(name) and self.storage.files(name))
 
     def _inspect(self, name: str) -> CheckpointInfo:
         timeline, step, _ = _cut_name(name)
-        files = self._storage.files(name)
+        files = self.storage.files(name)
         nbytes = sum(files.values())
         try:
-            manifest = load(self._storage, name, files)
+            manifest = load(self.storage, name, files)
         except Incomplete as error:
             return CheckpointInfo(name, timeline, step, CheckpointState.INCOMPLETE, nbytes, reason=str(error))
         except CheckpointCorrupt as error:
             return CheckpointInfo(name, timeline, step, CheckpointState.DAMAGED, nbytes, reason=str(error))
+        except CheckpointUnsupported as error:
+            return CheckpointInfo(name, timeline, step, CheckpointState.UNSUPPORTED, nbytes, reason=str(error))
         return CheckpointInfo(name, timeline, step, CheckpointState.VALID, nbytes, manifest.created_at, manifest.shard_count)
 
     # -- deleting ------------------------------------------------------------------------------------------------------
@@ -199,7 +212,7 @@ class CheckpointDirectory:
                 doomed.append(info.name)
         if doomed:
             for info in kept:
-                self._storage.sync(info.name)
+                self.storage.sync(info.name)
         for name in reversed(doomed):
             self._remove(name)
         return doomed
@@ -222,13 +235,13 @@ class CheckpointDirectory:
                 self._remove(info.name)
 
     def _remove(self, name: str) -> None:
-        files = self._storage.files(name)
+        files = self.storage.files(name)
         if MANIFEST in files:
-            self._storage.remove(name, MANIFEST)
-            self._storage.sync(name)  # from here on it is not valid, also after a power failure
+            self.storage.remove(name, MANIFEST)
+            self.storage.sync(name)  # from here on it is not valid, also after a power failure
         for file in sorted(files.keys() - {MANIFEST}):
-            self._storage.remove(name, file)
-        self._storage.remove_directory(name)
+            self.storage.remove(name, file)
+        self.storage.remove_directory(name)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -242,13 +255,13 @@ class CheckpointDirectory:
             CheckpointFailed: a file cannot be read.
             SpecMismatch: the tensors or the groups of the layout's job are not those that were stored.
         """
-        return restored_blocks(self._storage, manifest, layout, shard_index)
+        return restored_blocks(self.storage, manifest, layout, shard_index)
 
     def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
         """Read every byte of a checkpoint; return its problems in words. `progress`: bytes read, of all."""
         try:
             manifest = self.load(name)
-        except CheckpointCorrupt as error:
+        except (CheckpointCorrupt, CheckpointUnsupported) as error:
             return [str(error)]
         done = 0
         total = sum(part.data_bytes for part in manifest.parts)
@@ -258,7 +271,7 @@ class CheckpointDirectory:
             done += nbytes
             progress(done, total)
 
-        return [problem for part in manifest.parts for problem in verify_part(self._storage, manifest, part, advance)]
+        return [problem for part in manifest.parts for problem in verify_part(self.storage, manifest, part, advance)]
 
     def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore) -> None:
         """Write the parameters as named tensors to a safetensors file at a path or URL; see export.py.
@@ -267,7 +280,7 @@ class CheckpointDirectory:
             CheckpointCorrupt: a byte of the checkpoint has changed; the file is not written.
             CheckpointFailed: a file cannot be read or written.
         """
-        export_tensors(self._storage, manifest, path, progress)
+        export_tensors(self.storage, manifest, path, progress)
 
 
 def _cut_name(name: str) -> CutName:

@@ -4,7 +4,8 @@ The manifest has the size and SHA-256 of each part's document; that has the size
 and of each record; both are sealed (sealing.py). So every byte is accounted for. The manifest is a pure function of the cut and
 the parts, so that any shard may write it, or all.
 
-Strict in what it reads: wrong content is CheckpointCorrupt, with the file's name and what is wrong. Must not know file systems.
+Strict in what it reads: wrong content is CheckpointCorrupt, with the file's name and what is wrong; what is whole
+and not known here is CheckpointUnsupported. Must not know file systems.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
 from psd.checkpoint.records import Record, StoredSpace, stored_spaces
 from psd.checkpoint.safetensors import ITEM_BYTES
 from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
-from psd.contract.errors import CheckpointCorrupt, PsdError
+from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.v1 import job_pb2
 
@@ -245,10 +246,18 @@ class ManifestDocument:
             records = _tiled(self.file, spaces, parts) if is_known else ()
         except CheckpointCorrupt:
             raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, DecodeError, PsdError) as error:
+        except PsdError as error:  # the document's checksum is right
+            raise CheckpointUnsupported(
+                f"{self.file}: psd {psd.__version__} does not know such a job, which psd {document['psd_version']} has stored: "
+                f"{error}"
+            ) from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, DecodeError) as error:
             raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
         if not is_known:
-            raise CheckpointCorrupt(f"{self.file}: psd {psd.__version__} lays such a job out differently")
+            raise CheckpointUnsupported(
+                f"{self.file}: was written by psd {document['psd_version']}, and psd {psd.__version__} lays such a job out "
+                "differently"
+            )
         return Manifest(
             **{key: document[key] for key in _IDENTITY if key != "layout_digest"},
             psd_version=document["psd_version"],

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 
@@ -105,18 +104,15 @@ def read_record(storage: FileStore, manifest: Manifest, record: Record) -> bytes
 
 def restored_blocks(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int) -> Iterator[RestoredBlock]:
     """See CheckpointDirectory.read_blocks."""
-    theirs = layout.spec
-    stored = theirs.groups if manifest.spec.stored_groups == theirs.stored_groups else manifest.spec.groups
-    comparable = replace(theirs, tensors=manifest.spec.tensors, groups=stored)
-    if difference := comparable.difference(theirs):
-        raise SpecMismatch(f"checkpoint {manifest.name}: {difference}")
+    if difference := manifest.spec.difference_from_stored(layout.spec, manifest.name):
+        raise SpecMismatch(difference)
     blocks = layout.blocks_of(shard_index)
     sources = [overlapping(manifest, block.space, block.offset, block.length) for block in blocks]
     with closing(RecordReader(storage, manifest, sources)) as records:
         for block, source in zip(blocks, sources, strict=True):
             if len(source) == 1 and (source[0].offset, source[0].length) == (block.offset, block.length):
                 part = records.get(source[0])
-                has_window = manifest.spec.world_size == theirs.world_size
+                has_window = manifest.spec.world_size == layout.spec.world_size
                 yield RestoredBlock(
                     block,
                     part.version,

@@ -31,8 +31,13 @@ ITEM_BYTES = {
     "I64": 8,
     "U64": 8,
     "F64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "U32": 4,
+    "C64": 8,
 }
-"""The element types that psd writes, by their names in the format."""
+"""Element types by their names in the format; psd writes none of the last five, and reads past them."""
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),

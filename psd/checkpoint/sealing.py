@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import psd
-from psd.contract.errors import CheckpointCorrupt
+from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 
 FORMAT = "psd-checkpoint"
 FORMAT_VERSION = 1
@@ -44,7 +44,8 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, file: str) -> dict[str, Any]:
-    """The document, without its checksum; CheckpointCorrupt unless it is whole and of a version that we read."""
+    """The document, without its checksum; CheckpointCorrupt unless it is whole, CheckpointUnsupported if of a version that
+    we do not read."""
     body, given = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if given != _seal_of(body):
         raise CheckpointCorrupt(f"{file}: is cut off or was changed: its checksum does not match")
@@ -54,7 +55,7 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointCorrupt(f"{file}: is not such a document: {error!r}") from None
     if document.get("format") != FORMAT or document.get("format_version") != FORMAT_VERSION:
-        raise CheckpointCorrupt(
+        raise CheckpointUnsupported(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "
             f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, version {FORMAT_VERSION}"
         )

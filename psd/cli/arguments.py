@@ -146,6 +146,11 @@ CHECKPOINT_OPTIONS: Options = {
     "checkpoint_secs": Option("S", "take one every S seconds; 0: not by time", seconds),
     "checkpoint_steps": Option("N", "take one every N steps; 0: not by steps", whole_number),
     "checkpoint_keep": Option("K", "remove all but the K newest", whole_number),
+    "from_checkpoint": Option(
+        "URL",
+        "begin with this checkpoint, or the newest in this directory, if there is nothing to continue with: neither a state "
+        "directory nor a checkpoint in --checkpoint-dir. With --parameters-only also a plain .safetensors file",
+    ),
 }
 """Options of psd-server that psd-run passes on to it; fields of ServerConfig."""
 
@@ -154,6 +159,12 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add CHECKPOINT_OPTIONS."""
     group = parser.add_argument_group("checkpoints (use the same for all shards; see also psdctl checkpoints)")
     add_options(group, CHECKPOINT_OPTIONS, SERVER_DEFAULTS)
+    group.add_argument(
+        "--parameters-only",
+        action="store_true",
+        help="take from --from-checkpoint the parameters alone, by name and shape; the optimizer, groups and all else may be "
+        "others, and the clock begins at 0",
+    )
 
 
 def add_rule_option(parser: argparse._ArgumentGroup) -> None:

@@ -33,6 +33,7 @@ states:
   valid        all files are there with the right sizes; a new cluster starts from the newest of these
   incomplete   has no manifest.json, which is written last: it is being written now, or whoever wrote it died
   damaged      its files are not those that its manifest.json describes; never used
+  unsupported  whole, but another version of psd has stored it in a way that this one does not read
 
 --json prints one object:
   url           the directory, without credentials
@@ -63,8 +64,8 @@ exit status:
   2     the options are wrong"""
 
 _EXPORT_DESCRIPTION = """\
-Write the parameters of a checkpoint as one plain safetensors file: named tensors in the shapes and dtypes that
-the workers declared. The optimizer's slots stay behind."""
+Write parameters and buffers of a checkpoint as one plain safetensors file: named tensors in the shapes and dtypes
+that the workers declared. The optimizer's slots stay behind."""
 
 _EXPORT_EPILOG = """\
 examples:
@@ -73,7 +74,7 @@ examples:
 
 In Python:
   model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
-A model with buffers, such as BatchNorm's, needs strict=False: psd holds parameters only.
+It holds the buffers, too, such as BatchNorm's statistics; without them (buffers="local") the model needs strict=False.
 
 Every byte is checked on the way. The file appears when it is complete; an older one of that name is replaced.
 

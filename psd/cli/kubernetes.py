@@ -207,7 +207,7 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         script=script,
         command=command,
         worker_environ=worker_environ,
-        shard_flags=[*flags, *(f"--rule={rule}" for rule in args.rules)],
+        shard_flags=[*flags, *_beginning(args), *(f"--rule={rule}" for rule in args.rules)],
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_secs=args.checkpoint_secs,
         grace_s=args.grace_s if args.grace_s != default.grace_s else None,
@@ -216,6 +216,17 @@ def deployment(args: argparse.Namespace, words: Sequence[str], worker_environ: M
         is_dry=args.dry_run,
         is_rescale=args.rescale,
     )
+
+
+def _beginning(args: argparse.Namespace) -> list[str]:
+    """Flags that say what a new job begins with."""
+    if not args.from_checkpoint:
+        return []
+    if "://" not in args.from_checkpoint:
+        raise ConfigError(
+            f"--from-checkpoint: {args.from_checkpoint!r} would be a different place in each pod; expected a URL that all reach"
+        )
+    return [f"--from-checkpoint={args.from_checkpoint}", *(["--parameters-only"] if args.parameters_only else [])]
 
 
 def worker_command(words: Sequence[str]) -> tuple[Path | None, list[str]]:

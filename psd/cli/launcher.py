@@ -26,12 +26,13 @@ from psd.cli.display import Display, is_terminal
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
-from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, READY_PATTERN, STORED_PATTERN
+from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import StateDirectory, shard_path
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
 from psd.cli.watchdog import Watchdog
 from psd.contract.config import ConfigError
+from psd.contract.launching import READY_PATTERN
 
 _ANY_PORT = "127.0.0.1:0"
 

@@ -12,17 +12,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 READ_BYTES = 1 << 16
 _DRAIN_BYTES = 1 << 20  # what a child of the child, in a session of its own, could go on writing is cut off
-
-
-def python_command(module: str) -> list[str]:
-    """Command that runs one of psd's modules, untouched by files in the working directory such as a user's queue.py."""
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe_path, "-m", module]
 
 
 class Child:

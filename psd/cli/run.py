@@ -38,12 +38,12 @@ from psd.cli.arguments import (
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher, Plan
 from psd.cli.policy import SHARD_STARTS_MAX
-from psd.cli.processes import python_command
 from psd.cli.state import kept_run_id, private_path
 from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES
 from psd.contract.errors import InvalidRequest
+from psd.contract.launching import python_command
 
 SHARDS_MAX = 256
 WORKERS_MAX = 4096
@@ -221,7 +221,15 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         if args.metrics_port is not None:
             _check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
         checkpoints = values(args, CHECKPOINT_OPTIONS)
-        ServerConfig(0, args.shards, lease_s=args.lease_s, grace_s=args.grace_s, rules=tuple(args.rules), **checkpoints)
+        ServerConfig(
+            0,
+            args.shards,
+            lease_s=args.lease_s,
+            grace_s=args.grace_s,
+            rules=tuple(args.rules),
+            parameters_only=args.parameters_only,
+            **checkpoints,
+        )
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         _check_quorum(args.quorum, args.workers, consistency)
         _check_aggregation(args.aggregation, consistency)
@@ -268,6 +276,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         **{f"--{name.replace('_', '-')}": value for name, value in checkpoints.items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
+    shard_flags += ["--parameters-only"] if args.parameters_only else []
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:

@@ -45,9 +45,6 @@ from psd.contract.errors import PsdError
 if TYPE_CHECKING:
     from psd.rim.server import ShardServer
 
-READY_PATTERN = r"psd-server: shard (\d+)/(\d+) ready at (\S+)"
-"""The only line on standard output: the shard's address. psd-run and scripts read it."""
-
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 """The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
@@ -62,6 +59,9 @@ LAST_CHECKPOINT_PATTERN = (
 FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
+STORE_PATIENCE_S = 5.0
+"""Seconds at the start for the place of the checkpoints to be tried, and read, until that is said."""
+
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
 
@@ -71,7 +71,7 @@ DRAIN_SLACK_S = 5.0
 DESCRIPTORS_PER_WORKER, DESCRIPTORS_BESIDE = 4, 1024
 """Descriptors to ask for: more than the server accepts connections."""
 
-_DONE, _DRAINED, _FAILED = range(FIRST_WORD, FIRST_WORD + 3)  # what the threads say to the main one
+_DONE, _DRAINED, _FAILED, _ALONE = range(FIRST_WORD, FIRST_WORD + 4)  # what the threads say to the main one
 
 _USAGE = "psd-server --shard INDEX/COUNT [options]"
 
@@ -212,6 +212,11 @@ def _parser() -> Parser:
     end = parser.add_argument_group("the end")
     add_options(end, _END, SERVER_DEFAULTS)
     end.add_argument("--exit-when-done", action="store_true", help="exit, with status 0, when all workers have left")
+    end.add_argument(
+        "--exit-on-eof",
+        action="store_true",
+        help="exit, with status 0 and at once, when standard input ends: with the program that started this shard for itself",
+    )
     security = parser.add_argument_group("security (files are read again when they change)")
     add_options(security, _SECURITY, SERVER_DEFAULTS)
     security.add_argument(
@@ -245,8 +250,10 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
             shard_index,
             shard_count,
             **values(args, fields),
+            parameters_only=args.parameters_only,
             rules=tuple(args.rules),
             exit_when_done=args.exit_when_done,
+            exit_on_eof=args.exit_on_eof,
             insecure=args.insecure,
             limits=Limits(**values(args, LIMITS)),
         )
@@ -259,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit status."""
     config, log_settings = parse(argv)
     with Wakeups([signal.SIGTERM, signal.SIGINT, LAST_CHECKPOINT_SIGNAL]) as wakeups:
+        if config.exit_on_eof:
+            threading.Thread(target=_watch_input, args=(wakeups,), daemon=True).start()
         say = logs.configure("psd-server", log_settings, shard=config.shard_index)
         malloc.keep_freed_memory()
         descriptors.allow(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_BESIDE)
@@ -267,14 +276,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.
         from psd.rim.server import ShardServer
 
+        patience = threading.Timer(STORE_PATIENCE_S, say, ["psd-server: still trying, or reading, --checkpoint-dir"])
+        patience.daemon = True
+        if config.checkpoint_dir:
+            patience.start()
         try:
             server = ShardServer(config, crash_point=crash_point())
             server.start()
         except (OSError, ConfigError, PsdError) as error:
             say(f"psd-server: error: {error}")
             return EXIT_FAILURE
+        finally:
+            patience.cancel()
         print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
         return _serve(server, config, wakeups, say)
+
+
+def _watch_input(wakeups: Wakeups) -> None:
+    while os.read(0, 4096):
+        pass
+    wakeups.send(_ALONE)
 
 
 def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Callable[[str], None]) -> int:
@@ -315,18 +336,20 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
         if config.checkpoint_dir:
             give_up_at += FINAL_CHECKPOINT_S_MAX
         say(f"{name} done: all workers have left")
+    elif first == _ALONE:
+        grace_s, give_up_at = 0.0, time.monotonic() + DRAIN_SLACK_S
     else:
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
     threading.Thread(target=drain, daemon=True).start()
-    more = [word for word in more if word != _DONE]
+    more = [word for word in more if word not in (_DONE, _ALONE)]
     while not more:
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
             say(f"{name}: error: the drain does not end; ending at once")
             os._exit(EXIT_FAILURE)
-        # The last worker may leave during a drain.
-        more = [word for word in wakeups.wait(left_s) if word not in (_DONE, LAST_CHECKPOINT_SIGNAL)]
+        # During a drain the last worker may leave, or standard input end.
+        more = [word for word in wakeups.wait(left_s) if word not in (_DONE, _ALONE, LAST_CHECKPOINT_SIGNAL)]
     second = more[0]
     if second < FIRST_WORD:
         say(f"{name} got {signal_name(second)}: ending at once")

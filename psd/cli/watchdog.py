@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote_to_bytes
 
-from psd.cli.processes import python_command
 from psd.cli.state import remove_private
 from psd.cli.sweep import end_processes
+from psd.contract.launching import python_command
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. Nobody is left to tell of a longer wait."""

@@ -9,14 +9,18 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from psd.contract.arguments import refuse
 from psd.contract.printable import is_printable
 from psd.contract.waits import REPORT_AFTER_S
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 RUN_ID_BYTES_MAX = 128
+
+SAFETENSORS_SUFFIX = ".safetensors"
 
 
 class ConfigError(ValueError):
@@ -48,9 +52,15 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def parse_servers(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of HOST:PORT, in the order of the shards."""
-    servers = tuple(part.strip() for part in text.split(",") if part.strip())
+def parse_servers(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Parse addresses HOST:PORT in the order of the shards: one string, separated by commas, or one string each."""
+    if isinstance(given, str):
+        servers = tuple(part.strip() for part in given.split(",") if part.strip())
+    elif isinstance(given, (list, tuple)) and all(isinstance(server, str) for server in given):
+        servers = tuple(given)
+    else:
+        expected = 'the shards\' addresses, such as "127.0.0.1:7000,127.0.0.1:7001", or a list of them'
+        refuse(ConfigError, "servers", expected, given)
     if not servers:
         raise ConfigError("servers: expected the shards' addresses, such as 127.0.0.1:7000,127.0.0.1:7001, got an empty list")
     for server in servers:
@@ -58,7 +68,7 @@ def parse_servers(text: str) -> tuple[str, ...]:
         if port == 0:
             raise ConfigError(f"servers: {server!r} has port 0; expected the port that the shard listens on")
     if len(set(servers)) != len(servers):
-        raise ConfigError(f"servers: an address is given twice in {text!r}; each shard has its own")
+        raise ConfigError(f"servers: an address is given twice in {given!r}; each shard has its own")
     return servers
 
 
@@ -161,12 +171,15 @@ class ServerConfig:
         on_worker_failure: a worker whose program has failed is waited for until its lease runs out, as one that was killed
             ("wait"), or no longer ("continue"), or ends everybody's session, as one whose lease runs out does then ("end").
         grace_s: time for requests in progress after SIGTERM.
-        exit_when_done: end with status 0 when all workers have left.
+        exit_when_done: end with status 0 when all workers have left. exit_on_eof: when standard input ends.
         state_dir: where the arena lies, so that a killed shard goes on when it is started again; empty: a private directory in
             memory, which ends with the process.
         checkpoint_dir: URL of the checkpoints, the same for all shards; empty: none are taken.
         checkpoint_secs, checkpoint_steps: how often; 0: not by time, or not by steps.
         checkpoint_keep: how many valid ones are kept.
+        from_checkpoint: URL of a checkpoint, or of a directory of them, that a new job begins with if neither state_dir nor
+            checkpoint_dir has it; or, with parameters_only, of a plain safetensors file.
+        parameters_only: take the values of its parameters, by name, and nothing else: the job may have other rules and groups.
         rules: import paths of the users' update rules that jobs may name; rule_dir: where their modules are looked for, too.
         tls_cert, tls_key: PEM files, for TLS on every port; empty: none. Read again when they change.
         tls_client_ca: PEM file: clients must show a certificate that one of these has signed; empty: they need none.
@@ -186,11 +199,14 @@ class ServerConfig:
     on_worker_failure: str = "wait"
     grace_s: float = 10.0
     exit_when_done: bool = False
+    exit_on_eof: bool = False
     state_dir: str = ""
     checkpoint_dir: str = ""
     checkpoint_secs: float = 0.0
     checkpoint_steps: int = 0
     checkpoint_keep: int = 3
+    from_checkpoint: str = ""
+    parameters_only: bool = False
     rules: tuple[str, ...] = ()
     rule_dir: str = "."
     tls_cert: str = ""
@@ -228,6 +244,13 @@ class ServerConfig:
             raise ConfigError(f"--run-id: {self.run_id!r} has control characters")
         if (self.checkpoint_secs or self.checkpoint_steps) and not self.checkpoint_dir:
             raise ConfigError("--checkpoint-dir: not given; --checkpoint-secs and --checkpoint-steps need a place to store to")
+        if self.parameters_only and not self.from_checkpoint:
+            raise ConfigError("--from-checkpoint: not given; --parameters-only says what to take from it")
+        if self.from_checkpoint.endswith(SAFETENSORS_SUFFIX) and not self.parameters_only:
+            raise ConfigError(
+                f"--from-checkpoint: {self.from_checkpoint} holds parameters alone, without the optimizer's state; give "
+                "--parameters-only, too"
+            )
         _check_seconds("--checkpoint-secs", self.checkpoint_secs, 0, 30 * 86_400)
         _check_count("--checkpoint-steps", self.checkpoint_steps, 0, 1 << 40)
         _check_count("--checkpoint-keep", self.checkpoint_keep, 1, 1_000_000)
@@ -274,7 +297,7 @@ class ClientConfig:
     token_file: str = ""
 
     def __post_init__(self) -> None:
-        parse_servers(",".join(self.servers))
+        parse_servers(self.servers)
         if self.world_size < 1:
             raise ConfigError(f"world_size: expected at least 1, got {self.world_size}")
         if not 0 <= self.rank < self.world_size:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psd.contract import arguments
 from psd.contract.errors import InvalidRequest
 from psd.v1 import job_pb2
 
@@ -36,7 +37,7 @@ class Consistency:
     @classmethod
     def parse(cls, word: str) -> Consistency:
         """Parse the word; InvalidRequest says what was expected."""
-        mode, colon, bound = word.partition(":")
+        mode, colon, bound = arguments.word(InvalidRequest, "consistency", word).partition(":")
         if mode in ("sync", "async") and not colon:
             return cls(mode)
         if mode == "ssp" and bound.isascii() and bound.isdigit():

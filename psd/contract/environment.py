@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from psd.contract import arguments
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
 
@@ -31,12 +32,19 @@ VARIABLES = {
     "PSD_TRANSPORT": "auto, shm, tcp or grpc, unless the script says which",
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
+    "PSD_STANDALONE": "0: without a cluster do not train alone on a private shard; 1: do so whatever else is set",
     "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates; turns TLS on",
     "PSD_TLS_CERT": "PEM file of this client's own certificate, if the shards require one",
     "PSD_TLS_KEY": "PEM file of its key",
     "PSD_TOKEN_FILE": "file that holds this client's token",
 }
 """Variables for users, and their meanings; psd-run --help prints this table."""
+
+
+_HOW_TO_TRAIN = frozenset(
+    f"PSD_{name}" for name in ("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT")
+)
+"""Variables that do not say where a job is."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], NumberT], expected: str) -> NumberT | None:
@@ -63,7 +71,7 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
 
 def client_config(
     *,
-    servers: str | None = None,
+    servers: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     run_id: str | None = None,
@@ -71,10 +79,10 @@ def client_config(
     wait_timeout: float | None = None,
     retry_timeout: float | None = None,
     report_after: float | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    token_file: str | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientConfig:
     """Settings of a client: arguments first, then the environment, then defaults.
@@ -87,29 +95,70 @@ def client_config(
     world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
     for name, value in (("servers", servers), ("rank", rank), ("world_size", world_size)):
         if value is None:
+            why = why_not_alone(environ)
             raise ConfigError(
                 f"{name}: not given. Pass {name}= to connect(), set PSD_{name.upper()}, or start the script with psd-run"
+                + (f". PSD_STANDALONE=1 trains alone, which is not done by itself because {why}" if why else "")
             )
     assert servers is not None
-    assert rank is not None
-    assert world_size is not None
     seconds = {
-        "wait_timeout_s": wait_timeout if wait_timeout is not None else _seconds(environ, "PSD_WAIT_TIMEOUT"),
-        "retry_timeout_s": retry_timeout if retry_timeout is not None else _seconds(environ, "PSD_RETRY_TIMEOUT"),
-        "report_after_s": report_after,
+        "wait_timeout": wait_timeout if wait_timeout is not None else _seconds(environ, "PSD_WAIT_TIMEOUT"),
+        "retry_timeout": retry_timeout if retry_timeout is not None else _seconds(environ, "PSD_RETRY_TIMEOUT"),
+        "report_after": report_after,
     }
+    files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
+    settings: dict[str, Any] = {
+        f"{name}_s": arguments.real_number(ConfigError, name, value) for name, value in seconds.items() if value is not None
+    }
+    for name, file in files.items():
+        given = file if file is not None else environ.get(f"PSD_{name.upper()}", "")
+        settings[name] = arguments.path(ConfigError, name, given)
     return ClientConfig(
         servers=parse_servers(servers),
-        rank=rank,
-        world_size=world_size,
-        run_id=run_id if run_id is not None else environ.get("PSD_RUN_ID", ""),
-        transport=transport or environ.get("PSD_TRANSPORT", "auto"),
-        tls_ca=tls_ca if tls_ca is not None else environ.get("PSD_TLS_CA", ""),
-        tls_cert=tls_cert if tls_cert is not None else environ.get("PSD_TLS_CERT", ""),
-        tls_key=tls_key if tls_key is not None else environ.get("PSD_TLS_KEY", ""),
-        token_file=token_file if token_file is not None else environ.get("PSD_TOKEN_FILE", ""),
-        **{name: value for name, value in seconds.items() if value is not None},
+        rank=arguments.whole_number(ConfigError, "rank", rank),
+        world_size=arguments.whole_number(ConfigError, "world_size", world_size),
+        run_id=arguments.word(ConfigError, "run_id", run_id if run_id is not None else environ.get("PSD_RUN_ID", "")),
+        transport=transport if transport is not None else environ.get("PSD_TRANSPORT", "auto"),
+        **settings,
     )
+
+
+def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
+    """The reason why a program that names no servers may not train alone, on a private shard; empty if it may.
+
+    It may if nothing says that it is one of several, or belongs to a job: a worker that has lost its settings on the way must
+    not train on its own, unnoticed.
+    """
+    wish = environ.get("PSD_STANDALONE", "")
+    if wish not in ("", "0", "1"):
+        raise ConfigError(f"PSD_STANDALONE: expected 0 or 1, got {wish!r}")
+    if wish:
+        return "" if wish == "1" else "PSD_STANDALONE is 0"
+    ours = (name for name in sorted(environ) if name.startswith("PSD_") or name == "JOB_COMPLETION_INDEX")
+    named = next((name for name in ours if name not in _HOW_TO_TRAIN), None)
+    if named is not None:
+        return f"{named} is set"
+    return f"WORLD_SIZE is {environ['WORLD_SIZE']}" if environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def worker_environment(servers: str, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a worker of a local cluster: that of this process, but for what says which job it belongs to."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    inherited = {name: value for name, value in environ.items() if name not in VARIABLES or name in _HOW_TO_TRAIN}
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        **inherited,
+        "PYTHONUNBUFFERED": "1",
+        "PSD_SERVERS": servers,
+        "PSD_RANK": str(rank),
+        "PSD_WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
 
 
 def memory_directory() -> Path:

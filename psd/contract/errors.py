@@ -21,6 +21,7 @@
     │   └── BarrierTimeout
     ├── CheckpointFailed          a checkpoint could not be written or read: disk full, permission, network
     ├── CheckpointCorrupt         a checkpoint is damaged or incomplete
+    ├── CheckpointUnsupported     a checkpoint is whole, but of a version of psd whose checkpoints this one does not read
     ├── RuleFailed                a user's own update rule raised; the parameters are as they were
     ├── OutOfSpace                a shard has no room for the job's parameters, or in its --state-dir
     ├── Overloaded                a limit on concurrent work is reached
@@ -193,6 +194,12 @@ class CheckpointCorrupt(PsdError):
     """A checkpoint is damaged or incomplete; the message names the file and what is wrong with it."""
 
     code = "DATA_LOSS"
+
+
+class CheckpointUnsupported(PsdError):
+    """A checkpoint is whole, but of a format, a layout or a rule that this version of psd does not know."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class RuleFailed(PsdError):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
@@ -51,6 +53,17 @@ _AGGREGATION_NAMES = {number: name for name, number in AGGREGATIONS.items()} | {
 
 NAN_POLICIES = {"refuse": job_pb2.NAN_POLICY_REFUSE, "skip": job_pb2.NAN_POLICY_SKIP, "allow": job_pb2.NAN_POLICY_ALLOW}
 _NAN_POLICY_NAMES = {number: name for name, number in NAN_POLICIES.items()} | {job_pb2.NAN_POLICY_UNSPECIFIED: "refuse"}
+
+_WORDS = {
+    "world_size": "world_size",
+    "consistency": "consistency",
+    "quorum": "quorum",
+    "reduction": "reduce",
+    "aggregation": "aggregation",
+    "clip_norm": "clip_norm",
+    "nan_policy": "nan_policy",
+}
+"""Names that workers have for the fields of a JobSpec."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,15 @@ class GroupSpec:
     def info(self) -> RuleInfo:
         """Facts of the rule, staleness included; InvalidRequest if there is none."""
         return rule_info(self.rule, slots=self.slots, scalars=self.scalars, staleness=self.staleness)
+
+    def differences(self, other: GroupSpec) -> Iterator[tuple[str, object, object]]:
+        """Differences that there may be from another group, each with its two values; the optimizer comes first."""
+        yield "optimizer", self.rule, other.rule
+        for flag in sorted({*self.flags, *other.flags}):
+            yield flag, "on" if flag in self.flags else "off", "on" if flag in other.flags else "off"
+        for field in ("slots", "scalars", "staleness"):
+            yield field, getattr(self, field) or "none", getattr(other, field) or "none"
+        yield from zip(self.info.constants, self.constants, other.constants, strict=True)
 
     @property
     def is_static(self) -> bool:
@@ -166,6 +188,8 @@ class JobSpec:
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
         self._check_norms()
+        if not self.tensors:
+            raise InvalidTensor("tensors: there must be at least one parameter")
         seen: set[str] = set()
         for tensor in self.tensors:
             self._check_tensor(tensor)
@@ -313,15 +337,38 @@ class JobSpec:
         )
 
     def difference(self, other: JobSpec) -> str | None:
-        """The first difference between this spec (declared first) and `other`, in words, or None if they are equal."""
-        for field in ("world_size", "consistency", "quorum", "reduction", "aggregation", "clip_norm", "nan_policy"):
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
-                return f"{field}: declared first as {mine}, now {theirs}"
-        for kind, first, second in (("group", self.groups, other.groups), ("tensor", self.tensors, other.tensors)):
-            for index, (mine, theirs) in enumerate(zip(first, second, strict=False)):
-                if mine != theirs:
-                    return f"{kind} {index}: declared first as {mine}, now {theirs}"
-            if len(first) != len(second):
-                return f"number of {kind}s: declared first as {len(first)}, now {len(second)}"
-        return None
+        """The first difference between this spec, the job's, and another worker's, in the words of a worker; None if they are
+        equal."""
+        words = [(word, getattr(self, field) or "none", getattr(other, field) or "none") for field, word in _WORDS.items()]
+        return _first_difference(chain(words, self._stored_differences(other, self.groups, other.groups)), "the job")
+
+    def difference_from_stored(self, other: JobSpec, checkpoint: str) -> str | None:
+        """The first difference between the job of a checkpoint, this spec, and a worker's that may not differ; else None."""
+        found = self._stored_differences(other, self.stored_groups, other.stored_groups)
+        return _first_difference(found, f"checkpoint {checkpoint}")
+
+    def _stored_differences(
+        self, other: JobSpec, groups: Sequence[GroupSpec], groups_there: Sequence[GroupSpec]
+    ) -> Iterator[tuple[str, object, object]]:
+        """Differences that there may be of tensors and groups, each with its two values."""
+        mine, theirs = ({tensor.name: tensor for tensor in spec.tensors} for spec in (self, other))
+        for name in [*mine, *theirs]:
+            yield f"parameter {name!r}", "is" if name in mine else "is not", "is" if name in theirs else "is not"
+        for name, tensor in mine.items():
+            for field in ("shape", "dtype"):
+                yield f"{field} of parameter {name!r}", getattr(tensor, field), getattr(theirs[name], field)
+        for index, (tensor, tensor_there) in enumerate(zip(self.tensors, other.tensors, strict=True)):
+            yield f"name of parameter number {index}", tensor.name, tensor_there.name
+        yield "number of parameter groups", len(groups), len(groups_there)
+        for index, (group, group_there) in enumerate(zip(groups, groups_there, strict=True)):
+            for what, value, value_there in group.differences(group_there):
+                yield f"{what} of parameter group {index}", value, value_there
+        for name, tensor in mine.items():
+            yield f"group of parameter {name!r}", tensor.group, theirs[name].group
+
+
+def _first_difference(pairs: Iterable[tuple[str, object, object]], where: str) -> str | None:
+    for what, value, value_there in pairs:
+        if value != value_there:
+            return f"{what}: {value} in {where}, {value_there} in this worker's declaration"
+    return None

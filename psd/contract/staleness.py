@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from psd.contract.arguments import refuse
 from psd.contract.errors import InvalidRequest
 from psd_core.optimizer import Range, RuleFacts
 
@@ -51,9 +52,11 @@ DC-ASGD-c and DC-ASGD-a (Zheng et al. 2017, arXiv:1609.08326), with that paper's
 _EXPECTED = 'expected "lr", "dc" or "dc-adaptive", the latter two also with a number, such as "dc:0.04"'
 
 
-def parse_staleness(word: str) -> tuple[str, dict[str, float]]:
-    """Parse a word such as "dc:0.04" into name and scalars; InvalidRequest says what was expected."""
-    name, colon, number = word.partition(":")
+def parse_staleness(word: str | None) -> tuple[str, dict[str, float]]:
+    """Parse a word such as "dc:0.04" into name and scalars; None: no treatment. InvalidRequest says what was expected."""
+    if not isinstance(word, str | None):
+        refuse(InvalidRequest, "staleness", _EXPECTED.removeprefix("expected "), word)
+    name, colon, number = (word or NONE).partition(":")
     if name not in STALENESS or (not name and word):
         raise InvalidRequest(f"staleness: got {word!r}; {_EXPECTED}")
     scalars = {scalar: default for scalar, default, _ in STALENESS[name].scalars}

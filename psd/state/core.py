@@ -185,6 +185,18 @@ class ShardCore:
         checkpoint = CutName.of(self.restored_from)
         return 0 if checkpoint is None else checkpoint[1]
 
+    @property
+    def how_to_begin_afresh(self) -> str:
+        """Advice, in an error, for who means another job than the one that is here."""
+        if self.restored_from:
+            return (
+                f"The job goes on from checkpoint {self.restored_from}; to begin another one, start the shards with another "
+                "--checkpoint-dir; --from-checkpoint with --parameters-only takes the parameters alone"
+            )
+        if self.config.state_dir and self.job is not None and self.job.arena.word("restarts"):
+            return "The job goes on from --state-dir; to begin another one, remove that directory, or name another"
+        return "All workers of a job declare the same; to begin another job, start other shards, as psd-run does each time"
+
     def recover(self) -> bool:
         """Go on with the job that an earlier process of this shard held; False if there is none."""
         found = self.storage.recover()

@@ -31,7 +31,8 @@ _LOSES = "a round cannot be completed any more (exact aggregation)"
 
 TRANSITIONS: dict[Life, dict[Life, str]] = {
     Life.EMPTY: {
-        Life.UNREAD: "all initial values are there; or, at the start: an earlier process has left them",
+        Life.UNREAD: "all initial values are there, from a worker or --from-checkpoint; or, at the start: an earlier process "
+        "has left them",
         Life.SERVING: _RECOVERED,
         Life.TENTATIVE: _RECOVERED,
         Life.RESTORED: _RECOVERED,

@@ -79,15 +79,16 @@ class Shard:
     ) -> None:
         self.config = config
         self.now = now
-        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=directory is not None)
+        has_checkpoints = directory is not None or bool(config.from_checkpoint and not config.parameters_only)
+        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=has_checkpoints)
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover()
         if directory is not None and not self.is_recovered:
             check_writable(directory)
         with self._core.job_lock:
-            self.restored_from = None if self.is_recovered else self.restoration.load_newest()
-        self.admission = Admission(self._core, wall, self.restoration.redeclare)
+            self.restored_from = None if self.is_recovered else self.restoration.begin()
+        self.admission = Admission(self._core, wall, self.restoration.redeclare, self.restoration.give_values)
         self.schedule = CutSchedule(self._core, self.cuts, wall)
         self.exchange = Exchange(self._core, self.cuts, self.schedule)
         self.buffers = BufferDesk(self._core, self.cuts)

@@ -166,7 +166,9 @@ def specs(draw):
         st.integers(8_000, 60_000).map(lambda n: (n,)),
         st.sampled_from([(300_000,), (513, 1027)]),
     )
-    tensors = draw(st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPES)), st.integers(0, len(groups) - 1)), max_size=6))
+    tensors = draw(
+        st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPES)), st.integers(0, len(groups) - 1)), min_size=1, max_size=6)
+    )
     return JobSpec(
         world_size=draw(st.integers(1, 5)),
         tensors=tuple(TensorSpec(f"layer.{i}", *rest) for i, rest in enumerate(tensors)),

@@ -16,7 +16,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint.cut import MANIFEST
 from psd.checkpoint.manifest import ManifestDocument
 from psd.checkpoint.sealing import seal, unseal
-from psd.contract.errors import CheckpointCorrupt
+from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 from psd.contract.jobspec import JobSpec, TensorSpec
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -66,11 +66,12 @@ def test_unseal_when_any_byte_is_flipped_then_the_document_is_refused():
 def test_unseal_when_a_later_psd_wrote_it_then_says_which():
     data = seal({"format": "psd-checkpoint", "format_version": 2, "psd_version": "9.1"})
 
-    with pytest.raises(CheckpointCorrupt, match=r"version 2, written by psd 9\.1; this is psd .*, which reads .* version 1"):
+    with pytest.raises(CheckpointUnsupported, match=r"version 2, written by psd 9\.1; this is psd .*, which reads .* 1"):
         unseal(data, "x")
 
 
-def test_manifest_when_content_is_unexpected_then_it_is_corrupt_not_a_crash():
+def test_manifest_when_content_is_unexpected_then_it_is_refused_without_a_crash():
+    """What cannot be read is damaged; a job that can be read and is none that this psd knows may be a later psd's."""
     head = {"format": "psd-checkpoint", "format_version": 1, "psd_version": psd.__version__, "name": "n"}
     identity = {"run_id": "r", "timeline": 0, "step": 0, "created_at": 0.0, "shard_count": 0, "layout_digest": ""}
     rest = {"parts": [], "worker_clocks": {}, "client_states": {}, "spaces": [], "job_spec": ""}
@@ -85,8 +86,9 @@ def test_manifest_when_content_is_unexpected_then_it_is_corrupt_not_a_crash():
         {**head, **identity, **rest},  # a job without workers
         {**head, **identity, **rest, "worker_clocks": []},
     ):
-        with pytest.raises(CheckpointCorrupt, match=r"n/manifest\.json: "):
+        with pytest.raises((CheckpointCorrupt, CheckpointUnsupported), match=r"n/manifest\.json: ") as refused:
             ManifestDocument(seal(document), "n").with_parts([])
+    assert refused.type is CheckpointUnsupported
 
 
 def test_load_when_a_part_does_not_hold_all_blocks_then_it_is_corrupt():
@@ -104,7 +106,7 @@ def test_load_when_a_part_does_not_hold_all_blocks_then_it_is_corrupt():
 
 
 def _read(directory: CheckpointDirectory, name: str) -> bytes:
-    return directory._storage.read(name, MANIFEST)
+    return directory.storage.read(name, MANIFEST)
 
 
 def test_complete_when_many_shards_do_it_at_once_then_the_manifest_is_one_and_the_same(tmp_path):
@@ -164,7 +166,7 @@ def test_complete_when_a_part_is_of_another_run_then_it_is_corrupt(tmp_path):
     assert other.name == cut.name
 
     with pytest.raises(CheckpointCorrupt, match=r"shard-00000-of-00001\.json: belongs to another checkpoint: layout_digest"):
-        directory.complete(type(cut)(**{**vars(cut), "layout": cut_of(JobSpec(1, ()), 1).layout}))
+        directory.complete(type(cut)(**{**vars(cut), "layout": cut_of(JobSpec(1, (TensorSpec("other", (1,)),)), 1).layout}))
     with pytest.raises(CheckpointCorrupt, match="run_id is 'run-1', not 'run-2'"):
         directory.complete(type(cut)(**{**vars(cut), "run_id": "run-2"}))
 

@@ -124,5 +124,5 @@ def test_read_blocks_when_the_tensors_differ_then_the_first_difference_is_named(
     store(directory, cut)
     other = dataclasses.replace(cut.spec, tensors=(*cut.spec.tensors[:-1], TensorSpec("head.gain", (4,), "float16", 1)))
 
-    with pytest.raises(SpecMismatch, match=r"tensor 5: .*head\.gain.*\(3,\).*\(4,\)"):
+    with pytest.raises(SpecMismatch, match=r"^shape of parameter 'head.gain': \(3,\) in checkpoint .*, \(4,\) in this worker"):
         list(directory.read_blocks(directory.load(cut.name), Layout(other, 2), 0))

@@ -12,8 +12,9 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psd.cli import descriptors, malloc
-from psd.cli.server import READY_PATTERN, main, parse
+from psd.cli.server import main, parse
 from psd.contract.config import ConfigError
+from psd.contract.launching import READY_PATTERN
 from psd.rim.server import ShardServer
 from psd.v1 import control_pb2, control_pb2_grpc
 

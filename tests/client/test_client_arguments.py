@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,15 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.optimizers import scalar_values, spec_of
 from psd_client.param_groups import ParamGroups
 from psd_client.tensors import NamedTensors, tensor_specs
+
+W = {"w": np.zeros(2)}
+
+
+@pytest.fixture(scope="module")
+def connected(module_cluster: Any) -> Any:
+    """A worker of a job of its own; one of the tests declares it."""
+    with connect([module_cluster(1).shards[0].address], np.int64(0), 1) as ps:  # type: ignore[call-overload]
+        yield ps
 
 
 @pytest.mark.parametrize(
@@ -134,8 +144,10 @@ def test_param_groups_when_options_differ_then_each_group_has_its_own() -> None:
         ([{"params": ["w"]}], "groups: 'b' is in no group"),
         ([{"params": ["w", "b", "w"]}], "'w' is in two groups"),
         ([{"params": ["w", "b", "x"]}], "'x' is not among the parameters"),
-        ([{"params": "wb"}], r"groups\[0\]: expected 'params', a list of names"),
-        ([{"lr": 1}], r"groups\[0\]: expected 'params'"),
+        ([{"params": "wb"}], r"groups\[0\]: expected a dict with 'params', a list of names"),
+        ([3], r"groups\[0\]: expected a dict with 'params', a list of names, got 3"),
+        ([{"params": [["w"]]}], r"groups\[0\]\['params'\]: \['w'\] is not among the parameters"),
+        ([{"lr": 1}], r"groups\[0\]: expected a dict with 'params'"),
         ([{"params": ["w", "b"], "learning_rate": 1}], r"groups\[0\]: no option 'learning_rate'"),
         ([{"params": ["w", "b"], "lr": -1}], r"groups\[0\]: lr: must be"),
     ],
@@ -158,11 +170,13 @@ def test_param_groups_when_the_optimizer_is_something_else_then_says_what_is_exp
         ({"w": np.zeros(2, dtype=np.complex64)}, "got complex64"),
         ({"w": ["a"]}, "dtype must be"),
         ({3: np.zeros(2)}, "names must be strings, got 3"),
+        ([np.zeros(2)], r'params: expected arrays by name, such as \{"w": array\}, got \[array'),
+        (None, "params: expected arrays by name"),
     ],
 )
 def test_tensor_specs_when_a_parameter_is_wrong_then_names_it(params: Any, match: str) -> None:
     with pytest.raises(InvalidTensor, match=match):
-        tensor_specs(params, dict.fromkeys(params, 0))
+        tensor_specs(params, {3: 0, "w": 0})
 
 
 def named_tensors() -> tuple[NamedTensors, FlatBuffers]:
@@ -179,6 +193,7 @@ def named_tensors() -> tuple[NamedTensors, FlatBuffers]:
         ({"s": 1.0, "w": np.float32(1)}, r"shape must be \(2, 3\), got \(\)"),
         ({"s": 1.0, "w": np.ones((2, 3))}, r"grads\['w'\]: dtype must be float32, got float64"),
         ({"s": 1.0, "w": np.ones((2, 3), np.int32)}, "got int32"),
+        ([1.0], "grads: expected arrays by name"),
         ({"s": 1.0, "w": None}, r"grads\['w'\]"),
     ],
 )
@@ -235,6 +250,17 @@ def test_copies_when_made_then_are_new_arrays_of_the_declared_dtype() -> None:
         ({"servers": "h:1", "rank": 0}, "world_size: not given"),
         ({"servers": "h", "rank": 0, "world_size": 1}, "servers: expected HOST:PORT"),
         ({"servers": "h:1", "rank": 1, "world_size": 1}, r"rank: expected 0 to 0"),
+        ({"servers": 5, "rank": 0, "world_size": 1}, "servers: expected the shards' addresses, .* or a list of them, got 5"),
+        ({"servers": [], "rank": 0, "world_size": 1}, "servers: .* got an empty list"),
+        ({"servers": ["h:1", None], "rank": 0, "world_size": 1}, "servers: expected the shards' addresses"),
+        ({"servers": ["h:1", "h"], "rank": 0, "world_size": 1}, "servers: expected HOST:PORT .* got 'h'"),
+        ({"servers": "h:1", "rank": "0", "world_size": 1}, "rank: expected a whole number, got '0'"),
+        ({"servers": "h:1", "rank": True, "world_size": 1}, "rank: expected a whole number, got True"),
+        ({"servers": "h:1", "rank": 0, "world_size": 1.5}, "world_size: expected a whole number, got 1.5"),
+        ({"servers": "h:1", "rank": 0, "world_size": 1, "run_id": 3}, "run_id: expected a string, got 3"),
+        ({"servers": "h:1", "rank": 0, "world_size": 1, "wait_timeout": "5"}, "wait_timeout: expected a number, got '5'"),
+        ({"servers": "h:1", "rank": 0, "world_size": 1, "tls_ca": 3}, "tls_ca: expected a path, got 3"),
+        ({"servers": "h:1", "rank": 0, "world_size": 1, "token_file": Path("/nowhere")}, "token_file: cannot read /nowhere"),
         (
             {"servers": "h:1", "rank": 0, "world_size": 1, "transport": "pigeon"},
             "transport: expected one of auto, shm, tcp, gr",
@@ -248,6 +274,27 @@ def test_connect_when_a_setting_is_wrong_then_names_it(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=match):
         connect(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda ps: ps.declare(W, SGD(lr=1), staleness=3), 'staleness: expected "lr", "dc" or .* got 3'),
+        (lambda ps: ps.declare(W, SGD(lr=1), consistency=["sync"]), r"consistency: expected a string, got \['sync'\]"),
+        (lambda ps: ps.declare(W, SGD(lr=1), reduce=[]), r"reduce: expected one of mean, sum, got \[\]"),
+        (lambda ps: ps.declare(W, SGD(lr=1), quorum="1"), "quorum: expected a whole number, got '1'"),
+        (lambda ps: ps.declare(W, SGD(lr=1), aggregation={}), "aggregation: expected one of fast, exact, got {}"),
+        (lambda ps: ps.declare(W, SGD(lr=1), clip_norm="1"), "clip_norm: expected a number, got '1'"),
+        (lambda ps: ps.declare(W, SGD(lr=1), nan_policy=None), "nan_policy: expected one of refuse, skip, allow, got None"),
+        (lambda ps: ps.declare(W, SGD(lr=1), staleness=None) and ps.push(W, weight="2"), "weight: expected a number, got '2'"),
+        (lambda ps: ps.barrier(3), "name: expected a string, got 3"),
+        (lambda ps: ps.save_client_state("text"), "client state: expected bytes, got 'text'"),
+    ],
+)
+def test_calls_when_an_argument_is_of_the_wrong_kind_then_name_it(connected: Any, call: Any, words: str) -> None:
+    """Not one of them is Python's own error from somewhere below, and what None may stand for, it does."""
+    with pytest.raises(InvalidRequest, match=f"^{words}"):
+        call(connected)
 
 
 @pytest.mark.process

@@ -20,7 +20,9 @@ def specs(draw):
     """Jobs of a few tensors: scalars, empty ones, small ones, some larger than a block."""
     sizes = st.one_of(st.just(()), st.just((0, 3)), st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 700_000)))
     tensors = draw(
-        st.lists(st.tuples(sizes, st.sampled_from(("float32", "float64", "bfloat16")), st.integers(0, 2)), max_size=8)
+        st.lists(
+            st.tuples(sizes, st.sampled_from(("float32", "float64", "bfloat16")), st.integers(0, 2)), min_size=1, max_size=8
+        )
     )
     return JobSpec(1, tuple(TensorSpec(f"t{i}", *t) for i, t in enumerate(tensors)), GROUPS)
 

@@ -64,8 +64,11 @@ def test_specs_come_back_from_their_message_and_name_what_differs() -> None:
     spec = job(clip_norm=0.5, nan_policy="skip")
 
     assert JobSpec.from_message(spec.to_message()) == spec
-    assert spec.difference(job(clip_norm=0.25, nan_policy="skip")) == "clip_norm: declared first as 0.5, now 0.25"
-    assert spec.difference(job(clip_norm=0.5)) == "nan_policy: declared first as skip, now refuse"
+    assert (
+        spec.difference(job(clip_norm=0.25, nan_policy="skip"))
+        == "clip_norm: 0.5 in the job, 0.25 in this worker's declaration"
+    )
+    assert spec.difference(job(clip_norm=0.5)) == "nan_policy: skip in the job, refuse in this worker's declaration"
 
 
 def test_the_scale_is_that_of_torch() -> None:

@@ -162,6 +162,8 @@ def test_errors_keep_their_type_outside_of_jit(run_workers):
     [
         ({"optimizer": 0.1}, TypeError, "expected one of psd_client's, such as psd_client.Adam"),
         ({"ps": object(), "connect_args": {"servers": "x:1"}}, TypeError, "pass either ps or connect_args"),
+        ({"ps": object()}, TypeError, "ps: expected what psd_client.connect"),
+        ({"params": {}}, psd_client.InvalidTensor, "params: has no leaves"),
         ({"params": {"n": jnp.ones(2, "int32")}}, psd_client.InvalidTensor, "params\\['n'\\]: dtype must be one of"),
         ({"params": {"a": [jnp.ones(2)], "a/0": jnp.ones(2)}}, psd_client.InvalidTensor, "two leaves have the same path"),
     ],

@@ -132,7 +132,7 @@ def test_tf_distribute_is_refused():
         tf.distribute.OneDeviceStrategy("cpu:0").scope(),
         pytest.raises(psd_client.InvalidRequest, match="psd takes its place"),
     ):
-        psd.distribute(small_model(), momentum(), ps=object())
+        psd.distribute(small_model(), momentum())
 
 
 def test_a_first_epoch_that_is_stepped_in_graphs_counts_all_steps(run_workers):

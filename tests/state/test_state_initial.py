@@ -29,14 +29,14 @@ def test_the_first_declaration_holds_and_equal_ones_join():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"consistency": Consistency.parse("ssp:2"), "quorum": 0}, "consistency: declared first as sync, now ssp:2"),
-        ({"reduction": "sum"}, "reduction: declared first as mean, now sum"),
-        ({"quorum": 1}, "quorum: declared first as 2, now 1"),
-        ({"tensors": (TensorSpec("t0", (4,), "float64"),)}, r"tensor 0.*\(3,\).*\(4,\)"),
-        ({"tensors": (TensorSpec("other", (3,), "float64"),)}, "tensor 0.*'t0'.*'other'"),
-        ({"tensors": ()}, "number of tensors: declared first as 1, now 0"),
-        ({"groups": (GroupSpec("sgd", ("momentum",)),)}, "group 0.*momentum"),
-        ({"groups": (GroupSpec(), GroupSpec())}, "number of groups: declared first as 1, now 2"),
+        ({"consistency": Consistency.parse("ssp:2"), "quorum": 0}, "consistency: sync in the job, ssp:2 in this"),
+        ({"reduction": "sum"}, "reduce: mean in the job, sum in this"),
+        ({"quorum": 1}, "quorum: 2 in the job, 1 in this"),
+        ({"tensors": (TensorSpec("t0", (4,), "float64"),)}, r"shape of parameter 't0': \(3,\) in the job, \(4,\) in this"),
+        ({"tensors": (TensorSpec("other", (3,), "float64"),)}, "parameter 't0': is in the job, is not in this"),
+        ({"tensors": (TensorSpec("t0", (3,), "float64"), TensorSpec("u", (1,)))}, "parameter 'u': is not in the job, is in"),
+        ({"groups": (GroupSpec("sgd", ("momentum",)),)}, "momentum of parameter group 0: off in the job, on in this"),
+        ({"groups": (GroupSpec(), GroupSpec())}, "number of parameter groups: 1 in the job, 2 in this"),
         ({"world_size": 3, "quorum": 3}, "world_size: joined with 2, declared 3"),
     ],
 )

@@ -12,6 +12,7 @@ from helpers_torch import backward, batch, small_model, values  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import LBFGS, SGD, AdamW  # noqa: E402
 
+import psd_client  # noqa: E402
 import psd_client.torch as psd  # noqa: E402
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient  # noqa: E402
 
@@ -72,6 +73,45 @@ def test_choice_of_torchs_kernel_is_ignored(run_workers, options):
         return True
 
     assert run_workers(1, 1, worker) == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": [nn.Linear(1, 1)]}, TypeError, r"model: expected a torch.nn.Module, got \[Linear"),
+        ({"optimizer": None}, TypeError, "optimizer: expected one of torch.optim, or a rule of psd_client, got None"),
+        ({"optimizer": SGD}, TypeError, "optimizer: expected one of torch.optim"),
+        ({"staleness": 1}, InvalidRequest, 'staleness: expected "lr"'),
+        (
+            {"overlap": True, "clip_norm": 1.0, "consistency": "async"},
+            InvalidRequest,
+            "clip_norm .*'async'.* leave one",
+        ),
+        ({"servers": 3}, ValueError, "servers: expected the shards' addresses"),
+    ],
+)
+def test_argument_of_the_wrong_kind_is_refused_by_name(arguments, error, message):
+    model = small_model()
+    given = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1), "servers": NOBODY, "rank": 0, "world_size": 1}
+    with pytest.raises(error, match=message):
+        psd.distribute(**given | arguments)
+
+
+def test_what_is_distributed_already_is_refused(cluster):
+    """Whichever way it is done a second time: the message says how to train two models."""
+    model = small_model()
+    given, servers = SGD(model.parameters(), lr=0.1), cluster(1).servers
+    with psd_client.connect(servers, 0, 1) as ps:
+        optimizer = psd.distribute(model, given, ps=ps)
+        with pytest.raises(TypeError, match="optimizer: is distributed already; pass the torch"):
+            psd.distribute(model, optimizer, ps=ps)
+        with pytest.raises(InvalidRequest, match=r"declared its job already.*torch\.nn\.ModuleList"):
+            psd.distribute(model, given, ps=ps)
+        with pytest.raises(InvalidRequest, match="batch_size: expected a number, got '3'"):
+            optimizer.step(batch_size="3")
+        other = nn.Linear(1, 1)
+        with pytest.raises(psd_client.SpecMismatch, match=r"parameter .*connected twice as worker 0.*torch\.nn\.ModuleList"):
+            psd.distribute(other, SGD(other.parameters(), lr=0.1), servers=servers, rank=0, world_size=1)
 
 
 def test_optimizer_that_has_momentum_already_is_refused():

@@ -21,6 +21,7 @@ from typing import Any
 
 import keras
 
+from psd.contract.arguments import real_number
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
@@ -44,7 +45,7 @@ def distribute(
     reduce: str | None = None,
     quorum: int | None = None,
     aggregation: str | None = None,
-    staleness: str = "",
+    staleness: str | None = None,
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
     **connect_args: Any,
@@ -75,6 +76,10 @@ def distribute(
     """
     if ps is not None and connect_args:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
+    if not isinstance(ps, ParameterServer | None):
+        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"model: expected a keras.Model, got {model!r}")
     link_type = _link_type()
     given = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
     scaler = given if isinstance(given, keras.optimizers.LossScaleOptimizer) else None
@@ -131,6 +136,8 @@ def _link_type() -> type[Link]:
 
 
 def _options(given: Any) -> KerasOptions:
+    if isinstance(given, _Distributed):
+        raise TypeError("optimizer: is distributed already; pass the Keras optimizer that distribute() was given")
     if not isinstance(given, keras.optimizers.Optimizer):
         raise TypeError(f"optimizer: expected one of keras.optimizers, or its name, got {given!r}")
     # On torch Keras makes an instance of a subclass with torch's own kernels for the same arithmetic.
@@ -171,7 +178,7 @@ class _Distributed:
 
     @batch_size.setter
     def batch_size(self, value: float) -> None:
-        self._link.batch_size = float(value)
+        self._link.batch_size = real_number(InvalidRequest, "batch_size", value)
 
     @property
     def error(self) -> BaseException | None:

@@ -20,6 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from psd.contract.arguments import real_number
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
@@ -60,7 +61,7 @@ def distribute(
     reduce: str | None = None,
     quorum: int | None = None,
     aggregation: str | None = None,
-    staleness: str = "",
+    staleness: str | None = None,
     clip_norm: float | None = None,
     nan_policy: str = "refuse",
     overlap: bool | str = False,
@@ -108,6 +109,8 @@ def distribute(
     """
     if ps is not None and connect_args:
         raise TypeError(f"distribute: pass either ps or {', '.join(sorted(connect_args))}; ps is connected already")
+    if not isinstance(ps, ParameterServer | None):
+        raise TypeError(f"ps: expected what psd_client.connect() returns, got {ps!r}")
     if buffers not in BUFFER_POLICIES:
         raise InvalidRequest(f'buffers: must be "first", "mean" or "local", got {buffers!r}')
     if overlap not in (False, True, "forward"):
@@ -118,14 +121,20 @@ def distribute(
             f'overlap: "forward" is for consistency="async", where parameters may be old; this job is {str(mode)!r}'
         )
     if overlap and clip_norm is not None and not mode.has_rounds:
-        raise InvalidRequest("overlap: not with clip_norm without rounds, where the whole gradient must be there first")
-    if overlap == "forward" and staleness.startswith("dc"):
+        raise InvalidRequest(
+            f"overlap: not with clip_norm under consistency={str(mode)!r}, where each push is clipped by its own norm, which "
+            'is known only when back-propagation has ended; leave one of them out, or use consistency="sync"'
+        )
+    stale, stale_scalars = parse_staleness(staleness)
+    if overlap == "forward" and stale.startswith("dc"):
         raise InvalidRequest(
             f'overlap: not "forward" with staleness={staleness!r}; shards do not keep the older parameters that some gradients '
             "then come from"
         )
     if overlap and nan_policy == "skip":
         raise InvalidRequest('overlap: not with nan_policy="skip", which looks at the whole gradient before anything is sent')
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
     if isinstance(optimizer, Optimizer):
         always, template = optimizer.always, spec_of(optimizer)
         optimizer = Options(optimizer, params if params is not None else [p for p in model.parameters() if p.requires_grad])
@@ -133,11 +142,10 @@ def distribute(
         raise TypeError("params: torch's optimizers have theirs already; it is for psd_client's rules")
     else:
         always, template = check_optimizer(optimizer)
-    name, stale_scalars = parse_staleness(staleness)
     for group in optimizer.param_groups:
         for scalar, value in stale_scalars.items():
             group.setdefault(scalar, value)
-    declaration = read_declaration(model, optimizer, replace(template, staleness=name), always, buffers)
+    declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
@@ -246,7 +254,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PsdError: what the shards or the connection refuse.
         """
         loss = None
-        size = self._size_of_step = float(self.batch_size if batch_size is None else batch_size)
+        size = self._size_of_step = real_number(
+            InvalidRequest, "batch_size", self.batch_size if batch_size is None else batch_size
+        )
         try:
             if closure is not None:
                 with torch.enable_grad():

@@ -143,6 +143,10 @@ def state_values(declaration: TorchDeclaration, state: Mapping[str, torch.Tensor
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], GroupSpec]:
     """Check the optimizer; return the rule that corresponds to it."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected one of torch.optim, or a rule of psd_client, got {optimizer!r}")
+    if hasattr(optimizer, "ps"):
+        raise TypeError("optimizer: is distributed already; pass the torch.optim optimizer that distribute() was given")
     kind = type(optimizer)
     rule, always = rule_of(kind, torch.optim)
     check_no_slots(optimizer.state.values(), "optimizer: it has been stepped, and its state")

@@ -17,6 +17,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from psd.contract.arguments import whole_number
 from psd.contract.errors import InvalidRequest
 
 
@@ -56,7 +57,7 @@ def scheduler(given: LRScheduler, *, every: int = 1) -> DistributedScheduler:
         InvalidRequest: a scheduler that cannot be brought to any clock, that has been stepped, or of another optimizer.
     """
     _check(given)
-    if every < 1:
+    if whole_number(InvalidRequest, "every", every) < 1:
         raise InvalidRequest(f"every: must be at least 1, got {every}")
     found = _owners.get(given.optimizer)
     owner = found() if found is not None else None

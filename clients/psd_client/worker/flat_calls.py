@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract import arguments
 from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
-from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.jobspec import AGGREGATIONS, NAN_POLICIES, REDUCTIONS, GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
 from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
-from psd_client.worker.worker import WorkerConnection
+from psd_client.worker.worker import ONE_JOB, WorkerConnection
 
 
 class FlatCalls(WorkerConnection):
@@ -44,26 +45,29 @@ class FlatCalls(WorkerConnection):
         """
         with self.operation("declare"):
             if self._exchange is not None:
-                raise RuntimeError("psd: this worker has declared its job already; a job is declared once")
+                raise InvalidRequest(f"declare: this connection has declared its job already. {ONE_JOB}")
             default = job_defaults()
             mode = default.consistency_of(consistency)
             if quorum is None:
                 quorum = default.quorum if mode.has_rounds else 0
+            if clip_norm is not None and not arguments.real_number(InvalidRequest, "clip_norm", clip_norm) > 0:
+                raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
+            arguments.choice(InvalidRequest, "nan_policy", nan_policy, NAN_POLICIES)
             if aggregation is None:
                 is_layerwise = any(group.is_layerwise for group in groups)
                 needs_exact = clip_norm is not None or nan_policy == "skip" or is_layerwise
                 aggregation = "fast" if not mode.has_rounds else "exact" if needs_exact else default.aggregation
-            if clip_norm is not None and not clip_norm > 0:
-                raise InvalidRequest(f"clip_norm: must be > 0, or None for no clipping, got {clip_norm}")
             spec = JobSpec(
                 world_size=self.world_size,
                 tensors=tuple(tensors),
                 groups=tuple(groups),
                 consistency=mode,
-                reduction=reduce if reduce is not None else default.reduction,
-                quorum=quorum,
-                aggregation=aggregation,
-                clip_norm=clip_norm or 0.0,
+                reduction=arguments.choice(
+                    InvalidRequest, "reduce", reduce if reduce is not None else default.reduction, REDUCTIONS
+                ),
+                quorum=arguments.whole_number(InvalidRequest, "quorum", quorum),
+                aggregation=arguments.choice(InvalidRequest, "aggregation", aggregation, AGGREGATIONS),
+                clip_norm=float(clip_norm or 0.0),
                 nan_policy=nan_policy,
             )
             layout = Layout(spec, len(self._shards.lanes))

@@ -11,11 +11,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from psd.contract import arguments
 from psd.contract.config import ClientConfig
-from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, WaitTimeout
+from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
@@ -30,15 +31,23 @@ logger = logging.getLogger("psd_client")
 
 CLIENT_STATE_BYTES_MAX = 1 << 20
 
+ONE_JOB = (
+    "A process is one worker of one job, and what a job trains is fixed. To train two models, declare them together: in torch "
+    "as one torch.nn.ModuleList, with one optimizer"
+)
+"""Advice for who declares a second time."""
+
 
 class WorkerConnection:
     """One worker of a job, over flat buffers.
 
     Args:
         config: settings. lanes: the way to each shard, in their order; closed with the connection.
+        on_end: called when it has ended, whichever way.
     """
 
-    def __init__(self, config: ClientConfig, lanes: Sequence[Lane]) -> None:
+    def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
+        self._on_end = on_end
         self._ended = threading.Lock()  # taken once, and for good, by close()
         self._config = config
         self._pid = os.getpid()
@@ -79,6 +88,7 @@ class WorkerConnection:
 
     def barrier(self, name: str) -> None:
         """See ParameterServer.barrier."""
+        arguments.word(InvalidRequest, "name", name)
         with self.operation(f"barrier {name!r}"):
             self._session.barrier(name)
 
@@ -99,6 +109,8 @@ class WorkerConnection:
 
     def save_client_state(self, state: bytes) -> None:
         """See ParameterServer.save_client_state."""
+        if not isinstance(state, (bytes, bytearray, memoryview)):
+            arguments.refuse(InvalidRequest, "client state", "bytes", state)
         if len(state) > CLIENT_STATE_BYTES_MAX:
             raise InvalidRequest(f"client state: has {len(state)} bytes, the limit is {CLIENT_STATE_BYTES_MAX}")
         self.declared.client_state = bytes(state)
@@ -136,6 +148,7 @@ class WorkerConnection:
         self._session.leave()
         self._shards.close()
         self._heartbeats.join()
+        self._on_end()
 
     def __del__(self) -> None:
         if not self._ended.locked() and os.getpid() == self._pid:
@@ -223,6 +236,11 @@ class WorkerConnection:
             **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
+    @property
+    def seat(self) -> tuple[tuple[str, ...], int] | None:
+        """The shards and the rank, while the connection is open."""
+        return None if self._ended.locked() else (self._config.servers, self.rank)
+
     @contextmanager
     def operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
         """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
@@ -246,6 +264,11 @@ class WorkerConnection:
                 except RolledBack as error:
                     raise self._go_back(error) from None
             self._last_failed = False
+        except (SessionFenced, SpecMismatch) as error:
+            if [worker.seat for worker in ending.remembered()].count(self.seat) < 2:
+                raise
+            twice = f"This process has connected twice as worker {self.rank}, and the later connection holds"
+            raise type(error)(f"{error}. {twice}. {ONE_JOB}", **error.detail) from None
         except Cancelled:
             raise RuntimeError(f"psd: {what}: this ParameterServer was closed by another thread") from None
         except WaitTimeout as error:

@@ -16,13 +16,22 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 
-from psd.checkpoint import CheckpointDirectory, Manifest, RestoredBlock
+from psd.checkpoint import (
+    CheckpointDirectory,
+    Manifest,
+    ParameterSource,
+    RestoredBlock,
+    directory_at,
+    open_parameters,
+    parameter_blocks,
+)
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
     CheckpointCorrupt,
     CheckpointFailed,
     ForeignRun,
     InvalidRequest,
+    NonFiniteGradient,
     PsdError,
     RolledBack,
     SpecMismatch,
@@ -32,20 +41,60 @@ from psd.contract.layout import Layout
 from psd.state.aggregation.rules import check_listed
 from psd.state.core import ShardCore
 from psd.state.durability.cuts import Cuts
+from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
+from psd_core import first_nonfinite
 
 logger = logging.getLogger(__name__)
 
 
 class Restoration:
-    """Loads checkpoints into a shard. `directory`: None without --checkpoint-dir."""
+    """Loads checkpoints into a shard, its own (`directory`) or, where there are none, those of --from-checkpoint."""
 
     def __init__(self, core: ShardCore, cuts: Cuts, directory: CheckpointDirectory | None) -> None:
+        config = core.config
         self._core = core
         self._cuts = cuts
-        self._directory = directory
+        self._directories = [directory] if directory is not None else []
+        if config.from_checkpoint and not config.parameters_only:
+            self._directories.append(directory_at(config.from_checkpoint))
+        self._parameters: ParameterSource | None = None
+
+    def begin(self) -> str | None:
+        """Take up, at the start of a shard that holds nothing, what there is to begin with; return the name of the checkpoint
+        that is loaded, if any.
+
+        Raises:
+            ConfigError: a checkpoint is of a job that names a rule that is not listed; or --from-checkpoint has none.
+            CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: what there is cannot be read.
+        """
+        config = self._core.config
+        name = self.load_newest()
+        if name is None and config.parameters_only:
+            self._parameters = open_parameters(config.from_checkpoint)
+        elif name is None and config.from_checkpoint:
+            raise ConfigError(f"--from-checkpoint: no checkpoint in {self._directories[-1].location} can be read")
+        return name
+
+    def give_values(self, job: Job) -> bool:
+        """Let a job that is just declared, and not served yet, begin with --parameters-only; False if there are none to give.
+
+        Raises:
+            SpecMismatch: they are not those of the job. NonFiniteGradient, CheckpointFailed, CheckpointCorrupt, OutOfSpace.
+        """
+        source = self._parameters
+        if source is None:
+            return False
+        for block, values in parameter_blocks(source, job.layout, self._core.config.shard_index):
+            element = first_nonfinite(values) if values.dtype.kind == "f" else -1
+            if element >= 0:
+                tensor = job.layout.tensor_at(block, element)
+                raise NonFiniteGradient(f"the value of {tensor!r} in {source.location} holds NaN or infinity", tensor=tensor)
+            job.blocks[block.index].begin(job.blocks[block.index].prepare(values))
+        logger.info("the job begins with the parameters of %s", source.location)
+        return True
 
     def load_newest(self) -> str | None:
         """Become tentative, at the start, with the newest checkpoint that can be read; return its name, or None if there is
@@ -54,9 +103,17 @@ class Restoration:
         Raises:
             ConfigError: it is of a job that names a rule that is not listed.
         """
-        if self._directory is None:
-            return None
-        manifest = self._directory.newest()
+        for directory in self._directories:
+            if name := self._load_newest_of(directory):
+                return name
+        if self._core.life.now is Life.LOST:
+            with self._core.lock:
+                self._core.restored_from = ""
+                self._core.become(Life.EMPTY)
+        return None
+
+    def _load_newest_of(self, directory: CheckpointDirectory) -> str | None:
+        manifest = directory.newest()
         while manifest is not None:
             try:
                 self._load(manifest, Life.TENTATIVE, timeline=manifest.timeline)
@@ -64,15 +121,11 @@ class Restoration:
                 logger.error(  # noqa: TRY400 - the reason says it all
                     "checkpoint %s cannot be used, going back to the one before: %s", manifest.name, error
                 )
-                manifest = self._directory.newest(before=manifest.name)
+                manifest = directory.newest(before=manifest.name)
             except InvalidRequest as error:
                 raise ConfigError(f"--rule: checkpoint {manifest.name} holds a job that needs it: {error}") from error
             else:
                 return manifest.name
-        if self._core.life.now is Life.LOST:
-            with self._core.lock:
-                self._core.restored_from = ""
-                self._core.become(Life.EMPTY)
         return None
 
     def give_up_lost_round(self) -> None:
@@ -120,7 +173,7 @@ class Restoration:
                     core.become(Life.RESTORED)
                     self._begin_incarnation()
             if not is_there:
-                manifest = self._readable().load(request.checkpoint)
+                manifest = self._readable(request.checkpoint).load(request.checkpoint)
                 self._load(manifest, Life.RESTORED, timeline=request.timeline, workers=request.workers)
         # A shard that waited for this has said already what it starts from; another one gives up later steps.
         level = logging.DEBUG if is_there else logging.WARNING
@@ -135,9 +188,9 @@ class Restoration:
         """
         core = self._core
         stored = core.declared().spec
-        if (spec.tensors, spec.stored_groups) != (stored.tensors, stored.stored_groups):
-            raise SpecMismatch(f"the job differs from the one in checkpoint {core.restored_from}: {stored.difference(spec)}")
-        manifest = self._readable().load(core.restored_from)
+        if difference := stored.difference_from_stored(spec, core.restored_from):
+            raise SpecMismatch(f"{difference}. {core.how_to_begin_afresh}")
+        manifest = self._readable(core.restored_from).load(core.restored_from)
         self._load(manifest, Life.RESTORED, timeline=core.timeline, spec=spec, members=core.members)
 
     def _load(
@@ -211,10 +264,11 @@ class Restoration:
 
     def _blocks(self, manifest: Manifest, layout: Layout) -> Iterator[RestoredBlock]:
         """A checkpoint's blocks for this shard, without the dedup windows: nobody's session goes on."""
-        for restored in self._readable().read_blocks(manifest, layout, self._core.config.shard_index):
+        for restored in self._readable(manifest.name).read_blocks(manifest, layout, self._core.config.shard_index):
             yield restored._replace(sessions=None, clocks=None)
 
-    def _readable(self) -> CheckpointDirectory:
-        if self._directory is None:
+    def _readable(self, checkpoint: str) -> CheckpointDirectory:
+        """The directory with a checkpoint of that name."""
+        if not self._directories:
             raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
-        return self._directory
+        return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])

@@ -34,6 +34,9 @@ from psd_core.arena import Page
 TRANSPORT_BYTES_MAX = 256
 HOST_BYTES_MAX = 256
 
+GIVEN = 1
+"""Number of the choice, see psd/state/workers/initial.py, for values that no worker has provided; smaller than any session."""
+
 
 @dataclass(slots=True)
 class Initialization:
@@ -66,9 +69,17 @@ class Admission:
     Args:
         wall: gives seconds since the epoch, for sessions that grow over restarts.
         redeclare: takes a restored job to another spec.
+        give_values: gives a new job its initial values, or says that there are none to be had here.
     """
 
-    def __init__(self, core: ShardCore, wall: Callable[[], float], redeclare: Callable[[JobSpec], None]) -> None:
+    def __init__(
+        self,
+        core: ShardCore,
+        wall: Callable[[], float],
+        redeclare: Callable[[JobSpec], None],
+        give_values: Callable[[Job], bool],
+    ) -> None:
+        self._give_values = give_values
         self._core = core
         self._redeclare = redeclare
         self._wall = wall
@@ -156,7 +167,10 @@ class Admission:
         if members is None or (is_open and not any(w.state is WorkerState.LIVE for w in members.workers)):
             return self._core.new_members(world_size, clock=self._core.began_at)
         if len(members.workers) != world_size:
-            raise SpecMismatch(f"world_size: earlier workers said {len(members.workers)}, now {world_size}")
+            raise SpecMismatch(
+                f"world_size: {len(members.workers)} in the job, {world_size} with this worker. "
+                f"{self._core.how_to_begin_afresh}"
+            )
         return members
 
     def _run_id(self, asked: str, session: int) -> str:
@@ -215,8 +229,17 @@ class Admission:
                 raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
         if job is None:
             job = self._core.make_job(spec, members)
+            try:
+                has_values = self._give_values(job)
+            except BaseException:
+                self._core.storage.close(keep=False)
+                raise
             with self._core.lock:
                 self._core.take_job(job, members)
+                if has_values:
+                    job.arena.set_word("initialized", GIVEN)
+                    self._core.become(Life.UNREAD)
+                    self._core.initial.on_set(GIVEN)
         elif job.spec != spec and self._core.life.now is Life.RESTORED:
             self._redeclare(spec)
 
@@ -225,7 +248,7 @@ class Admission:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
             if job.spec != spec:
-                raise SpecMismatch(f"the job differs from the one declared first: {job.spec.difference(spec)}")
+                raise SpecMismatch(f"{job.spec.difference(spec)}. {self._core.how_to_begin_afresh}")
             if self._core.life.now is Life.RESTORED:
                 self._core.become(Life.SERVING)
             choice = self._core.initial.on_declare(worker)

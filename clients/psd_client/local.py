@@ -1,0 +1,248 @@
+"""A cluster of this program's own, for notebooks: `local` starts shards, and `run` calls a function in several workers.
+
+    def train(epochs):
+        optimizer = psd_client.torch.distribute(model(), ...)      # as in a script under psd-run
+        ...
+        return loss
+
+    with psd_client.local(shards=2, workers=4) as cluster:
+        losses = cluster.run(train, epochs=3)
+
+Workers are fresh processes, not forks: gRPC, OpenMP, CUDA and TensorFlow, which a notebook has mostly used by then, do not
+survive a fork. The function travels by cloudpickle, which takes what a notebook or a REPL has defined, too: through a pipe, to
+a process that this one has started. Its result comes back likewise, and nothing of it is on the network.
+
+Must not know jobs or connections; psd_client/local_worker.py is the workers' side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from psd.contract.arguments import whole_number
+from psd.contract.config import ConfigError
+from psd.contract.environment import worker_environment
+from psd.contract.launching import python_command
+from psd_client.owned import OwnedProcess
+from psd_client.standalone import PrivateShard
+
+
+class RunFailed(RuntimeError):
+    """A worker of a local cluster has raised an error, or died; the message has its traceback.
+
+    Attributes:
+        rank: the worker's. The error itself is `__cause__`, if it could be sent.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"worker {rank} {message}")
+        self.rank = rank
+
+
+def local(shards: int = 1, workers: int = 1) -> LocalCluster:
+    """Start shards on this machine, for functions that `LocalCluster.run` calls in several workers.
+
+    A context manager: at its end, and with this process however that ends, the shards end, and what they held is gone.
+
+    Raises:
+        ConfigError: a number is wrong. ShardUnavailable: a shard could not be started.
+    """
+    for name, value in (("shards", shards), ("workers", workers)):
+        if whole_number(ConfigError, name, value) < 1:
+            raise ConfigError(f"{name}: expected at least 1, got {value}")
+    return LocalCluster(shards, workers)
+
+
+class LocalCluster:
+    """Shards of this process, and functions that run in several workers; made by `local`.
+
+    Attributes:
+        servers: the shards' addresses, for `psd_client.connect(cluster.servers, role="reader")` and psdctl; other ones in each
+            run.
+        workers: how many there are.
+    """
+
+    def __init__(self, shards: int, workers: int) -> None:
+        self.workers = workers
+        self._shard_count = shards
+        self._shards: list[PrivateShard] = []
+        self._is_closed = self._is_used = False
+        self.servers = self._start_shards()
+
+    def _start_shards(self) -> str:
+        self._end_shards()
+        self._is_used = False
+        self._shards = [PrivateShard(index, self._shard_count) for index in range(self._shard_count)]
+        try:
+            return ",".join([shard.wait_ready() for shard in self._shards])
+        except BaseException:
+            self.close()
+            raise
+
+    def _end_shards(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(*args, **kwargs)` in each worker at a time; return what the calls return, in the order of the ranks.
+
+        Each worker is a process of its own with the environment that psd-run gives to a script, so that `connect()` and
+        `distribute` join this cluster, and `rank` and `world_size` of a connection say who is who. What they print is shown
+        here, with the worker's rank. Each run is a job of its own, on new shards, which stay for readers until the next one.
+
+        Raises:
+            RunFailed: a worker has raised an error, or died; the others are ended.
+            KeyboardInterrupt: Ctrl-C; all workers are ended, and so is the cluster.
+            TypeError: the function or an argument cannot be sent to another process.
+        """
+        if self._is_closed:
+            raise RuntimeError("psd: this local cluster is closed; begin another one with psd_client.local()")
+        try:
+            task = cloudpickle.dumps((sys.path, fn, args, kwargs))
+        except Exception as error:
+            raise TypeError(f"fn: it, or what it uses, cannot be sent to a worker: {error}") from error
+        if self._is_used:
+            self.servers = self._start_shards()
+        self._is_used = True
+        workers: list[_Worker] = []
+        try:
+            for rank in range(self.workers):  # one by one, to be closed if the next cannot be started
+                workers.append(_Worker(rank, worker_environment(self.servers, rank, self.workers)))  # noqa: PERF401
+            return _results(workers, task)
+        except KeyboardInterrupt:
+            self.close()
+            raise
+        finally:
+            for worker in workers:
+                worker.close()
+
+    def close(self) -> None:
+        """End the shards; what they held is gone. Idempotent."""
+        self._is_closed = True
+        self._end_shards()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class _Worker:
+    """One worker's process and what comes from it: lines to be shown, and a result."""
+
+    def __init__(self, rank: int, environ: dict[str, str]) -> None:
+        self.rank = rank
+        self.result, result = os.pipe()
+        try:
+            command = [*python_command("psd_client.local_worker"), str(result)]
+            self.process = OwnedProcess(command, environ=environ, pass_fds=[result], is_merged=True)
+        except BaseException:
+            os.close(self.result)
+            raise
+        finally:
+            os.close(result)
+        self.output = self.process.output.fileno()
+        self._received = bytearray()
+        self._line = b""
+
+    def begin(self, task: bytes, ended: Callable[[int], None]) -> None:
+        """Send the task, and tell when the process has ended; in threads, since the process may take its time for either."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError, ValueError):  # it has died, or is being ended
+                view = memoryview(len(task).to_bytes(8, "little") + task)
+                while view:
+                    view = view[self.process.input.write(view) :]
+
+        def wait() -> None:
+            self.process.wait()
+            ended(self.rank)
+
+        for target in (send, wait):
+            threading.Thread(target=target, name="psd-local", daemon=True).start()
+
+    def read(self, descriptor: int) -> bool:
+        """Take what has come at one of the two descriptors; False at its end."""
+        data = os.read(descriptor, 1 << 16)
+        if descriptor == self.result:
+            self._received += data
+        else:
+            *lines, self._line = (self._line + data).split(b"\n")
+            self._show(lines)
+        return bool(data)
+
+    def finish(self) -> Any:
+        """The result, when the process has ended and all has been read.
+
+        Raises:
+            RunFailed: it has none.
+        """
+        self._show([self._line] if self._line else [])
+        self._line = b""
+        if not self._received:
+            status = self.process.wait()
+            raise RunFailed(self.rank, f"died, by signal {-status}" if status < 0 else f"ended with status {status}")
+        error, value = cloudpickle.loads(bytes(self._received))
+        if error is None:
+            return value
+        raise RunFailed(self.rank, f"raised an error:\n{error}") from (cloudpickle.loads(value) if value else None)
+
+    def _show(self, lines: list[bytes]) -> None:
+        for line in lines:
+            sys.stdout.write(f"[worker {self.rank}] {line.decode(errors='replace')}\n")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the process, with all that it has started."""
+        self.process.close(is_killed=True)
+        os.close(self.result)
+
+
+def _results(workers: list[_Worker], task: bytes) -> list[Any]:
+    """Run the workers to their ends, or to the first one that fails."""
+    ended: SimpleQueue[int] = SimpleQueue()
+    wakeup, waker = socket.socketpair()
+
+    def on_end(rank: int) -> None:
+        ended.put(rank)
+        with contextlib.suppress(OSError):  # nobody waits any more
+            waker.send(b".")
+
+    results: dict[int, Any] = {}
+    with wakeup, waker, selectors.DefaultSelector() as selector:
+        selector.register(wakeup, selectors.EVENT_READ)
+        for worker in workers:
+            for descriptor in (worker.output, worker.result):
+                os.set_blocking(descriptor, False)
+                selector.register(descriptor, selectors.EVENT_READ, worker)
+            worker.begin(task, on_end)
+        while len(results) < len(workers):
+            for key, _ in selector.select():
+                if key.data is not None and not key.data.read(key.fd):
+                    selector.unregister(key.fd)
+            while not ended.empty():
+                wakeup.recv(1)
+                worker = workers[ended.get()]
+                for descriptor in (worker.output, worker.result):
+                    _drain(worker, descriptor)
+                results[worker.rank] = worker.finish()
+    return [results[worker.rank] for worker in workers]
+
+
+def _drain(worker: _Worker, descriptor: int) -> None:
+    """Read what an ended process has left."""
+    with contextlib.suppress(BlockingIOError):  # something that it has started still has the pipe
+        while worker.read(descriptor):
+            pass

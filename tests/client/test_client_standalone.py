@@ -1,0 +1,123 @@
+"""A program that runs without psd-run and without servers: it trains alone, on a private shard, which ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psd_client
+from psd.contract.environment import memory_directory
+from psd_client import SGD, Adam, ConfigError, connect
+
+W = {"w": np.ones(3)}
+
+
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PSD_") or name == "WORLD_SIZE"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_alone")
+def test_connect_when_nothing_is_given_then_trains_on_a_private_shard(caplog: pytest.LogCaptureFixture) -> None:
+    """As with one worker under psd-run. A second connection is another job; a reader reads from the latest one."""
+    with connect() as ps, connect(run_id="second") as other:
+        ps.declare(W, SGD(lr=1))
+        other.declare({"v": np.zeros(2)}, Adam(lr=1))  # a cell of a notebook that was run again, changed
+        assert ps.push_pull(W, weight=3)["w"].tolist() == [0, 0, 0]
+        with connect(role="reader") as reader:
+            assert list(reader.pull()) == ["v"]
+        assert (ps.rank, ps.world_size, ps.clock) == (0, 1, 1)
+
+    assert [record.getMessage().startswith("psd: training alone") for record in caplog.records] == [True, True]
+    with pytest.raises(ConfigError, match="no private shard to read from"):
+        connect(role="reader")
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize(
+    ("environ", "arguments", "match"),
+    [
+        ({"PSD_STANDALONE": "0"}, {}, "servers: not given.*because PSD_STANDALONE is 0"),
+        ({"PSD_RANK": "1"}, {}, "servers: not given.*because PSD_RANK is set"),
+        ({"JOB_COMPLETION_INDEX": "1"}, {}, "because JOB_COMPLETION_INDEX is set"),
+        ({"WORLD_SIZE": "4"}, {}, "because WORLD_SIZE is 4"),
+        ({"PSD_STANDALONE": "no"}, {}, "PSD_STANDALONE: expected 0 or 1, got 'no'"),
+        ({}, {"rank": 0, "world_size": 2}, "servers: not given. Pass servers="),
+        ({}, {"servers": "h:1"}, "rank: not given"),
+    ],
+)
+def test_connect_when_it_may_be_one_of_several_then_does_not_train_alone(
+    environ: dict[str, str], arguments: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has lost a part of its settings must not train on its own, unnoticed."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=match):
+        connect(**arguments)
+
+
+OWNER = """
+import os, signal, sys
+import numpy as np
+import psd_client
+
+ps = psd_client.connect()
+ps.declare({"w": np.zeros(3)}, psd_client.SGD(lr=1))
+child = os.fork()
+if child == 0:  # a data loader that nobody ends
+    os.close(1)
+    os.close(2)
+    signal.pause()
+print(child, psd_client.standalone.PrivateShard.newest().process.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen[str]]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def arenas_of(pid: int) -> list[Path]:
+    """Directories in memory of that process."""
+    locks = memory_directory().glob(f"psd-{os.getuid()}-*/lock")
+    return [path for path in locks if path.read_bytes()[:16].strip() == b"%d" % pid]
+
+
+@pytest.mark.process
+def test_private_shard_when_its_owner_is_killed_then_ends_and_leaves_nothing(owner: subprocess.Popen[str]) -> None:
+    """Although a forked child of the owner lives on. Standard error ends when owner and shard, who have it, are gone."""
+    assert owner.stdout is not None
+    assert owner.stderr is not None
+    child, shard = map(int, owner.stdout.readline().split())
+    assert len(arenas_of(shard)) == 1
+
+    owner.kill()
+    text = owner.stderr.read()
+
+    os.kill(child, signal.SIGKILL)
+    assert text.count("\n") == 1
+    assert "training alone" in text
+    assert arenas_of(shard) == []
+
+
+def test_package_says_what_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psd_client.standalone.python_command", lambda module: ["false", module])
+
+    with pytest.raises(psd_client.ShardUnavailable, match="a private shard of this process could not be started: it ended"):
+        psd_client.standalone.PrivateShard().wait_ready()
