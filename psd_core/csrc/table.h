@@ -2,7 +2,7 @@
  *
  * docs/design/tables.md explains places, the record and the index; this file has the format. It owns no file and no memory of the
  * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
- * Needs _GNU_SOURCE for its lock.
+ * Needs _GNU_SOURCE for its lock: portable.h defines it, and Python.h.
  *
  * The file, native byte order, format 1, regions from multiples of 64 KiB:
  *   superblock  4096 B: written by _table_format.py

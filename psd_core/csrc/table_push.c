@@ -1,9 +1,9 @@
 /* A push: the rule on all of its rows, from their places to spare ones, and one commit. Never stores into a row that has a name. */
-#include <errno.h>
-#include <stdlib.h>
-
 #include "portable.h"
 #include "table.h"
+
+#include <errno.h>
+#include <stdlib.h>
 
 enum { AHEAD = 16, ROWS_AHEAD = 4 };
 
