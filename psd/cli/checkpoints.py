@@ -74,7 +74,7 @@ examples:
 
 In Python:
   model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
-It holds the buffers, too, such as BatchNorm's statistics; without them (buffers="local") the model needs strict=False.
+The file has the model's buffers, such as BatchNorm's; a job with buffers="local" has none: pass strict=False.
 
 Every byte is checked on the way. The file appears when it is complete; an older one of that name is replaced.
 
