@@ -66,7 +66,7 @@ table = Extension(
     ],
     depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
     include_dirs=["psd_core/csrc"],
-    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u"), ("_GNU_SOURCE", None)],
+    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=LINK_ARGS,
     libraries=["m"],

@@ -67,6 +67,7 @@ cdef extern from "table.h" nogil:
         uint32_t clock
         int distinct, whole
         int64_t step
+        const uint32_t *clocks
         const uint64_t *notes
     void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
     uint64_t psd_mix(uint64_t) noexcept
@@ -290,6 +291,7 @@ cdef class Partition:
     def push(
         self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
         const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
+        const uint32_t[::1] clocks=None,
     ):
         """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
         cdef psd_push push
@@ -307,6 +309,8 @@ cdef class Partition:
         for i in range(len(scalars)):
             push.hyper.scalars[i] = scalars[i]
         push.scale, push.clock, push.distinct, push.whole, push.step = scale, clock, distinct, whole, step
+        assert clocks is None or (whole and clocks.shape[0] == n)
+        push.clocks = &clocks[0] if clocks is not None and n else NULL
         push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
         with nogil:
             status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)

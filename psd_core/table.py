@@ -7,6 +7,7 @@ about to write, and gives back what it has left. Must not know rounds, sessions 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ import psd_core
 from psd_core import _arena_file as files
 from psd_core import _table
 from psd_core import _table_format as form
-from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
+from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
 from psd_core._table_arguments import as_ids, as_values
 from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
@@ -228,43 +229,36 @@ class TableStore:
             raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
         numbers = tuple(float(scalars[name]) for name in self._scalars)
         values = as_values("grads", grads, len(ids), self.spec.dim)
-        self._change(ids, values, numbers, scale=scale, clock=clock, notes=notes, distinct=distinct, whole=False)
+        self._change(ids, values, clock, notes, scalars=numbers, scale=scale, distinct=distinct, whole=False)
 
     def write(
         self,
         ids: NDArray[Any],
         rows: NDArray[Any],
         *,
-        clock: int | None = None,
+        clock: int | NDArray[np.uint32] | None = None,
         notes: NDArray[np.uint64] | None = None,
         step: int | None = None,
     ) -> None:
         """Store whole rows (n, width), value and slots, as one transaction. Of repeated ids the last counts.
 
         Args:
-            ids, clock, notes: as for `push`.
+            ids, notes: as for `push`.
+            clock: of the last use, of all rows or of each; the step by default.
             step: what the table's step is from now on, where rows are restored; by default as it is.
 
         Raises:
             ArenaFull: no space; nothing has changed.
         """
         values = as_values("rows", rows, len(ids), self.spec.layout.width)
-        self._change(
-            ids, values, (), scale=1.0, clock=clock, notes=notes, distinct=False, whole=True, step=-1 if step is None else step
-        )
+        clocks = clock if isinstance(clock, np.ndarray) else None
+        if clocks is not None and (clocks.dtype != np.uint32 or clocks.shape != (len(ids),)):
+            raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint32, got {clocks.shape} of {clocks.dtype}")
+        how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
+        self._change(ids, values, 0 if isinstance(clock, np.ndarray) else clock, notes, clocks=clocks, **how)
 
     def _change(
-        self,
-        ids: NDArray[Any],
-        values: NDArray[np.float32],
-        scalars: tuple[float, ...],
-        *,
-        scale: float,
-        clock: int | None,
-        notes: NDArray[np.uint64] | None,
-        distinct: bool,
-        whole: bool,
-        step: int = -1,
+        self, ids: NDArray[Any], values: NDArray[np.float32], clock: int | None, notes: NDArray[np.uint64] | None, **how: Any
     ) -> None:
         keys = as_ids(ids)
         if len(keys) > self.spec.push_max:
@@ -273,22 +267,16 @@ class TableStore:
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
         with self._writing:
             self._make_room(len(keys))
-            created = self._partition.push(
-                keys,
-                values,
-                scalars=scalars,
-                scale=scale,
-                clock=(self._partition.counters()["step"] + (not whole) if clock is None else clock) & 0xFFFFFFFF,
-                notes=notes,
-                distinct=distinct,
-                whole=whole,
-                step=step,
-            )
-            # A step moves 1024 buckets; the index has grown when a tenth more rows have come.
-            for _ in range(1 + created // 400):
-                if self._partition.is_moving:
-                    self._make_room(0)
-                    self._move(0)
+            if clock is None:
+                clock = self._partition.counters()["step"] + (not how["whole"])
+            created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
+            # A step moves 1024 buckets; the index has grown when a tenth more rows have come. If there is no space for
+            # that now, a later push says so: this one is done.
+            with contextlib.suppress(ArenaFull):
+                for _ in range(1 + created // 400):
+                    if self._partition.is_moving:
+                        self._make_room(0)
+                        self._move(0)
 
     def remove(self, ids: NDArray[Any]) -> int:
         """Remove rows; returns how many there were. Each 2048 ids are a transaction."""

@@ -8,6 +8,10 @@
 #ifndef PSD_PORTABLE_H
 #define PSD_PORTABLE_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* before any other header: for table.h's lock, and for arena.h */
+#endif
+
 #include <stdint.h>
 #include <string.h>
 

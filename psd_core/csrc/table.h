@@ -2,7 +2,7 @@
  *
  * docs/design/tables.md explains places, the record and the index; this file has the format. It owns no file and no memory of the
  * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
- * Needs _GNU_SOURCE for its lock.
+ * Needs _GNU_SOURCE for its lock: portable.h defines it, and Python.h.
  *
  * The file, native byte order, format 1, regions from multiples of 64 KiB:
  *   superblock  4096 B: written by _table_format.py
@@ -214,6 +214,7 @@ typedef struct {
     int distinct; /* ids are */
     int whole;    /* what comes are whole rows, to be stored as they are; no step. Of repeated ids the last counts */
     int64_t step; /* with `whole`: what the table's is from now on; -1: as it is */
+    const uint32_t *clocks; /* with `whole`: one for each row that comes; NULL: `clock` for all */
     const uint64_t *notes; /* all, or NULL: as they are */
 } psd_push;
 int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */

@@ -3,10 +3,10 @@
  * Sightings lie in buckets of eight, by the id's hash; in a full one the id that was seen least makes room. So the count of an id may be
  * lost among many others, and it then begins anew; an id is never admitted too early, but for one in 2^48 or so that another's hash meets.
  */
-#include <stdlib.h>
-
 #include "portable.h"
 #include "table.h"
+
+#include <stdlib.h>
 
 #define COUNT 0xffu
 

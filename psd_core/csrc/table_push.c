@@ -1,9 +1,9 @@
 /* A push: the rule on all of its rows, from their places to spare ones, and one commit. Never stores into a row that has a name. */
-#include <errno.h>
-#include <stdlib.h>
-
 #include "portable.h"
 #include "table.h"
+
+#include <errno.h>
+#include <stdlib.h>
 
 enum { AHEAD = 16, ROWS_AHEAD = 4 };
 
@@ -57,13 +57,17 @@ PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t
     psd_prefetch_range(&psd_heads(t)[place], sizeof(psd_head), 1);
 }
 
-static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, uint64_t version, float *initial)
+static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, uint64_t version,
+                      float *initial, const float *first)
 {
     const psd_scratch *const s = &t->scratch;
     float *const to = psd_row(t, place);
-    if (p->whole)
+    uint32_t clock = p->clock;
+    if (p->whole) {
         memcpy(to, s->values[k], t->spec.width * 4);
-    else {
+        if (p->clocks)
+            clock = p->clocks[(uint64_t)(s->values[k] - first) / t->spec.width];
+    } else {
         const float *from = initial;
         if (s->words[k])
             from = psd_row(t, (uint32_t)*s->words[k] - 1);
@@ -71,7 +75,7 @@ static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule,
             psd_initial_row(&t->spec, s->ids[k], initial);
         psd_step_row_f32(rule, from, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
     }
-    psd_heads(t)[place] = (psd_head){s->ids[k], p->clock, (uint32_t)version};
+    psd_heads(t)[place] = (psd_head){s->ids[k], clock, (uint32_t)version};
 }
 
 int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n)
@@ -127,7 +131,7 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
             continue;
         const uint64_t place = spare_place(t, done);
         PSD_BEFORE(t, "row");
-        write_row(t, p, &rule, k, place, next->version, initial);
+        write_row(t, p, &rule, k, place, next->version, initial, values);
         if (word) {
             backs[back++] = (uint32_t)*word - 1;
             flips[done++] = (psd_flip){(uint64_t)((char *)word - t->base), (*word & ~(uint64_t)UINT32_MAX) | (place + 1)};

@@ -1,9 +1,9 @@
 /* The distinct ids of a push, and for each its value: where it lies if the id came once, else the sum, in the order of the push. */
-#include <errno.h>
-#include <stdlib.h>
-
 #include "portable.h"
 #include "table.h"
+
+#include <errno.h>
+#include <stdlib.h>
 
 static int resize(void **array, size_t bytes)
 {

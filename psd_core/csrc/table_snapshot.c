@@ -3,10 +3,10 @@
  * Rows are copied in the order of tags. A commit that replaces or removes a row that was not copied yet saves it first; rows that come
  * later are known by their version. So a writer waits for nobody, and memory grows by what is changed before it is copied.
  */
-#include <stdlib.h>
-
 #include "portable.h"
 #include "table.h"
+
+#include <stdlib.h>
 
 enum { BATCH = 4096, AHEAD = 8 };
 

@@ -1,9 +1,9 @@
 /* Sums of sparse gradients by id, in ordinary memory: what a round has of the rows that its workers have sent. */
-#include <errno.h>
-#include <stdlib.h>
-
 #include "portable.h"
 #include "table.h"
+
+#include <errno.h>
+#include <stdlib.h>
 
 enum { AHEAD = 8 };
 

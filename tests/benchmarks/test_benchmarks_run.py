@@ -121,6 +121,20 @@ def test_start_when_a_job_begins_then_each_call_is_timed_and_its_memory_measured
     assert result["provides"]["after"]["pss"] < result["provides"]["after"]["rss"] <= result["provides"]["peak"]
 
 
+@pytest.mark.process
+def test_table_store_when_it_is_small_then_every_part_is_measured(tmp_path):
+    """Reads and updates beside the loops in C, growth, and the recovery of what a process has left."""
+    size = ("--rows", "2000", "--ids", "200", "--steps", "2", "--rounds", "1", "--recover", "100000")
+
+    done = run("table_store.py", *size, "--directory", str(tmp_path), "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert len(figures["speed"]) == 9
+    assert all(row["share"] > 0 for row in figures["speed"])
+    assert (figures["growth"]["rows"], figures["recovery"]["rows"]) == (4000, 100_000)
+
+
 def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():
     """Status 2 and one line, instead of a traceback."""
     done = run("scale.py", PATH="")

@@ -99,10 +99,14 @@ def test_rows_and_step_that_are_written_go_on_as_if_nothing_had_been(memory_path
     ids, grads = np.arange(30), rng.standard_normal((30, one.spec.dim)).astype(np.float32)
     for _ in range(3):
         one.push(ids, grads, case.named)
+    one.read(ids[:7], clock=50)
     with one.snapshot() as snapshot:
         for batch in snapshot:
-            two.write(batch.heads["id"].astype(np.int64), batch.rows, step=snapshot.step)
+            clocks = batch.heads["used"].copy()
+            two.write(batch.heads["id"].astype(np.int64), batch.rows, clock=clocks, step=snapshot.step)
     for store in (one, two):
+        store.expire(50, 20)
+        assert store.counters()["rows"] == 7
         store.push(ids[::2], grads[::2].copy(), case.named)
 
     assert rows_of(one) == rows_of(two)
