@@ -68,6 +68,7 @@ table = Extension(
     include_dirs=["psd_core/csrc"],
     define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
     extra_compile_args=COMPILE_ARGS,
+    extra_link_args=LINK_ARGS,
     libraries=["m"],
 )
 kernels.cython_directives = arena.cython_directives = table.cython_directives = {
