@@ -21,8 +21,8 @@ class BlockedStore:
         self._holds = holds
         self._is_read = threading.Event()
         self._is_open = threading.Event()
-        self._read = directory._storage.read
-        directory._storage.read = self._blocked_read
+        self._read = directory.storage.read
+        directory.storage.read = self._blocked_read
 
     def _blocked_read(self, *arguments: Any) -> bytes:
         if self._holds() and not self._is_open.is_set():

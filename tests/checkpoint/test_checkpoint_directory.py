@@ -65,7 +65,7 @@ def test_check_when_the_place_takes_files_then_nothing_is_left_of_it(tmp_path, u
 
     directory.check()
 
-    assert directory._storage.files("") == {}
+    assert directory.storage.files("") == {}
 
 
 @pytest.mark.parametrize("step", ["create", "fsync", "rename", "remove"])
@@ -80,7 +80,7 @@ def test_check_when_the_place_refuses_anything_then_says_what_and_why(tmp_path, 
 
 def test_check_when_a_file_is_not_read_back_then_says_so(tmp_path, monkeypatch):
     directory = CheckpointDirectory(str(tmp_path))
-    monkeypatch.setattr(directory._storage, "read", lambda *_: b"")
+    monkeypatch.setattr(directory.storage, "read", lambda *_: b"")
 
     with pytest.raises(CheckpointFailed, match="is not read back as it was"):
         directory.check()

@@ -13,7 +13,7 @@ from psd_client.lanes.flat import FlatBuffers
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float64", "float16", "bfloat16"])
-tensors = st.lists(st.tuples(shapes, dtypes, st.integers(0, 1)), max_size=8)
+tensors = st.lists(st.tuples(shapes, dtypes, st.integers(0, 1)), min_size=1, max_size=8)
 
 
 def layout_of(drawn: list[tuple[tuple[int, ...], str, int]], shard_count: int) -> Layout:

@@ -168,7 +168,7 @@ def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
     with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
         connection = BulkClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
         if into_memory:
-            connection._attached = (parameters, parameters)
+            connection._attached = (parameters, [parameters])
 
         ends_in(PsdError, lambda: connection.transfer(call, None, [LAYOUT.blocks[0]], parameters, Call(5.0, Scope())))
         connection.close()

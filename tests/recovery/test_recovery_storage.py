@@ -101,9 +101,9 @@ def test_when_the_disk_takes_no_more_then_training_goes_on_and_status_tells(
             _fill(ballast)
         else:
             subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-        wait_until(lambda: all(errors()), stop)
         words = {"full": "No space left on device", "read-only": "Read-only file system"}[trouble]
-        assert all(words in error for error in errors())
+        # On a disk that is just full one shard may store its part where the other fails, which takes its error back.
+        wait_until(lambda: all(words in error for error in errors()), stop)
         assert words in shown_by_psdctl(shards)
         survivors = valid_names(url)
         assert survivors

@@ -22,7 +22,7 @@ def test_who_asks_during_a_rollback_is_answered_while_the_store_is_silent(cluste
     name = a.control.Checkpoint(control_pb2.CheckpointRequest(), timeout=TIMEOUT_S).name
     life = running.shard._core.life
     is_checked = reads == "to check it"
-    store = BlockedStore(running.shard.restoration._directory, lambda: is_checked or life.now is Life.LOADING)
+    store = BlockedStore(running.shard.restoration._directories[0], lambda: is_checked or life.now is Life.LOADING)
     rollback = control_pb2.RollbackRequest(checkpoint=name, timeline=1, incarnation=a.caller.incarnation)
 
     with store.while_reading(lambda: a.control.Rollback(rollback, timeout=TIMEOUT_S)):

@@ -147,7 +147,7 @@ def test_overlap_clips_in_rounds_and_is_refused_without(run_workers, mode):
         model = small_model()
         given = OPTIMIZERS["sgd"](model.parameters())
         if mode == "async":
-            with pytest.raises(InvalidRequest, match="overlap: not with clip_norm without rounds"):
+            with pytest.raises(InvalidRequest, match="overlap: not with clip_norm under consistency='async'"):
                 psd.distribute(model, given, ps=ps, clip_norm=CLIP_NORM, overlap=True, consistency=mode)
             return []
         optimizer = psd.distribute(model, given, ps=ps, clip_norm=CLIP_NORM, overlap=True, consistency=mode)

@@ -343,14 +343,7 @@ class ParameterExchange:
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:
-            logger.warning(
-                "psd: worker %d: the gradient of step %d came too late for its round in %d of %d blocks, because the worker's "
-                "lease had run out",
-                self._rank,
-                sent.header.clock,
-                late,
-                len(self._trained),
-            )
+            sent.warn_expired(self._rank, late, len(self._trained))
 
     def _push_again(self, lane: Lane, call: Call) -> None:
         """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
@@ -364,14 +357,7 @@ class ParameterExchange:
         self._counts.on_reply(sent, lane.shard, reply)
         sent.incarnations[lane.shard] = incarnation
         if reply.blocks_late:
-            logger.warning(
-                "psd: worker %d: shard %d was killed, and %d of its blocks have closed the round of step %d without this "
-                "worker's gradient",
-                self._rank,
-                lane.shard,
-                reply.blocks_late,
-                sent.header.clock,
-            )
+            sent.warn_closed(self._rank, lane.shard, reply.blocks_late)
 
     def _commit(self, sent: SentPush, *, without_waiting: bool) -> None:
         """Exact aggregation: tell shard 0 that all shards have a push; learn what was decided."""

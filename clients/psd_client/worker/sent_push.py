@@ -6,6 +6,7 @@ Must not know when it is sent, nor how it travels.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from psd_client.lanes.transport import GradientPart
 
 PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace, KeyboardInterrupt)
 """Errors after which the very same push may succeed."""
+
+logger = logging.getLogger("psd_client")
 
 DIGEST_BYTES_MAX = 1 << 30
 """Limit of gradients that are compared after Ctrl-C: a second's work. Larger ones are given up."""
@@ -99,6 +102,28 @@ class SentPush:
             return False
         left = [block for block in blocks if block.index in self._left]
         return self._left == dict(self._digests(left, buffers, None, present))
+
+    def warn_expired(self, rank: int, late: int, of: int) -> None:
+        """Tell the user that blocks have closed their round without this gradient, because it came late."""
+        logger.warning(
+            "psd: worker %d: the gradient of step %d came too late for its round in %d of %d blocks, because the worker's "
+            "lease had run out",
+            rank,
+            self.header.clock,
+            late,
+            of,
+        )
+
+    def warn_closed(self, rank: int, shard: int, late: int) -> None:
+        """Tell the user that a shard that was killed has closed the round without this gradient."""
+        logger.warning(
+            "psd: worker %d: shard %d was killed, and %d of its blocks have closed the round of step %d without this "
+            "worker's gradient",
+            rank,
+            shard,
+            late,
+            self.header.clock,
+        )
 
     @staticmethod
     def _digests(
