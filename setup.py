@@ -62,7 +62,8 @@ table = Extension(
     sources=[
         "psd_core/_table.pyx",
         *sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c")),
-        *(f"psd_core/csrc/{name}.c" for name in KERNELS),
+        "psd_core/csrc/half.c",
+        "psd_core/csrc/kernels_f32.c",
     ],
     depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
     include_dirs=["psd_core/csrc"],

@@ -9,6 +9,15 @@ from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 
+cdef extern from *:
+    """
+    /* What Cython makes of this file runs once a call: it is to be small rather than fast. */
+    #if defined(__GNUC__) && !defined(__clang__)
+    #pragma GCC optimize("Os")
+    #endif
+    """
+
+
 cdef extern from "arena.h" nogil:
     int psd_populate(void *, size_t) noexcept
 

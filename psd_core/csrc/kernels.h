@@ -65,6 +65,9 @@ typedef struct {
     _Alignas(16) char constants[128];
 } psd_row_rule;
 
+/* What tables need of the kernels for float, without those for double. */
+void psd_accumulate_f32(float *acc, const float *grad, float weight, intptr_t n);
+void psd_scaled_copy_f32(float *out, const float *grad, float weight, intptr_t n);
 void psd_prepare_rows_f32(psd_row_rule *, int rule, const psd_hyper *, uint64_t step, double scale, int rowwise);
 
 /* One update of a row, value first, from one place to another. slot_at: offsets of the rule's slots from the value, -1 for one

@@ -55,7 +55,7 @@ static int add_to_sum(psd_scratch *s, intptr_t k, const float *value, intptr_t w
         s->sum_of[k] = (*sums)++;
         memcpy(s->sums + s->sum_of[k] * width, s->values[k], (size_t)width * 4);
     }
-    psd_accumulate(PSD_F32, s->sums + s->sum_of[k] * width, value, 1, width);
+    psd_accumulate_f32(s->sums + s->sum_of[k] * width, value, 1, width);
     return 0;
 }
 

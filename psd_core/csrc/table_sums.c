@@ -57,10 +57,10 @@ int psd_sums_add(psd_sums *s, const uint64_t *ids, const float *grads, intptr_t 
         while (s->slots[slot] && s->ids[s->slots[slot] - 1] != c->ids[i])
             slot = (slot + 1) & s->mask;
         if (s->slots[slot]) {
-            psd_accumulate(PSD_F32, s->values + ((intptr_t)s->slots[slot] - 1) * dim, c->values[i], weight, dim);
+            psd_accumulate_f32(s->values + ((intptr_t)s->slots[slot] - 1) * dim, c->values[i], (float)weight, dim);
             continue;
         }
-        psd_scaled_copy(PSD_F32, s->values + s->count * dim, c->values[i], weight, dim);
+        psd_scaled_copy_f32(s->values + s->count * dim, c->values[i], (float)weight, dim);
         s->ids[s->count] = c->ids[i];
         s->slots[slot] = (uint32_t)++s->count;
     }
