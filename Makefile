@@ -81,7 +81,7 @@ test-keras: $(INSTALLED_KERAS)
 	done; \
 	exit $$status
 
-# What users install; it needs the package index.
+# What users install; it needs the package index. The wheel and its contents are looked at here, too.
 test-install: $(INSTALLED)
 	@$(BIN)/python -m pytest --timeout 600 tests/install $(PYTEST_FLAGS)
 

@@ -53,7 +53,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Fit a line to noisy points with Keras. To be started by psd-run.")
+    parser = argparse.ArgumentParser(description="Fit a line to noisy points with Keras. Alone, or started by psd-run.")
     parser.add_argument("--mode", help="sync, async or ssp:S (default: what psd-run says, or sync)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each worker in all (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="points per worker and step (default %(default)s)")

@@ -81,7 +81,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Learn a text character by character. To be started by psd-run.")
+    parser = argparse.ArgumentParser(description="Learn a text character by character. Alone, or started by psd-run.")
     parser.add_argument("--data", type=Path, default=LICENSE, metavar="FILE", help="a text (default: psd's licence)")
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker in all (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="pieces per worker and step (default %(default)s)")

@@ -34,7 +34,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Fit a line to noisy points. To be started by psd-run.")
+    parser = argparse.ArgumentParser(description="Fit a line to noisy points. Alone, or started by psd-run.")
     parser.add_argument("--steps", type=int, default=300, help="steps of each worker (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="points per worker and step (default %(default)s)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default %(default)s)")

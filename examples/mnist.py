@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Train a small ConvNet on MNIST. To be started by psd-run.")
+    parser = argparse.ArgumentParser(description="Train a small ConvNet on MNIST. Alone, or started by psd-run.")
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="images per worker and step (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-2, help="learning rate (default %(default)s)")

@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.process
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")} | variables
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
 
 
@@ -62,9 +62,16 @@ def test_linear_regression_finds_the_line(consistency):
     assert loss < 0.5
 
 
-@pytest.mark.parametrize("script", ["mnist.py", "linear_regression.py", "custom_rule.py"])
-def test_example_without_psd_run_says_how_to_start_it(script):
-    finished = run(str(EXAMPLES / script))
+def test_linear_regression_without_psd_run_trains_alone_on_a_private_shard():
+    finished = run(str(EXAMPLES / "linear_regression.py"))
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr.startswith("psd: training alone, on a private shard")
+    assert "step  300  weight" in finished.stdout
+
+
+def test_example_that_may_not_train_alone_says_how_to_start_it():
+    finished = run(str(EXAMPLES / "linear_regression.py"), PSD_STANDALONE="0")
 
     assert finished.returncode == 1
     assert "For example: psd-run" in finished.stderr

@@ -35,7 +35,6 @@ def loaded_by(unpacked, statement):
     return {name.partition(".")[0] for name in names.split()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked):
     """All hand-written modules, the compiled kernels, protobuf modules with their types, markers and console scripts are there;
@@ -65,7 +64,6 @@ def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked)
     assert all(f"{script} = psd.cli." in entry_points.read_text() for script in ("psd-server", "psd-run", "psdctl"))
 
 
-@pytest.mark.slow
 def test_the_client_shows_its_public_names_alone(unpacked):
     """Its version, too, and the faces that have been imported; none of the modules that it is made of."""
     for module, faces in ("psd_client", []), ("psd_client.torch", ["torch"]):
@@ -73,7 +71,6 @@ def test_the_client_shows_its_public_names_alone(unpacked):
         loaded_by(unpacked, f"import {module}; assert set(dir(psd_client)) == {shown}, dir(psd_client)")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
