@@ -35,9 +35,9 @@ cdef extern from "table.h" nogil:
         uint32_t changed
     ctypedef struct psd_root:
         uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
-        uint64_t created, evicted, expired, removed, refused
+        uint64_t created, evicted, expired, removed, refused, unadmitted
     ctypedef struct psd_table_spec:
-        uint64_t dim, width, rows_max, push_max, notes, seed
+        uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
         int rule, rowwise, init, evicts
         double a, b
         psd_hyper flags
@@ -105,7 +105,6 @@ cdef extern from "table.h" nogil:
 
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
-BACKED_BEFORE = (PSD_HEADS, PSD_ROWS)  # regions that have space as far as an opened partition needs it
 
 
 def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
@@ -172,13 +171,14 @@ cdef class Partition:
 
     def __cinit__(
         self, *, uint64_t dim, uint64_t width, uint64_t rows_max, uint64_t push_max, uint64_t notes, uint64_t seed, int rule,
-        bint rowwise, int init, double a, double b, bint evicts, tuple flags, tuple slot_at, tuple slot_start, on_store=None,
+        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, on_store=None,
     ):
         cdef int i
         cdef psd_table_spec *spec = &self.table.spec
         assert 0 <= rule < PSD_RULES and len(flags) <= PSD_FLAGS_MAX and len(slot_at) == len(slot_start) <= PSD_SLOTS_MAX
         spec.dim, spec.width, spec.rows_max, spec.push_max, spec.notes, spec.seed = dim, width, rows_max, push_max, notes, seed
         spec.rule, spec.rowwise, spec.init, spec.a, spec.b, spec.evicts = rule, rowwise, init, a, b, evicts
+        spec.admit_after, spec.admit_below = admit_after, admit_below
         for i in range(len(flags)):
             spec.flags.flags[i] = flags[i]
         for i in range(PSD_SLOTS_MAX):
@@ -248,6 +248,10 @@ cdef class Partition:
         assert start + nbytes <= self.table.size
         with nogil:
             memset(self.table.base + start, 0, nbytes)
+
+    def is_backed_at_opening(self, int region):
+        """True for the large regions that have space as far as an opened partition needs it: heads, rows, the current index."""
+        return region in (PSD_HEADS, PSD_ROWS, PSD_INDEX + self.table.root.current)
 
     def behind(self):
         """Index region that is being left or was left last, and how many of its first bytes nobody will read."""
@@ -388,5 +392,6 @@ cdef class Partition:
         return {
             "step": root.step, "version": root.version, "rows": root.rows, "spares": root.spares, "buckets": root.buckets, "created": root.created,
             "evicted": root.evicted, "expired": root.expired, "removed": root.removed, "refused": root.refused,
+            "unadmitted": root.unadmitted,
             "reads": self.table.reads, "hits": self.table.hits,
         }

@@ -55,6 +55,8 @@ class TableSpec:
         init: values of rows that nobody has trained.
         seed: from 0 to 2**64 - 1.
         max_bytes: memory for rows, heads and index.
+        admit_after: an id gets a row with the gradient that is its n-th; those before are counted and dropped.
+        admit_probability: share of the gradients that count for that, by chance that follows from seed, id and step.
         at_limit: "evict": rows that were not used for long make room; "refuse": gradients for new rows are counted and dropped.
         push_max: largest number of ids in a push.
         notes: number of words that the caller keeps beside the rows, such as a dedup window.
@@ -71,6 +73,8 @@ class TableSpec:
     init: Initial = Zeros()  # noqa: RUF009 - it is frozen
     seed: int = 0
     max_bytes: int = 1 << 30
+    admit_after: int = 1
+    admit_probability: float = 1.0
     at_limit: str = "evict"
     push_max: int = PUSH_MAX
     notes: int = 0
@@ -83,9 +87,12 @@ class TableSpec:
             ("seed", 0, (1 << 64) - 1),
             ("notes", 0, 1 << 24),
             ("push_max", 1, PUSH_MAX),
+            ("admit_after", 1, 255),
         ):
             if not isinstance(getattr(self, name), int) or not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: expected a whole number from {low} to {high}, got {getattr(self, name)!r}")
+        if not 0 < self.admit_probability <= 1:
+            raise ValueError(f"admit_probability: must be > 0 and <= 1, got {self.admit_probability}")
         names = [name for name, facts in RULES.items() if not facts.row.is_layerwise] + [ROWWISE_ADAGRAD]
         if self.rule not in names:
             raise ValueError(f"rule: expected one of {', '.join(names)}, got {self.rule!r}")

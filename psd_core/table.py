@@ -342,8 +342,12 @@ class TableStore:
         return out
 
     def counters(self) -> dict[str, int]:
-        """Numbers of the partition: its step; the rows that there are, and that were created, evicted, expired, removed or
-        refused; and, since it was opened, reads of rows and those among them that found one."""
+        """Numbers of the partition.
+
+        Returns:
+            Its step and version; the rows that there are, and that were created, evicted, expired, removed or refused;
+            gradients of ids not admitted; and, since it was opened, reads of rows, and those among them that found one.
+        """
         with self._writing:
             return dict(self._partition.counters())
 
@@ -390,10 +394,10 @@ class TableStore:
             self._partition.set_backed(region, 0)
 
     def _recover_space(self) -> None:
-        """Note, after opening, what has space: heads and rows, which are many, have it as far as places were ever taken."""
+        """Note, after opening, what has space; to take it again would fill the holes behind a step of growth."""
         while (lack := self._partition.lack(0)) is not None:
             region, have, need = lack
-            if region in _table.BACKED_BEFORE:
+            if self._partition.is_backed_at_opening(region):
                 self._partition.set_backed(region, need)
             else:
                 self._take(region, have, need)
@@ -439,6 +443,8 @@ def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         init=spec.init.number,
         a=low,
         b=high,
+        admit_after=spec.admit_after,
+        admit_below=max(1, round(spec.admit_probability * 2**32)),
         evicts=spec.at_limit == "evict",
         flags=tuple(flag in spec.flags for flag in facts.flags),
         slot_at=spec.layout.slots,

@@ -84,9 +84,9 @@ def connect(
     """Join a job as one of its workers, or read from it.
 
     Arguments that are not given come from the environment, which psd-run sets: PSD_SERVERS, PSD_RANK and so on. Where neither
-    servers nor a rank are given, no PSD_* is set, and WORLD_SIZE is not above 1, the program trains alone, as the one worker of
-    a job on a private shard: a process that ends with the connection, or with this process. Each connection has its own; a
-    reader reads from the latest. PSD_STANDALONE=0 forbids this.
+    servers nor a rank are given, no PSD_* says where a job is, and WORLD_SIZE is not above 1, the program trains alone, as the
+    one worker of a job on a private shard: a process that ends with the connection, or with this process. Each connection has
+    its own; a reader reads from the latest. PSD_STANDALONE=0 forbids this.
 
     Args:
         servers: the shards' addresses in their order, such as "10.0.0.1:7000,10.0.0.2:7000", or a list of them.

@@ -24,6 +24,10 @@ from psd.contract.layout import Layout
 
 DIRECTORY = "ends"
 
+_NUMBER_MAX = 2**63 - 1
+_TIME_S_MAX = 253_402_300_799.0
+"""The last second of the year 9999."""
+
 
 @dataclass(frozen=True)
 class EndNote:
@@ -52,11 +56,30 @@ class EndNote:
 _OWN: dict[str, Any] = {"nonce": "", "step": 0, "versions": (), "ended_at": 0.0}
 
 
+def note_document(note: EndNote) -> bytes:
+    """The text of a note."""
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION, "psd_version": psd.__version__}
+    return seal({**head, **dataclasses.asdict(note)})
+
+
+def parse_note(data: bytes, file: str) -> EndNote:
+    """Read a note's text; CheckpointCorrupt if it is none."""
+    document = unseal(data, file)
+    try:
+        note = EndNote(**{field.name: document[field.name] for field in dataclasses.fields(EndNote)})
+        numbers = [note.timeline, note.step, *note.versions]
+        texts = [note.nonce, note.run_id, note.layout_digest]
+        is_whole = all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in numbers)
+        if is_whole and all(type(text) is str for text in texts) and 0 <= note.ended_at <= _TIME_S_MAX:
+            return dataclasses.replace(note, versions=tuple(note.versions), ended_at=float(note.ended_at))
+    except (ArithmeticError, LookupError, TypeError) as error:
+        raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
+    raise CheckpointCorrupt(f"{file}: has unexpected contents: {note}")
+
+
 def write_note(storage: FileStore, note: EndNote, shard_index: int, shard_count: int) -> None:
     """Store a shard's note, in place of an earlier one."""
-    head = {"format": FORMAT, "format_version": FORMAT_VERSION, "psd_version": psd.__version__}
-    document = seal({**head, **dataclasses.asdict(note)})
-    storage.write(DIRECTORY, part_file(shard_index, shard_count), [document])
+    storage.write(DIRECTORY, part_file(shard_index, shard_count), [note_document(note)])
 
 
 def read_notes(storage: FileStore, own: EndNote, shard_count: int) -> dict[int, EndNote]:
@@ -68,10 +91,8 @@ def read_notes(storage: FileStore, own: EndNote, shard_count: int) -> dict[int, 
         if file not in files:
             continue
         try:
-            document = unseal(storage.read(DIRECTORY, file), f"{DIRECTORY}/{file}")
-            fields = {field.name: document[field.name] for field in dataclasses.fields(EndNote)}
-            note = EndNote(**{**fields, "versions": tuple(fields["versions"])})
-        except (FileNotFoundError, CheckpointCorrupt, KeyError):  # removed, or being written where that shows; look again
+            note = parse_note(storage.read(DIRECTORY, file), f"{DIRECTORY}/{file}")
+        except (FileNotFoundError, CheckpointCorrupt):  # removed, or being written where that shows: as if it was not there
             continue
         if note.is_of_one_job(own):
             notes[index] = note

@@ -81,7 +81,7 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     """The storage at a URL or local path.
 
     Raises:
-        ConfigError: fsspec does not know such URLs, or lacks the package for them.
+        ConfigError: fsspec does not know such URLs, or lacks the package for them, or the store does not take the connection.
     """
     shown = re.sub(r"//[^/@]*@", "//", url)
     if not url:
@@ -92,6 +92,8 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
         raise ConfigError(f"checkpoint directory {shown}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"checkpoint directory {shown}: expected a path or a URL that fsspec knows: {error}") from error
+    except Exception as error:  # such as SFTP, which dials at once: whatever its package raises
+        raise ConfigError(f"checkpoint directory {shown}: {str(error) or type(error).__name__}") from error
     if isinstance(file_system, LocalFileSystem):
         return LocalStorage(Path(path), crash_point)
     return ObjectStorage(file_system, path.rstrip("/"), shown, crash_point)

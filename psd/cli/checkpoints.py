@@ -64,8 +64,8 @@ exit status:
   2     the options are wrong"""
 
 _EXPORT_DESCRIPTION = """\
-Write the parameters of a checkpoint as one plain safetensors file: named tensors in the shapes and dtypes that
-the workers declared. The optimizer's slots stay behind."""
+Write parameters and buffers of a checkpoint as one plain safetensors file: named tensors in the shapes and dtypes
+that the workers declared. The optimizer's slots stay behind."""
 
 _EXPORT_EPILOG = """\
 examples:
@@ -74,7 +74,7 @@ examples:
 
 In Python:
   model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
-A model with buffers, such as BatchNorm's, needs strict=False: psd holds parameters only.
+It holds the buffers, too, such as BatchNorm's statistics; without them (buffers="local") the model needs strict=False.
 
 Every byte is checked on the way. The file appears when it is complete; an older one of that name is replaced.
 

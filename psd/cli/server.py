@@ -59,6 +59,9 @@ LAST_CHECKPOINT_PATTERN = (
 FINAL_CHECKPOINT_S_MAX = 3600.0
 """Seconds to store the parameters of a job that is done. Only a store that does not answer takes as long."""
 
+STORE_PATIENCE_S = 5.0
+"""Seconds at the start for the place of the checkpoints to be tried, and read, until that is said."""
+
 DONE_GRACE_S = 1.0
 """Grace in seconds after the last worker has left, when only its own last reply and a psdctl can still be under way."""
 
@@ -273,12 +276,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only here: gRPC takes a while to load, and wrong options should be reported at once.
         from psd.rim.server import ShardServer
 
+        patience = threading.Timer(STORE_PATIENCE_S, say, ["psd-server: still trying, or reading, --checkpoint-dir"])
+        patience.daemon = True
+        if config.checkpoint_dir:
+            patience.start()
         try:
             server = ShardServer(config, crash_point=crash_point())
             server.start()
         except (OSError, ConfigError, PsdError) as error:
             say(f"psd-server: error: {error}")
             return EXIT_FAILURE
+        finally:
+            patience.cancel()
         print(f"psd-server: shard {config.shard_index}/{config.shard_count} ready at {server.address}", flush=True)
         return _serve(server, config, wakeups, say)
 
@@ -328,7 +337,7 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
             give_up_at += FINAL_CHECKPOINT_S_MAX
         say(f"{name} done: all workers have left")
     elif first == _ALONE:
-        grace_s = 0.0
+        grace_s, give_up_at = 0.0, time.monotonic() + DRAIN_SLACK_S
     else:
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 

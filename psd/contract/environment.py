@@ -134,7 +134,8 @@ def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
         raise ConfigError(f"PSD_STANDALONE: expected 0 or 1, got {wish!r}")
     if wish:
         return "" if wish == "1" else "PSD_STANDALONE is 0"
-    named = next((name for name in sorted(environ) if name.startswith("PSD_") or name == "JOB_COMPLETION_INDEX"), None)
+    ours = (name for name in sorted(environ) if name.startswith("PSD_") or name == "JOB_COMPLETION_INDEX")
+    named = next((name for name in ours if name not in _HOW_TO_TRAIN), None)
     if named is not None:
         return f"{named} is set"
     return f"WORLD_SIZE is {environ['WORLD_SIZE']}" if environ.get("WORLD_SIZE", "1") != "1" else ""

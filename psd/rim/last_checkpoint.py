@@ -33,7 +33,7 @@ LINGER_S = 1.0
 _PREFIX = "last"
 """First letters of the ids of cuts that are announced because the job ends."""
 
-FRESH_S = 30.0
+FRESH_S = 10.0
 """Seconds by which shards may be told of the end of one job at different times, and their clocks differ."""
 
 LONELY_S = 1.0

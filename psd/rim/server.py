@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
-from psd.contract.config import ServerConfig, is_loopback, parse_address
+from psd.contract.config import ConfigError, ServerConfig, is_loopback, parse_address
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.contract.frames import WINDOW_OPTIONS
 from psd.contract.roster import Roster
@@ -56,6 +56,13 @@ METADATA_BYTES_MAX = 16 << 10
 """Limit of a call's metadata: method, deadline, token."""
 
 
+def _directory(config: ServerConfig, crash_point: Callable[[str], None]) -> CheckpointDirectory:
+    try:
+        return CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point)
+    except ConfigError as error:
+        raise ConfigError(f"--checkpoint-dir: {error}") from error
+
+
 class ShardServer:
     """Serves one shard over gRPC.
 
@@ -72,11 +79,7 @@ class ShardServer:
     def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] = lambda _: None) -> None:
         self._tls = ServerTls(config) if config.tls_cert else None
         access = Access(config.token_file) if config.token_file else None
-        directory = (
-            CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point)
-            if config.checkpoint_dir
-            else None
-        )
+        directory = _directory(config, crash_point) if config.checkpoint_dir else None
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
         self._checkpointer: Checkpointer | None = None
         self._last_checkpoint: LastCheckpoint | None = None

@@ -18,6 +18,13 @@ static uint64_t check_of(const psd_table *t, const psd_root *root)
     return psd_checksum(&root->commit, t->root_bytes / 8 - 1);
 }
 
+/* For a push of n ids: a row and a sighting for each. */
+static uint64_t record_bytes(const psd_table *t, uint64_t n)
+{
+    const uint64_t flips = t->spec.admit_after > 1 ? 2 : 1;
+    return sizeof(psd_record) + (n > PSD_REMOVED_MAX ? n : PSD_REMOVED_MAX) * (flips * sizeof(psd_flip) + 4);
+}
+
 int psd_table_plan(psd_table *t)
 {
     const psd_table_spec *const s = &t->spec;
@@ -28,7 +35,8 @@ int psd_table_plan(psd_table *t)
     const uint64_t index = ((s->rows_max + s->push_max) * 2 / PSD_BUCKET + 16) * 64;
     const uint64_t sizes[PSD_REGIONS] = {
         [PSD_CONTROL] = 128 + 2 * t->root_bytes,
-        [PSD_RECORD] = sizeof(psd_record) + (s->push_max > PSD_REMOVED_MAX ? s->push_max : PSD_REMOVED_MAX) * (sizeof(psd_flip) + 4),
+        [PSD_RECORD] = record_bytes(t, s->push_max),
+        [PSD_SIGHTINGS] = s->admit_after > 1 ? (s->rows_max / 32 + 64) * 64 : 0,
         [PSD_INDEX] = index,
         [PSD_OTHER_INDEX] = index,
         [PSD_HEADS] = places * sizeof(psd_head),
@@ -143,7 +151,8 @@ static int is_sound(psd_table *t)
     const psd_root *const r = t->root;
     if (record->commit != *t->commit)
         return 1;
-    if (record->flips * (sizeof(psd_flip) + 4) > t->region[PSD_RECORD].size || record->backs > record->flips)
+    if (record->flips > t->region[PSD_RECORD].size / sizeof(psd_flip) || record->backs > record->flips
+        || sizeof(psd_record) + record->flips * sizeof(psd_flip) + record->backs * 4 > t->region[PSD_RECORD].size)
         return 0;
     if (record->first_back + record->backs > t->region[PSD_SPARES].size / 4)
         return 0;
@@ -187,7 +196,8 @@ int psd_table_lack(const psd_table *t, uint64_t n, uint64_t *bytes)
     const uint64_t taken = r->places > places ? r->places : places;
     uint64_t needed[PSD_REGIONS] = {
         [PSD_CONTROL] = t->region[PSD_CONTROL].size,
-        [PSD_RECORD] = sizeof(psd_record) + (n > PSD_REMOVED_MAX ? n : PSD_REMOVED_MAX) * (sizeof(psd_flip) + 4),
+        [PSD_RECORD] = record_bytes(t, n),
+        [PSD_SIGHTINGS] = t->region[PSD_SIGHTINGS].size,
         [PSD_HEADS] = taken * sizeof(psd_head),
         [PSD_ROWS] = taken * t->spec.width * 4,
         [PSD_SPARES] = (r->spares + n + PSD_REMOVED_MAX) * 4, /* n rows may go, too, to make room */

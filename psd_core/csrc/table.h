@@ -9,6 +9,7 @@
  *   control     u64 commit, from the next cache line u64 applied, then, from multiples of 64, the roots: root commit % 2 is valid
  *   record      psd_record, flips, backs (u32 each)
  *   index 0, 1  u64 entries: tag << 32 | place + 1; GRAVE in the low half: removed; 0: never used
+ *   sightings   u64: 56 bits of the hash of an id that is not admitted, 8 bits: how often it was seen; in buckets, as the index
  *   heads       psd_head by place
  *   rows        value and slots by place, without gaps
  *   spares      u32 places, a stack
@@ -23,7 +24,7 @@
 
 #include "kernels.h"
 
-enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_REGIONS };
+enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_REGIONS };
 enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048 };
 #define PSD_PLACES_MAX (UINT32_MAX - 2u)
 #define PSD_GRAVE UINT32_MAX
@@ -46,7 +47,7 @@ typedef struct {
     uint64_t buckets, next_buckets; /* of the current one; of the next, 0: there is none */
     uint64_t moved;        /* tags below it are in the next index */
     uint64_t filled, next_filled;   /* entries in each that are not 0; never too few */
-    uint64_t created, evicted, expired, removed, refused;
+    uint64_t created, evicted, expired, removed, refused, unadmitted;
 } psd_root;
 
 typedef struct {
@@ -64,6 +65,8 @@ typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_N
 typedef struct {
     uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
     int rule, rowwise, init;
+    uint64_t admit_after; /* gradients of an id that are counted and dropped before it gets a row, plus 1 */
+    uint64_t admit_below; /* of 2^32: which share of sightings counts */
     int evicts; /* at rows_max; else what is new is refused */
     double a, b; /* of the init: value; low, high; mean, std */
     psd_hyper flags; /* its scalars are not used */
@@ -77,13 +80,14 @@ typedef struct {
 
 /* Scratch memory of a push, kept from one to the next: the distinct ids in the order in which they came first. */
 typedef struct {
-    intptr_t capacity, sums_capacity, slots_capacity, count;
+    intptr_t capacity, sums_capacity, slots_capacity, count, sightings_capacity, sightings_count;
     uint64_t *ids;
     uint64_t **words; /* of the index, NULL: not there */
     const float **values;
     int64_t *sum_of; /* which sum is the id's, -1: it came once */
     uint32_t *slots; /* hash table: position + 1 */
     float *sums;
+    psd_flip *sightings;
 } psd_scratch;
 
 /* A copy of the table as it was at one version, while that changes: rows that are about to be replaced or removed, and were not copied
@@ -213,6 +217,11 @@ typedef struct {
     const uint64_t *notes; /* all, or NULL: as they are */
 } psd_push;
 int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */
+
+/* table_admission.c: marks the ids that are not there, and are not to have a row yet, as PSD_PASSED_OVER; notes what to store about
+ * their sightings. Returns how many it has marked, or -1 without memory. */
+#define PSD_PASSED_OVER ((uint64_t *)1)
+int64_t psd_table_admit(psd_table *);
 
 /* table_scratch.c: the distinct ids of a push and the sums of their gradients. */
 int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);

@@ -38,7 +38,7 @@ static uint64_t find_all(psd_table *t)
 static void mark_used(psd_table *t, uint32_t clock)
 {
     for (intptr_t k = 0; k < t->scratch.count; k++)
-        if (t->scratch.words[k])
+        if (t->scratch.words[k] && t->scratch.words[k] != PSD_PASSED_OVER)
             __atomic_store_n(&psd_heads(t)[(uint32_t)*t->scratch.words[k] - 1].used, clock, __ATOMIC_RELAXED);
 }
 
@@ -83,7 +83,13 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
         free(initial);
         return ENOMEM;
     }
-    const uint64_t missing = find_all(t);
+    const uint64_t absent = find_all(t);
+    const int64_t passed_over = absent && !p->whole ? psd_table_admit(t) : 0;
+    if (passed_over < 0) {
+        free(initial);
+        return ENOMEM;
+    }
+    const uint64_t missing = absent - (uint64_t)passed_over, seen = absent && !p->whole ? (uint64_t)s->sightings_count : 0;
     uint64_t room = t->spec.rows_max - t->root->rows;
     if (missing > room && t->spec.evicts) {
         mark_used(t, p->clock);
@@ -101,21 +107,23 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
     psd_row_rule rule;
     if (!p->whole)
         psd_prepare_rows_f32(&rule, t->spec.rule, &p->hyper, next->step, p->scale, t->spec.rowwise);
-    const uint64_t taken = (uint64_t)s->count - missing + created;
+    const uint64_t taken = (uint64_t)s->count - absent + created;
     psd_record *const record = psd_table_record(t);
     psd_flip *const flips = (psd_flip *)(record + 1);
-    uint32_t *const backs = (uint32_t *)(flips + taken);
+    uint32_t *const backs = (uint32_t *)(flips + taken + seen);
+    if (seen)
+        memcpy(flips + taken, s->sightings, seen * sizeof(psd_flip));
     uint64_t done = 0, back = 0, made = 0, moved = 0;
     intptr_t asked = 0; /* rows are asked for some steps before they are computed */
     uint64_t asked_done = 0, asked_made = 0;
     for (intptr_t k = 0; k < s->count; k++) {
         for (; asked < s->count && asked < k + ROWS_AHEAD; asked++) {
-            if (!s->words[asked] && asked_made++ >= created)
+            if (s->words[asked] == PSD_PASSED_OVER || (!s->words[asked] && asked_made++ >= created))
                 continue;
             prefetch_rows(t, s->words[asked], spare_place(t, asked_done++));
         }
         uint64_t *const word = s->words[k];
-        if (!word && made == created)
+        if (word == PSD_PASSED_OVER || (!word && made == created))
             continue;
         const uint64_t place = spare_place(t, done);
         PSD_BEFORE(t, "row");
@@ -133,7 +141,7 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
     free(initial);
     const uint64_t from_stack = taken < now->spares ? taken : now->spares;
     PSD_BEFORE(t, "record");
-    record->flips = done;
+    record->flips = done + seen;
     record->backs = back;
     record->first_back = now->spares - from_stack;
     record->commit = next->commit;
@@ -142,6 +150,7 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
     next->rows += created;
     next->created += created;
     next->refused += missing - created;
+    next->unadmitted += (uint64_t)passed_over;
     next->filled += created - moved;
     next->next_filled += moved;
     if (p->notes)

@@ -105,5 +105,6 @@ void psd_scratch_free(psd_scratch *s)
     free(s->sum_of);
     free(s->slots);
     free(s->sums);
+    free(s->sightings);
     memset(s, 0, sizeof *s);
 }

@@ -60,7 +60,7 @@ void psd_snapshot_save(psd_table *t, const psd_record *record, const psd_flip *f
 {
     psd_snapshot *const s = &t->snapshot;
     for (uint64_t i = 0; i < record->flips && !s->is_failed; i++) {
-        if (flips[i].at == 0)
+        if (flips[i].at == 0 || flips[i].at >= t->region[PSD_SIGHTINGS].at)
             continue;
         const uint64_t entry = *(const uint64_t *)(t->base + flips[i].at), place = (uint32_t)entry - 1;
         if (entry >> 32 < s->cursor || !belongs(s, &psd_heads(t)[place]))

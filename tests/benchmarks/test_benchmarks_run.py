@@ -108,6 +108,19 @@ def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp
     assert result["scrape_s"] > 0
 
 
+@pytest.mark.process
+def test_start_when_a_job_begins_then_each_call_is_timed_and_its_memory_measured(tmp_path):
+    """What was declared is what comes back, at both workers."""
+    size = ("--transports", "shm", "--megabytes", "2", "--shards", "1", "--tensors", "3", "--rounds", "1")
+
+    done = run("start.py", *size, "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "figures").read_text())["results"]
+    assert all(result[call]["s"] > 0 for call in ("provides", "fetches", "push_pull"))
+    assert result["provides"]["after"]["pss"] < result["provides"]["after"]["rss"] <= result["provides"]["peak"]
+
+
 def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():
     """Status 2 and one line, instead of a traceback."""
     done = run("scale.py", PATH="")

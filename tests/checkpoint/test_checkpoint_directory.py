@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 
@@ -56,6 +57,33 @@ def test_directory_when_the_url_is_none_that_can_be_used_then_says_why():
     with pytest.raises(ConfigError) as raised:
         CheckpointDirectory("nosuch://user:secret@host/x")
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["{}/made/anew", "memory://checked"])
+def test_check_when_the_place_takes_files_then_nothing_is_left_of_it(tmp_path, url):
+    directory = CheckpointDirectory(url.format(tmp_path))
+
+    directory.check()
+
+    assert directory._storage.files("") == {}
+
+
+@pytest.mark.parametrize("step", ["create", "fsync", "rename", "remove"])
+def test_check_when_the_place_refuses_anything_then_says_what_and_why(tmp_path, step):
+    def refuse(at: str) -> None:
+        if at.startswith(step):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(CheckpointFailed, match=rf"^cannot \w+ {tmp_path}/\S+: Read-only file system"):
+        CheckpointDirectory(str(tmp_path), crash_point=refuse).check()
+
+
+def test_check_when_a_file_is_not_read_back_then_says_so(tmp_path, monkeypatch):
+    directory = CheckpointDirectory(str(tmp_path))
+    monkeypatch.setattr(directory._storage, "read", lambda *_: b"")
+
+    with pytest.raises(CheckpointFailed, match="is not read back as it was"):
+        directory.check()
 
 
 def test_checkpoints_when_several_are_there_then_the_newest_is_first(tmp_path):

@@ -81,6 +81,7 @@ def test_options_reach_shards_and_workers():
     plan = deployment(
         *["--workers", "3", "--consistency", "ssp:2", "--lease", "20", "--grace", "90", "--rule", "m:R", "--max-restarts", "4"],
         *["--log-level", "debug"],
+        *["--from-checkpoint", "s3://b/m.safetensors", "--parameters-only"],
         *["--checkpoint-dir", "s3://b/r", "--checkpoint-steps", "7", "--name", "mine", "--namespace", "ours", "train.py"],
     )
 
@@ -90,6 +91,7 @@ def test_options_reach_shards_and_workers():
     variables = {variable["name"]: variable.get("value") for variable in manifests.container(job)["env"]}
 
     assert {"--lease=20", "--grace=90", "--checkpoint-steps=7", "--rule=m:R", "--log-level=debug"} <= set(args)
+    assert {"--from-checkpoint=s3://b/m.safetensors", "--parameters-only"} <= set(args)
     assert sum(arg.startswith("--grace") for arg in args) == 1
     assert stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 110
     assert (variables["PSD_CONSISTENCY"], variables["PSD_WORLD_SIZE"]) == ("ssp:2", "3")
@@ -110,6 +112,7 @@ def test_options_reach_shards_and_workers():
         ([*ON, "--max-shard-restarts", "0", "train.py"], "--max-shard-restarts: not with --on kubernetes"),
         ([*ON, "--transport", "shm", "train.py"], "--transport: shm is for one machine"),
         ([*ON, "--checkpoint-dir", "/data", "train.py"], "--checkpoint-dir: '/data' would be a different place in each pod"),
+        ([*ON, "--from-checkpoint", "/data", "train.py"], "--from-checkpoint: '/data' would be a different place in each pod"),
         ([*ON, "--rescale", "train.py"], "--rescale: needs --checkpoint-dir"),
         (["--dry-run", "train.py"], "--dry-run: is for --on kubernetes"),
         (["--image", "psd", "train.py"], "--image: is for --on kubernetes"),

@@ -36,6 +36,8 @@ def script(tmp_path):
         (["--aggregation", "quick", "true"], "--aggregation: invalid choice: 'quick'"),
         (["--max-shard-restarts", "-1", "true"], "--max-shard-restarts: expected 0 to 1000000, got -1"),
         (["--checkpoint-secs", "60", "true"], "--checkpoint-dir: not given"),
+        (["--parameters-only", "true"], "--from-checkpoint: not given"),
+        (["--from-checkpoint", "m.safetensors", "true"], "--from-checkpoint: m.safetensors holds parameters alone"),
         (["--checkpoint-keep", "0", "true"], "--checkpoint-keep: expected 1 to 1000000, got 0"),
         (["--grace", "-1", "true"], "--grace: expected 0 to 3600 seconds, got -1"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
@@ -157,7 +159,7 @@ def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(sc
     checkpoints = (
         "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 --log-level debug"
     )
-    rules = "--rule mine:A --rule mine:B"
+    rules = "--rule mine:A --rule mine:B --from-checkpoint model.safetensors --parameters-only"
     plan = parse([*f"--shards 2 --lease 3 --grace 4 {checkpoints} {rules}".split(), script], {})
 
     command = plan.shard_command(1, "127.0.0.1:7001", Path("/state/shard-1"))
@@ -170,4 +172,5 @@ def test_shard_command_when_options_are_for_shards_then_psd_server_takes_them(sc
     assert (config.checkpoint_steps, config.checkpoint_keep) == (1000, 2)
     assert log_settings.level == "debug"
     assert config.rules == ("mine:A", "mine:B")
+    assert (config.from_checkpoint, config.parameters_only) == ("model.safetensors", True)
     assert config.rule_dir == str(Path(script).absolute().parent)

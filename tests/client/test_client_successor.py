@@ -31,7 +31,7 @@ def test_connect_when_the_shard_is_blocked_sending_to_the_one_before_then_gets_i
 ) -> None:
     """That one was killed with its machine, or is suspended: it does not read, and does not close."""
     if transport == "shm":  # the numbers themselves travel over the local socket
-        monkeypatch.setattr(exchange, "share_memory", lambda _: None)
+        monkeypatch.setattr(exchange, "share_memory", lambda *_: None)
     running = cluster(1)
     before = connected(running.servers, transport)
     lane: Any = before._worker._shards.lanes[0]

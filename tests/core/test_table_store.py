@@ -111,6 +111,9 @@ def test_the_index_grows_little_by_little_and_takes_little(path):
     store = TableStore.create(path, spec)
     rows = 150_000
     for start in range(0, rows, 2500):
+        if start % 10_000 == 0:
+            store.close(remove=False)
+            store = TableStore.open(path)
         ids = np.arange(start, start + 2500)
         store.push(ids, np.full((2500, 1), -1, np.float32), SGD.named | {"lr": 1.0}, distinct=True)
 

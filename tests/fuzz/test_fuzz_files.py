@@ -6,6 +6,7 @@ hold, too.
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from collections.abc import Callable
@@ -19,15 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psd.checkpoint import safetensors
+from psd.checkpoint.ends import EndNote, common_cut, note_document, parse_note
 from psd.checkpoint.manifest import ManifestDocument, parse_part
 from psd.checkpoint.sealing import seal, unseal
 from psd.contract.config import ConfigError, is_loopback, is_rule_path, parse_address, parse_servers, parse_shard
 from psd.contract.consistency import Consistency
 from psd.contract.environment import VARIABLES, client_config, job_defaults
 from psd.contract.errors import CheckpointCorrupt, PsdError
+from psd.contract.jobspec import JobSpec
+from psd.contract.layout import Layout
 from psd.contract.staleness import parse_staleness
 from psd.contract.tls import client_files, server_files
 from psd.contract.tokens import parse_token, parse_tokens, presented
+from psd.v1 import job_pb2
 from psd_core import _arena
 from psd_core import _arena_format as form
 from psd_core.arena import Arena, ArenaCorrupt, BlockShape
@@ -82,6 +87,20 @@ def test_parts_of_checkpoints(data: st.DataObject) -> None:
         return document.with_parts([parse_part(altered(data, PART), "p", document.identity, 0)])
 
     ends_in(CheckpointCorrupt, read)
+
+
+@fuzzed
+@given(st.data())
+def test_end_notes(data: st.DataObject) -> None:
+    """A shard's note at its end is corrupt, or makes a cut with another's, or says why it does not."""
+    layout = Layout(JobSpec.from_message(job_pb2.JobSpec.FromString(base64.b64decode(unseal(MANIFEST, "x")["job_spec"]))), 2)
+    own = EndNote("a", "run", 0, "00", 7, (7,), 1.0)
+
+    def agree() -> Any:
+        note = parse_note(altered(data, note_document(own)), "n")
+        return common_cut({0: own, 1: note}, layout) if note.is_of_one_job(own) else None
+
+    ends_in(PsdError, agree)
 
 
 @fuzzed

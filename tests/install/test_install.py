@@ -36,6 +36,24 @@ with psd_client.connect() as ps:
     print("trained to", params["w"][-1], *ps.transports)
 """
 
+FAILING = """
+import multiprocessing
+import numpy as np
+import psd_client
+
+def work():
+    global ps
+    ps = psd_client.connect()
+    ps.declare({"w": np.zeros(5, np.float32)}, optimizer=psd_client.SGD(lr=0.5))
+    raise ValueError("a child's")
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=work)
+    child.start()
+    child.join()
+"""
+"""Its worker fails in a child, whose end is not the same in all versions of Python."""
+
 
 def interpreters():
     """One interpreter of each minor version: ours, then what pyenv and uv have, then what is on the path."""
@@ -81,6 +99,10 @@ def test_install_when_the_environment_is_empty_then_everything_works(version, py
     options = ["--shards", "2", "--workers", "2", "--checkpoint-dir", "stored"]
     said = run(here / "psd-run", *options, "train.py", cwd=tmp_path)
     assert said.count("trained to 0.96875 shm shm") == 2, said
+    (tmp_path / "fail.py").write_text(FAILING)
+    said = run(here / "psd-run", "fail.py", cwd=tmp_path)
+    assert "a child's" in said
+    assert "all workers have left" not in said, said
     run(here / "psdctl", "export", "stored", "--to", "model.safetensors", cwd=tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size > 1_200_000
     assert "PsdWorkerExpired" in run(here / "psdctl", "monitoring", "alerts", cwd=tmp_path)

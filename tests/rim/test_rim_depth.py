@@ -23,7 +23,7 @@ def frames() -> tuple[str, ...]:
     """The calls under way in this thread, from the one that has read the socket to the one that calls the kernel."""
     found, frame = [], sys._getframe(2)
     while frame is not None:
-        found.append(f"{frame.f_globals['__name__']}: {frame.f_code.co_qualname}")
+        found.append(f"{frame.f_globals['__name__']}: {getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}")
         if frame.f_code is ServedConnection.serve.__code__:
             return tuple(reversed(found))
         frame = frame.f_back

@@ -15,7 +15,7 @@ import pytest
 
 import psd_client
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
-from psd.contract.config import ServerConfig
+from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, InvalidRequest
 from psd.rim.server import ShardServer
 from psd.v1 import data_pb2
@@ -167,6 +167,24 @@ def test_a_shard_without_anything_to_store_ends_without(cluster: Callable[..., A
     shard.drain(30)
 
     assert (found_in(str(tmp_path)), shard.has_failed_to_store) == ([], False)
+
+
+def test_a_shard_that_continues_where_it_was_does_so_without_a_place_for_checkpoints(tmp_path: Path) -> None:
+    """A job is worth more than its checkpoints; a shard that begins is refused there."""
+    place, config = tmp_path / "checkpoints", {"listen": "127.0.0.1:0", "checkpoint_dir": str(tmp_path / "checkpoints")}
+    shard = ShardServer(ServerConfig(0, 1, state_dir=str(tmp_path / "state"), **config))
+    shard.start()
+    with connected(shard.address, 0, 1, "sync"):
+        shard.stop()
+    place.rmdir()
+    place.write_text("no directory")
+
+    with pytest.raises(ConfigError, match=f"--checkpoint-dir: cannot list {place}: Not a directory"):
+        ShardServer(ServerConfig(0, 1, **config))
+    successor = ShardServer(ServerConfig(0, 1, state_dir=str(tmp_path / "state"), **config))
+    successor.start()
+    assert successor.shard.is_recovered
+    successor.stop()
 
 
 def test_a_shard_whose_store_takes_no_more_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:

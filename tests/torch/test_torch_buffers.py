@@ -92,12 +92,12 @@ def exported(url: str, path: str) -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("shards", [1, 5])
-def test_checkpoints_then_have_the_first_workers_buffers_and_load_strictly(cluster, tmp_path, shards):
+@pytest.mark.parametrize(("shards", "overlap"), [(1, False), (5, True)])
+def test_checkpoints_then_have_the_first_workers_buffers_and_load_strictly(cluster, tmp_path, shards, overlap):
     """Also where some shards have buffers alone, and nobody pushes to them."""
     url = str(tmp_path / "checkpoints")
     running = cluster(shards, checkpoint_dir=url, checkpoint_steps=4, checkpoint_keep=9)
-    first, second = run(running.servers, 2, steps=10)
+    first, second = run(running.servers, 2, steps=10, overlap=overlap)
     drain(running)
 
     found = exported(url, str(tmp_path / "model.safetensors"))

@@ -21,10 +21,6 @@ from psd.contract.layout import Layout
 from psd_client.lanes.segment import Segment, aligned
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
-
-PLACES_MAX = 3
-"""Places for parameters in shared memory. Those that are never used cost nothing."""
-
 logger = logging.getLogger("psd_client")
 
 
@@ -132,10 +128,10 @@ class FlatBuffers:
         return first if first >= 0 or found < 0 else found + middle
 
 
-def share_memory(layout: Layout) -> Segment | None:
-    """A segment for a job's gradients and PLACES_MAX times its parameters; None if the system has no such memory to give."""
+def share_memory(layout: Layout, places: int = 1) -> Segment | None:
+    """A segment for a job's gradients and so many times its parameters; None if the system has no such memory to give."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
-    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * PLACES_MAX
+    nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * places
     nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
     try:
         return Segment(nbytes)

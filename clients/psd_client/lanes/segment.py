@@ -67,7 +67,7 @@ class Segment:
         """
         self.is_given_up = True
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        own = _mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, self.fd, 0)
+        own = _mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, self.fd, 0)
         # Two steps, since a mapping that is refused may have removed what was in its place.
         if own in (None, _MAP_FAILED) or _mremap(own, self.nbytes, self.nbytes, _MREMAP_HERE, address) != address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -78,6 +78,7 @@ class Segment:
 
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000  # most of it is never written, and may be more than the system would promise
 _MREMAP_HERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED: Linux, as memory files are
 _library: Any = ctypes.CDLL(None, use_errno=True)
 if hasattr(os, "memfd_create"):

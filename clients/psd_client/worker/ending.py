@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import sys
 import threading
 import weakref
 from multiprocessing import parent_process
 from multiprocessing import util as multiprocessing_util
+from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 
@@ -29,7 +31,12 @@ class Endable(Protocol):
         """Let go of the threads of a push whose gradient nobody will complete."""
 
 
+class ChildFailed(Exception):
+    """An exception has ended a child of multiprocessing."""
+
+
 _open_workers: weakref.WeakSet[Endable] = weakref.WeakSet()
+_child_error: ChildFailed | None = None
 
 
 def remember(worker: Endable) -> None:
@@ -57,16 +64,31 @@ def close_in_thread(worker: Endable) -> None:
 def _close_all() -> None:
     """Leave every job, at the end of the program."""
     # Set while multiprocessing ends a child by an exception; set for good when an exception has ended the main program.
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None) or _child_error
     for worker in list(_open_workers):
         worker.close(error)
 
 
-def _abort_feeds() -> None:
+def _begin_end() -> None:
+    global _child_error  # noqa: PLW0603 - a program has one end
+    if _has_failed_as_child():
+        _child_error = ChildFailed()
     for worker in list(_open_workers):
         worker.abort_feed()
 
 
+def _has_failed_as_child() -> bool:
+    """True in a child of multiprocessing that an exception has ended.
+
+    From Python 3.13 on a child is still running its own functions for the end when the exception has been handled, and
+    only the function that has called this one knows of it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not BaseProcess._bootstrap.__code__:  # type: ignore[attr-defined]  # noqa: SLF001
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("exitcode") != 0
+
+
 # A program that ends in the middle of back-propagation: its executors wait for their threads, which wait for blocks, before
 # atexit's functions run. Python has no public name for what comes earlier.
-threading._register_atexit(_abort_feeds)  # type: ignore[attr-defined]  # noqa: SLF001
+threading._register_atexit(_begin_end)  # type: ignore[attr-defined]  # noqa: SLF001

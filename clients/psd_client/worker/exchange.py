@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract import arguments
-from psd.contract.errors import InvalidRequest, NonFiniteGradient, RolledBack
+from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import clip_scale, members_mask
 from psd.v1 import control_pb2, data_pb2
@@ -30,8 +30,9 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
+from psd_client.worker.finiteness import check_gradient
 from psd_client.worker.first_gradient import FirstGradient
-from psd_client.worker.lending import ParameterPlaces
+from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
 from psd_client.worker.sent_push import SentPush
@@ -92,7 +93,7 @@ class ParameterExchange:
         self._attendance = Attendance(rank, layout.spec)
         self.is_skipped = False
         self.client_state = b""
-        segment = share_memory(layout) if sharing else None
+        segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters = self.places.current
@@ -220,7 +221,7 @@ class ParameterExchange:
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        tensor_name = self._check(present) if feed is None else None
+        tensor_name = check_gradient(self.gradients, present, self._rank, self._session.clock) if feed is None else None
         if tensor_name is not None and not skip:
             what, clock = "the gradient of %r at step %d holds NaN or infinity; the round is skipped", self._session.clock
             logger.warning("psd: worker %d: " + what, self._rank, tensor_name, clock)
@@ -457,23 +458,6 @@ class ParameterExchange:
             logger.warning("psd: worker %d: " + what, self._rank, last.header.clock)
 
     # -- messages ------------------------------------------------------------------------------------------------------
-
-    def _check(self, present: NDArray[np.bool_] | None) -> str | None:
-        """The first tensor, if any, whose gradient makes the round be skipped; raises for what must not be sent."""
-        if present is not None:
-            for tensor in np.flatnonzero(~present).tolist():
-                self.gradients.views[tensor][...] = 0
-        policy = self._layout.spec.nan_policy
-        tensor_name = self.gradients.first_nonfinite() if policy != "allow" else None
-        if tensor_name is not None and policy == "refuse":
-            clock = self._session.clock
-            raise NonFiniteGradient(
-                f"worker {self._rank}: the gradient of {tensor_name!r} at step {clock} holds NaN or infinity; nothing was sent",
-                rank=self._rank,
-                tensor=tensor_name,
-                clock=clock,
-            )
-        return tensor_name
 
     def _header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
         """The header of the next push, without its caller."""

@@ -33,7 +33,7 @@ class FirstGradient:
         self._digest = b""
 
     def take(self) -> bytes:
-        """What stands for it, for the header of the second push; empty in others, and if the gradient is zero."""
+        """Its digest, for the header of the second push; empty in others, and if the gradient is zero."""
         digest, self._digest = self._digest, b""
         return digest
 

@@ -15,11 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Layout
-from psd_client.lanes.flat import PLACES_MAX, FlatBuffers
+from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.segment import Segment
 
 LENT_BYTES_MIN = 1 << 20
 """Bytes of a model that is lent; a copy of a smaller one takes no longer than lending it."""
+
+_PLACES_MAX = 3
+
+
+def lent_places(layout: Layout) -> int:
+    """Number of places for a program that may be lent them; one that is never used costs nothing."""
+    return _PLACES_MAX if sum(block.nbytes for block in layout.blocks) >= LENT_BYTES_MIN else 1
 
 
 class ParameterPlaces:
@@ -35,9 +42,8 @@ class ParameterPlaces:
 
     def __init__(self, layout: Layout, segment: Segment | None, *, is_lending: bool) -> None:
         self._layout = layout
-        self._is_lending = is_lending and sum(block.nbytes for block in layout.blocks) >= LENT_BYTES_MIN
-        count = PLACES_MAX if self._is_lending and segment is not None else 1
-        self._places = [FlatBuffers(layout, segment=segment) for _ in range(count)]
+        self._count_max = lent_places(layout) if is_lending else 1
+        self._places = [FlatBuffers(layout, segment=segment) for _ in range(1 if segment is None else self._count_max)]
         self._owners: dict[FlatBuffers, list[weakref.ref[NDArray[Any]]]] = {}
         self.shared = list(self._places) if segment is not None else []
         self.current = self._places[0]
@@ -60,8 +66,7 @@ class ParameterPlaces:
 
     def lend(self) -> list[NDArray[Any] | None]:
         """The current place's tensors for the program, to keep and to change; None for those that are not lent."""
-        is_next = any(place is not self.current for place in self._free()) or self._can_grow
-        if not self._is_lending or not is_next:
+        if not self._can_grow and not any(place is not self.current for place in self._free()):
             return [None] * len(self.current.views)
         lent: list[NDArray[Any] | None] = []
         owners = self._owners[self.current] = [ref for ref in self._owners.get(self.current, ()) if ref() is not None]
@@ -82,7 +87,7 @@ class ParameterPlaces:
 
     @property
     def _can_grow(self) -> bool:
-        return not self.shared and len(self._places) < PLACES_MAX
+        return not self.shared and len(self._places) < self._count_max
 
     def _is_lent(self, place: FlatBuffers) -> bool:
         return any(ref() is not None for ref in self._owners.get(place, ()))

@@ -1,0 +1,66 @@
+/* Admission: which ids get a row. Until an id was seen often enough its gradients are counted and dropped.
+ *
+ * Sightings lie in buckets of eight, by the id's hash; in a full one the id that was seen least makes room. So the count of an id may be
+ * lost among many others, and it then begins anew; an id is never admitted too early, but for one in 2^48 or so that another's hash meets.
+ */
+#include <stdlib.h>
+
+#include "portable.h"
+#include "table.h"
+
+#define COUNT 0xffu
+
+/* Whether this sighting counts: a function of the table's seed, the id and the step. */
+static int is_counted(const psd_table *t, uint64_t id)
+{
+    return psd_mix(t->salt ^ psd_mix(id + psd_mix(t->root->step + 1))) >> 32 < t->spec.admit_below;
+}
+
+/* The word of an id in its bucket, or the one that gives way to it. */
+static uint64_t *sighting_of(const psd_table *t, uint64_t hash)
+{
+    const uint64_t buckets = t->region[PSD_SIGHTINGS].size / 64;
+    uint64_t *const bucket = (uint64_t *)(t->base + t->region[PSD_SIGHTINGS].at) + psd_home(hash >> 32, buckets) * PSD_BUCKET;
+    uint64_t *least = bucket;
+    for (int i = 0; i < PSD_BUCKET; i++) {
+        if (bucket[i] != 0 && (bucket[i] | COUNT) == (hash | COUNT))
+            return &bucket[i];
+        if ((bucket[i] & COUNT) < (*least & COUNT))
+            least = &bucket[i];
+    }
+    return least;
+}
+
+int64_t psd_table_admit(psd_table *t)
+{
+    psd_scratch *const s = &t->scratch;
+    int64_t passed_over = 0;
+    s->sightings_count = 0;
+    if (t->spec.admit_after <= 1 && t->spec.admit_below >> 32)
+        return 0;
+    if (s->count > s->sightings_capacity) {
+        psd_flip *const bigger = realloc(s->sightings, (size_t)s->capacity * sizeof(psd_flip));
+        if (!bigger)
+            return -1;
+        s->sightings = bigger;
+        s->sightings_capacity = s->capacity;
+    }
+    for (intptr_t k = 0; k < s->count; k++) {
+        if (s->words[k])
+            continue;
+        int is_admitted = is_counted(t, s->ids[k]);
+        if (is_admitted && t->spec.admit_after > 1) {
+            const uint64_t hash = psd_mix(s->ids[k] ^ t->salt);
+            const uint64_t *const word = sighting_of(t, hash);
+            const uint64_t seen = 1 + ((*word | COUNT) == (hash | COUNT) ? *word & COUNT : 0);
+            is_admitted = seen >= t->spec.admit_after;
+            s->sightings[s->sightings_count++] =
+                (psd_flip){(uint64_t)((const char *)word - t->base), is_admitted ? 0 : (hash & ~(uint64_t)COUNT) | seen};
+        }
+        if (!is_admitted) {
+            s->words[k] = PSD_PASSED_OVER;
+            passed_over++;
+        }
+    }
+    return passed_over;
+}
