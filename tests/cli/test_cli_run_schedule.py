@@ -42,7 +42,7 @@ def test_job_when_a_worker_returns_with_a_schedule_that_begins_anew_then_all_tra
     (tmp_path / "die").touch()
     run = job(
         TRAINING,
-        *("--shards", "2", "--workers", "2", "--max-restarts", "1"),
+        *("--shards", "2", "--workers", "2", "--max-restarts", "1", "--lease", "60"),
         args=(str(tmp_path / "die"),),
     )
 
@@ -59,7 +59,7 @@ def test_job_when_the_schedule_is_kept_then_the_worker_returns_at_the_rate_of_it
     (tmp_path / "die").touch()
     run = job(
         TRAINING,
-        *("--shards", "2", "--workers", "2", "--max-restarts", "1"),
+        *("--shards", "2", "--workers", "2", "--max-restarts", "1", "--lease", "60"),
         args=(str(tmp_path / "die"), "kept"),
     )
 
