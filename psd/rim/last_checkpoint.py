@@ -95,7 +95,7 @@ class LastCheckpoint:
         """
         schedule, began = self._shard.schedule, self._now()
         if not schedule.is_training:
-            raise CheckpointFailed("there is nothing to store yet")
+            raise CheckpointFailed("this shard holds nothing that is trained")
         heard_at = began
         announces_at = began if self._config.shard_index == 0 else began + timeout_s / 4
         with self._lock:
