@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.process
 
 
-def run(*command: str, backend: str = "tensorflow") -> subprocess.CompletedProcess[str]:
+def run(*command: str, backend: str = "tensorflow", **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
-    environ["KERAS_BACKEND"] = backend
+    environ |= {"KERAS_BACKEND": backend, **variables}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
 
 
@@ -63,8 +63,8 @@ def test_text_with_adadelta_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["keras_linear_regression.py", "keras_text_adadelta.py"])
-def test_example_without_psd_run_says_how_to_start_it(script):
-    finished = run(str(ROOT / "examples" / script), backend="torch")
+def test_example_that_may_not_train_alone_says_how_to_start_it(script):
+    finished = run(str(ROOT / "examples" / script), backend="torch", PSD_STANDALONE="0")
 
     assert finished.returncode == 1
     assert "For example: psd-run" in finished.stderr
