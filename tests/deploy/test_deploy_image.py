@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be looked at without building it; tests/install/test_wheel.py builds the wheel that is in it."""
+"""The Dockerfile, as far as it can be looked at without building it; tests/install/test_wheel.py builds the wheel in it."""
 
 from __future__ import annotations
 
