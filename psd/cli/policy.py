@@ -40,6 +40,9 @@ from psd.cli.arguments import EXIT_CHECKPOINT, EXIT_FAILURE, EXIT_OK, LAST_CHECK
 READY_TIMEOUT_S = 60.0
 """Seconds from the start of a shard to its ready line: loading gRPC on a crowded machine takes long."""
 
+READY_REPORT_S = 5.0
+"""Seconds from the start of a shard to the line that says that psd-run waits for it."""
+
 SHARD_STARTS_MAX = 3
 """Starts in a row of a shard that has died. More than one, as its port may be somebody else's for a moment: of a worker's own
 socket, when the system picks this port for one that dials it. Few, as most reasons, such as damaged state, stay."""
@@ -154,6 +157,7 @@ class JobPolicy:
         self._alive: set[Name] = set()
         self._ready: set[Name] = set()  # shards that serve
         self._ready_by: dict[Name, float] = {}  # shards that have been started and do not serve yet
+        self._reports_at: dict[Name, float] = {}  # those of them that nothing has been said about
         self._died_at: dict[Name, float] = {}  # shards that have served, died and do not serve again yet
         self._starts_in_vain: dict[Name, int] = {}  # of each of those
         self._done: set[Name] = set()  # shards that have seen all workers leave
@@ -170,7 +174,7 @@ class JobPolicy:
     def deadline(self) -> float | None:
         """The time at which to call `on_deadline`, on the clock of the events; None: never."""
         if self.phase in (Phase.STARTING, Phase.RUNNING):
-            return min(self._ready_by.values(), default=None)
+            return min([*self._ready_by.values(), *self._reports_at.values()], default=None)
         return self._phase_ends_at
 
     def on_start(self, now: float) -> list[Action]:
@@ -181,6 +185,7 @@ class JobPolicy:
         """Handle a shard's ready line. Workers start when all do."""
         self._ready.add(shard)
         self._ready_by.pop(shard, None)
+        self._reports_at.pop(shard, None)
         self._starts_in_vain.pop(shard, None)
         died_at = self._died_at.pop(shard, None)
         if self.phase is Phase.SAVING:
@@ -236,6 +241,10 @@ class JobPolicy:
         """Handle a phase, or a shard's start, that has lasted too long."""
         late = self._names(self._alive)
         if self.phase in (Phase.STARTING, Phase.RUNNING):
+            slow = [name for name, at in self._reports_at.items() if at <= now]
+            if slow:
+                self._reports_at = {name: at for name, at in self._reports_at.items() if at > now}
+                return [Say(f"waiting for {self._names(set(slow))} to be ready, for at most {READY_TIMEOUT_S:g} s")]
             shard = min(self._ready_by, key=lambda name: (self._ready_by[name], name))
             text = f"{shard} was not ready after {READY_TIMEOUT_S:g} s; stopping the job"
             return self._fail(Say(text, quote=shard), EXIT_FAILURE, now) + self._advance(now)
@@ -291,6 +300,7 @@ class JobPolicy:
         else:
             self._starts_in_vain[shard] = self._starts_in_vain.get(shard, 0) + 1
         self._ready_by.pop(shard, None)
+        self._reports_at.pop(shard, None)
 
         death = f"{shard} {_describe(returncode)}"
         is_over = shard in self._done or self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.SAVING)
@@ -323,6 +333,7 @@ class JobPolicy:
     def _start_shard(self, shard: Name, now: float) -> Action:
         self._alive.add(shard)
         self._ready_by[shard] = now + READY_TIMEOUT_S
+        self._reports_at[shard] = now + READY_REPORT_S
         return Start(shard)
 
     @property

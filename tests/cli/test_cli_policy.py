@@ -7,6 +7,7 @@ import pytest
 from psd.cli.arguments import EXIT_CHECKPOINT, LAST_CHECKPOINT_SIGNAL
 from psd.cli.policy import (
     KILL_S,
+    READY_REPORT_S,
     READY_TIMEOUT_S,
     SAVING_SLACK_S,
     SHARD_STARTS_MAX,
@@ -177,7 +178,7 @@ def test_on_exit_when_a_shard_dies_then_it_alone_starts_again_and_the_message_sa
     assert deeds(died) == [Start(SHARDS[1])]
     assert f"shard 1 {death}" in said(died)
     assert "starting it again, its state is in /state/shard-1 (9 restarts left)" in said(died)
-    assert deadline == 20 + READY_TIMEOUT_S
+    assert deadline == 20 + READY_REPORT_S
     assert back == [Say("shard 1 serves again, 1.5 s after its end")]
     assert (policy.phase, policy.deadline) == (Phase.RUNNING, None)
 
@@ -242,9 +243,11 @@ def test_on_deadline_when_a_shard_does_not_serve_again_in_time_then_the_job_stop
     policy.on_exit(SHARDS[0], -SIGKILL, now=10)
     policy.on_exit(SHARDS[1], -SIGKILL, now=20)
 
+    waiting = policy.on_deadline(20 + READY_REPORT_S)
     assert policy.deadline == 10 + READY_TIMEOUT_S
     actions = policy.on_deadline(10 + READY_TIMEOUT_S)
 
+    assert waiting == [Say("waiting for shard 0, shard 1 to be ready, for at most 60 s")]
     assert "shard 0 was not ready" in said(actions)
     assert deeds(actions) == [Send(worker, SIGTERM) for worker in WORKERS]
 
@@ -292,6 +295,8 @@ def test_on_deadline_when_a_shard_is_not_ready_in_time_then_the_job_stops():
     policy.on_start(0)
     policy.on_ready(SHARDS[0], 1)
 
+    assert policy.deadline == READY_REPORT_S
+    assert policy.on_deadline(READY_REPORT_S) == [Say("waiting for shard 1 to be ready, for at most 60 s")]
     assert policy.deadline == READY_TIMEOUT_S
     actions = policy.on_deadline(READY_TIMEOUT_S)
 
