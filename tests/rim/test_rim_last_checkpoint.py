@@ -162,7 +162,7 @@ def test_a_shard_without_anything_to_store_ends_without(cluster: Callable[..., A
     """There is no job yet; that is no failure."""
     (shard,) = cluster(1, checkpoint_dir=str(tmp_path)).shards
 
-    with pytest.raises(CheckpointFailed, match="nothing to store yet"):
+    with pytest.raises(CheckpointFailed, match="holds nothing that is trained"):
         shard.take_last_checkpoint(30)
     shard.drain(30)
 
