@@ -201,7 +201,9 @@ def test_job_when_the_others_are_to_go_on_without_a_worker_then_every_log_says_s
     news = "worker 1 has failed: 1 of 2 workers are waited for from now on"
     assert f"[worker 0] psd: worker 0: {news}" in run.output
     # A shard tells what has changed since its last look: worker 0 may have finished meanwhile.
-    assert re.search(r"\[shard 0\] .*worker 1 has failed(; worker 0 has finished)?: [01] of 2 workers are waited for", run.output)
+    assert re.search(
+        r"\[shard 0\] .*worker 1 has failed(; worker 0 has finished)?: [01] of 2 workers are waited for", run.output
+    )
     assert len(re.findall("worker 1 has failed[:;]", run.output)) == 2
     assert "[worker 0] heard of it" in run.output
     run.assert_nothing_left()
