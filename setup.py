@@ -38,40 +38,21 @@ sys.modules["psd_core"] = ModuleType("psd_core")
 sys.modules["psd_core"].__path__ = [str(ROOT / "psd_core")]
 headers = importlib.import_module("psd_core._c_headers")
 
-KERNELS = ("half", "kernels", "kernels_f32", "kernels_f64")
-kernels = Extension(
-    "psd_core._kernels",
-    sources=["psd_core/_kernels.pyx", *(f"psd_core/csrc/{name}.c" for name in KERNELS)],
-    depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
-    include_dirs=["psd_core/csrc"],
-    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
-    extra_compile_args=COMPILE_ARGS,
-    extra_link_args=LINK_ARGS,
-    libraries=["m"],
-)
-arena = Extension(
-    "psd_core._arena",
-    sources=["psd_core/_arena.pyx"],
-    depends=["psd_core/csrc/arena.h"],
-    include_dirs=["psd_core/csrc"],
-    extra_compile_args=COMPILE_ARGS,
-    extra_link_args=LINK_ARGS,
-)
-table = Extension(
-    "psd_core._table",
-    sources=[
-        "psd_core/_table.pyx",
-        *sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c")),
-        "psd_core/csrc/half.c",
-        "psd_core/csrc/kernels_f32.c",
-    ],
-    depends=sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h")),
-    include_dirs=["psd_core/csrc"],
-    define_macros=[("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
-    extra_compile_args=COMPILE_ARGS,
-    extra_link_args=LINK_ARGS,
-    libraries=["m"],
-)
+HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("*.h"))
+HOW = {"include_dirs": ["psd_core/csrc"], "extra_compile_args": COMPILE_ARGS, "extra_link_args": LINK_ARGS}
+WITH_RULES = {
+    **HOW,
+    "depends": HEADERS,
+    "define_macros": [("PSD_RULES_CHECKSUM", f"{headers.checksum()}u")],
+    "libraries": ["m"],
+}
+KERNELS = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64")]
+ROWS = ["psd_core/csrc/half.c", "psd_core/csrc/kernels_f32.c"]
+TABLES = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c"))
+
+kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
+arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], depends=["psd_core/csrc/arena.h"], **HOW)
+table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS], **WITH_RULES)
 kernels.cython_directives = arena.cython_directives = table.cython_directives = {
     "language_level": "3",
     "boundscheck": DEBUG,

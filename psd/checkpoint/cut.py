@@ -15,6 +15,9 @@ from psd.contract.layout import Layout
 
 MANIFEST = "manifest.json"
 
+TIME_S_MAX = 253_402_300_799.0
+"""The last second of the year 9999: no cut is of a later one."""
+
 _NAME = re.compile(r"timeline-(\d{5,})-step-(\d{12,})-([0-9A-Za-z]{1,64})")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psd
-from psd.checkpoint.cut import Cut, part_file
+from psd.checkpoint.cut import TIME_S_MAX, Cut, part_file
 from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
 from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
@@ -25,8 +25,6 @@ from psd.contract.layout import Layout
 DIRECTORY = "ends"
 
 _NUMBER_MAX = 2**63 - 1
-_TIME_S_MAX = 253_402_300_799.0
-"""The last second of the year 9999."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def parse_note(data: bytes, file: str) -> EndNote:
         numbers = [note.timeline, note.step, *note.versions]
         texts = [note.nonce, note.run_id, note.layout_digest]
         is_whole = all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in numbers)
-        if is_whole and all(type(text) is str for text in texts) and 0 <= note.ended_at <= _TIME_S_MAX:
+        if is_whole and all(type(text) is str for text in texts) and 0 <= note.ended_at <= TIME_S_MAX:
             return dataclasses.replace(note, versions=tuple(note.versions), ended_at=float(note.ended_at))
     except (ArithmeticError, LookupError, TypeError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error

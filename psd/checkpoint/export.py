@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.checkpoint import safetensors
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.reading import RecordReader, overlapping
-from psd.checkpoint.storage import Chunk, FileStore, open_storage
-from psd.contract.jobspec import TensorSpec
+from psd.checkpoint.reading import RecordReader, TensorPlace, overlapping, tensor_places
+from psd.checkpoint.storage import Chunk, FileStore, open_parent
 
 ExportProgress = Callable[[int, int], None]
 """A callback that takes the bytes written so far and the total."""
@@ -37,40 +36,18 @@ ELEMENT_TYPES = {
 }
 
 
-class _Place(NamedTuple):
-    name: str
-    tensor: TensorSpec
-    space: int
-    start: int
-
-
 def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress) -> None:
     """See CheckpointDirectory.export."""
-    places = _places(manifest)
+    # Wide elements first, so that each tensor starts on a multiple of its item size.
+    places = sorted(tensor_places(manifest), key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
     entries = safetensors.lay_out((p.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
     # "pt" says that the layouts of weights are torch's; the transformers library asks for it.
     header = safetensors.header(entries, {"format": "pt", "psd_checkpoint": manifest.name})
-    parent, _, file = path.rpartition("/")
-    target = open_storage(parent or ("/" if path.startswith("/") else "."))
+    target, file = open_parent(path)
     target.write("", file, _counted(_chunks(storage, manifest, places, header), header, entries, progress))
 
 
-def _places(manifest: Manifest) -> list[_Place]:
-    """Offsets of tensors, by each of their names, wide elements first, so that each starts on a multiple of its item size."""
-    where = {
-        int(tensor): (index, int(start))
-        for index, stored in enumerate(manifest.spaces)
-        for tensor, start in zip(stored.space.tensors, stored.space.starts, strict=True)
-    }
-    places = [
-        _Place(name, tensor, *where.get(index, (0, 0)))
-        for index, tensor in enumerate(manifest.spec.tensors)
-        for name in (tensor.name, *tensor.aliases)
-    ]
-    return sorted(places, key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
-
-
-def _chunks(storage: FileStore, manifest: Manifest, places: list[_Place], header: bytes) -> Iterator[Chunk]:
+def _chunks(storage: FileStore, manifest: Manifest, places: list[TensorPlace], header: bytes) -> Iterator[Chunk]:
     yield header
     full = [place for place in places if place.tensor.size]
     sources = [overlapping(manifest, place.space, place.start, place.tensor.size) for place in full]

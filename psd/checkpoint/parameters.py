@@ -17,8 +17,8 @@ from psd.checkpoint import safetensors
 from psd.checkpoint.cut import CutName
 from psd.checkpoint.directory import CheckpointDirectory
 from psd.checkpoint.manifest import Manifest
-from psd.checkpoint.reading import RecordReader, overlapping
-from psd.checkpoint.storage import FileStore, open_storage
+from psd.checkpoint.reading import RecordReader, overlapping, tensor_places
+from psd.checkpoint.storage import FileStore, open_parent
 from psd.contract.config import SAFETENSORS_SUFFIX
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.layout import Block, Layout
@@ -62,8 +62,7 @@ def open_parameters(url: str) -> ParameterSource:
         CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: there is none that can be read.
     """
     if url.endswith(SAFETENSORS_SUFFIX):
-        parent, _, file = url.rpartition("/")
-        return _File(open_storage(parent or ("/" if url.startswith("/") else ".")), file)
+        return _File(*open_parent(url))
     directory = directory_at(url)
     manifest = directory.newest()
     if manifest is None:
@@ -152,21 +151,12 @@ class _Checkpoint:
         self.location = f"checkpoint {manifest.name}"
         self._storage = storage
         self._manifest = manifest
-        where = {
-            int(tensor): (index, int(start))
-            for index, stored in enumerate(manifest.spaces)
-            for tensor, start in zip(stored.space.tensors, stored.space.starts, strict=True)
-        }
-        self._places = {
-            name: where.get(index, (0, 0))
-            for index, tensor in enumerate(manifest.spec.tensors)
-            for name in (tensor.name, *tensor.aliases)
-        }
-        self.shapes = {name: tensor.shape for tensor in manifest.spec.tensors for name in (tensor.name, *tensor.aliases)}
+        self._places = {place.name: place for place in tensor_places(manifest)}
+        self.shapes = {name: place.tensor.shape for name, place in self._places.items()}
 
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
         """See ParameterSource."""
-        places = [(self._places[run.name][0], self._places[run.name][1] + run.start, run.length) for run in runs]
+        places = [(self._places[run.name].space, self._places[run.name].start + run.start, run.length) for run in runs]
         sources = [overlapping(self._manifest, *place) for place in places]
         with closing(RecordReader(self._storage, self._manifest, sources)) as records:
             for (_, start, length), source in zip(places, sources, strict=True):

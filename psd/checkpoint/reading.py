@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from psd.checkpoint.manifest import Manifest, Part
 from psd.checkpoint.records import BlockPart, Record, RestoredBlock, decode
 from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
+from psd.contract.jobspec import TensorSpec
 from psd.contract.layout import Block, Layout
 
 READERS = 4
@@ -31,6 +33,29 @@ memory."""
 
 Advance = Callable[[int], None]
 """A callback that takes the number of further bytes read."""
+
+
+class TensorPlace(NamedTuple):
+    """A tensor's place in the spaces of a checkpoint, by one of its names. Without elements: any place."""
+
+    name: str
+    tensor: TensorSpec
+    space: int
+    start: int
+
+
+def tensor_places(manifest: Manifest) -> list[TensorPlace]:
+    """The places of all tensors, by each of their names."""
+    where = {
+        int(tensor): (index, int(start))
+        for index, stored in enumerate(manifest.spaces)
+        for tensor, start in zip(stored.space.tensors, stored.space.starts, strict=True)
+    }
+    return [
+        TensorPlace(name, tensor, *where.get(index, (0, 0)))
+        for index, tensor in enumerate(manifest.spec.tensors)
+        for name in (tensor.name, *tensor.aliases)
+    ]
 
 
 def overlapping(manifest: Manifest, space: int, offset: int, length: int) -> Sequence[Record]:

@@ -99,6 +99,12 @@ def open_storage(url: str, crash_point: CrashPoint = no_crash) -> FileStore:
     return ObjectStorage(file_system, path.rstrip("/"), shown, crash_point)
 
 
+def open_parent(url: str) -> tuple[FileStore, str]:
+    """The storage of the directory that a file is in, and the file's name there. Raises what `open_storage` does."""
+    parent, _, file = url.rpartition("/")
+    return open_storage(parent or ("/" if url.startswith("/") else ".")), file
+
+
 @contextlib.contextmanager
 def _surfacing(what: str, kind: type[Exception] = OSError, *, missing_is_failure: bool = False) -> Iterator[None]:
     """Turn errors of a kind into CheckpointFailed; FileNotFoundError only on request."""

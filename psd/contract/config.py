@@ -20,6 +20,8 @@ TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 RUN_ID_BYTES_MAX = 128
 
+CLIENT_STATE_BYTES_MAX = 1 << 20
+
 SAFETENSORS_SUFFIX = ".safetensors"
 
 

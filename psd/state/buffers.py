@@ -7,7 +7,7 @@ own, seldom, and before the push that reaches a cut. That call also tells of cut
 from __future__ import annotations
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, ShardRestarted
+from psd.contract.errors import InvalidRequest
 from psd.state.core import ShardCore
 from psd.state.durability.cuts import CUTS_MAX, Cuts, check_cuts
 from psd.state.job import Job
@@ -62,8 +62,7 @@ class BufferDesk:
             for block, values in checked:
                 block.store(worker.rank, values, there)
         except ArenaClosed:
-            index = core.config.shard_index
-            raise ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index) from None
+            raise core.gone_back() from None
         self._cuts.learn(job, request.cuts)
         for cut in request.cuts:
             self._brought.setdefault(cut.id, set()).add(worker.rank)

@@ -327,6 +327,11 @@ class ShardCore:
         if clock > worker.clock and job.trained_count:
             self.members.check_clock(worker, clock, job.version_max)
 
+    def gone_back(self) -> ShardRestarted:
+        """The error for a call whose job was given up for a checkpoint while it was under way."""
+        index = self.config.shard_index
+        return ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index)
+
     def check_finite(self, values: NDArray[Any], block: int, whose: str, rank: int, clock: int) -> None:
         """Raise NonFiniteGradient, naming worker, tensor and step, if a block's values are not all finite."""
         element = psd_core.first_nonfinite(values)

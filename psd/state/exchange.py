@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, InvalidTensor, ShardRestarted
+from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import JobSpec
 from psd.contract.rules import check_weight
 from psd.state.aggregation.agreement import Voice
@@ -135,13 +135,9 @@ class Exchange:
         """Raise SessionFenced if the session has ended since the call began, and ShardRestarted if the shard has gone back to a
         checkpoint. Takes no lock: it is asked for every block."""
         if call.worker is not self._core.members.worker(call.worker.rank):
-            raise self._gone_back()
+            raise self._core.gone_back()
         if call.worker.session != call.session or call.worker.state is not WorkerState.LIVE:
             self._core.members.check_session(call.worker.rank, call.session)
-
-    def _gone_back(self) -> ShardRestarted:
-        index = self._core.config.shard_index
-        return ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index)
 
     def check_arrival(self, push: Push) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
@@ -202,7 +198,7 @@ class Exchange:
         try:
             outcome = block.contribute(part)
         except ArenaClosed:
-            raise self._gone_back() from None
+            raise self._core.gone_back() from None
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
         if index not in push.covered:
@@ -303,7 +299,7 @@ class Exchange:
         try:
             found = block.read(version_min, pull.reader)
         except ArenaClosed:
-            raise self._gone_back() from None
+            raise self._core.gone_back() from None
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
     def peek(self, block: BlockState, pull: Pull) -> Found | None:
@@ -314,7 +310,7 @@ class Exchange:
         try:
             return block.read(pull.clock, None) if pull.has_rounds else block.read(0, pull.reader)
         except ArenaClosed:
-            raise self._gone_back() from None
+            raise self._core.gone_back() from None
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

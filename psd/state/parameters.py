@@ -7,7 +7,7 @@ in workers/loads.py.
 from __future__ import annotations
 
 from psd.contract import frames
-from psd.contract.errors import InvalidRequest, ShardRestarted, WrongShard
+from psd.contract.errors import InvalidRequest, WrongShard
 from psd.state.aggregation.block import SetMark
 from psd.state.core import ShardCore
 from psd.state.tickets import Ticket, WaitKind
@@ -75,8 +75,7 @@ class ParameterDesk:
             for block, values in checked:
                 block.set_values(values, mark, request.clock)
         except ArenaClosed:
-            index = core.config.shard_index
-            raise ShardRestarted(f"shard {index} has gone back to a checkpoint since the call began", shard=index) from None
+            raise core.gone_back() from None
         return sum(values.nbytes for _, values in checked)
 
 

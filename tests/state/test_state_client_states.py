@@ -9,8 +9,8 @@ from full_state import NO_ROOM
 from settling import commit, decision
 from shard_driver import Driver, Fuse, Killed, Seat, job_spec
 
+from psd.contract.config import CLIENT_STATE_BYTES_MAX
 from psd.contract.errors import InvalidRequest, OutOfSpace
-from psd.state.durability.client_states import CLIENT_STATE_BYTES_MAX
 from psd.v1 import data_pb2
 
 

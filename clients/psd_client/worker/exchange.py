@@ -30,7 +30,7 @@ from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
-from psd_client.worker.finiteness import check_gradient
+from psd_client.worker.finiteness import check_finite
 from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
@@ -221,7 +221,7 @@ class ParameterExchange:
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        tensor_name = check_gradient(self.gradients, present, self._rank, self._session.clock) if feed is None else None
+        tensor_name = check_finite(self.gradients, present, self._rank, self._session.clock) if feed is None else None
         if tensor_name is not None and not skip:
             what, clock = "the gradient of %r at step %d holds NaN or infinity; the round is skipped", self._session.clock
             logger.warning("psd: worker %d: " + what, self._rank, tensor_name, clock)

@@ -9,7 +9,7 @@ from psd.contract.errors import NonFiniteGradient
 from psd_client.lanes.flat import FlatBuffers
 
 
-def check_gradient(gradients: FlatBuffers, present: NDArray[np.bool_] | None, rank: int, clock: int) -> str | None:
+def check_finite(gradients: FlatBuffers, present: NDArray[np.bool_] | None, rank: int, clock: int) -> str | None:
     """Zero the tensors that are not present; return the first one, if any, whose gradient makes the round be skipped.
 
     Raises:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from psd.contract import arguments
-from psd.contract.config import ClientConfig
+from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
@@ -28,8 +28,6 @@ from psd_client.worker.heartbeat import Heartbeats
 from psd_client.worker.session import Session
 
 logger = logging.getLogger("psd_client")
-
-CLIENT_STATE_BYTES_MAX = 1 << 20
 
 ONE_JOB = (
     "A process is one worker of one job, and what a job trains is fixed. To train two models, declare them together: in torch "

@@ -257,7 +257,7 @@ class FastRound(Round):
             return None
         return Outcome.DUPLICATE if session == part.session else Outcome.LATE
 
-    def session_of(self, rank: int, *, is_committed: bool = True) -> int:
+    def session_of(self, rank: int, *, is_committed: bool) -> int:
         """See Round."""
         del is_committed
         return self.sessions.get(rank, 0)

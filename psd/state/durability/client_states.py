@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from psd.contract.config import CLIENT_STATE_BYTES_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
 from psd.state.aggregation.pages import Counted
 from psd.state.durability.storage import Storage
-
-CLIENT_STATE_BYTES_MAX = 1 << 20
 
 _SPARE = 1
 """States kept that are older than the one that counts in the block asked: another block may be a round behind."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from psd.checkpoint.cut import TIME_S_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
 from psd.state.job import Job
@@ -36,8 +37,6 @@ FINAL_ID = "final"
 """Id of the cut taken when all workers have left."""
 
 CUTS_MAX = 8
-TIME_S_MAX = 253_402_300_799.0
-"""The last second of the year 9999."""
 
 GOES_BACK = "the job goes back to a checkpoint"
 """The reason when a cut is missed because the job goes back."""

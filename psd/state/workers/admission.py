@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from psd.checkpoint.cut import TIME_S_MAX
 from psd.contract import frames
 from psd.contract.config import RUN_ID_BYTES_MAX
 from psd.contract.errors import (
@@ -23,7 +24,6 @@ from psd.contract.errors import (
 from psd.contract.jobspec import JobSpec
 from psd.contract.printable import is_printable, printable
 from psd.state.core import UNNAMED_RUN, ShardCore
-from psd.state.durability.cuts import TIME_S_MAX
 from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.tickets import Ticket, WaitKind
