@@ -20,7 +20,7 @@ FRAME_BYTES_MAX = 4 << 20
 
 ID_BYTES = 8
 
-DTYPES: dict[job_pb2.DType.ValueType, np.dtype[Any]] = {
+DTYPES: dict[job_pb2.DType, np.dtype[Any]] = {
     job_pb2.DTYPE_FLOAT32: np.dtype(np.float32),
     job_pb2.DTYPE_FLOAT16: np.dtype(np.float16),
     job_pb2.DTYPE_BFLOAT16: np.dtype(np.uint16),
