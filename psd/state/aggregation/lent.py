@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 import psd_core
-from psd.state.aggregation.pages import Accumulators
+from psd.state.aggregation.pages import Lender
 
 HALF_BYTES = 2
 """Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
@@ -54,7 +54,7 @@ class Sum:
     The first is read in place if a sum could begin with it as it is: it is not widened, and its weight is 1.
     """
 
-    def __init__(self, accumulators: Accumulators) -> None:
+    def __init__(self, accumulators: Lender) -> None:
         self._accumulators = accumulators
         self._sum: Any = None
         self._first: _Lent | None = None  # stands for the sum, as long as there is none

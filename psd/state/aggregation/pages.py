@@ -70,7 +70,7 @@ def counted(pages: Sequence[Page]) -> list[Counted]:
     return list(zip(sessions.tolist(), clocks.tolist(), strict=True))
 
 
-class Accumulators(Protocol):
+class Lender(Protocol):
     """Memory to sum the gradients of a round in."""
 
     def lend(self) -> Any:

@@ -21,7 +21,7 @@ from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent import Loan, Sum
-from psd.state.aggregation.pages import Accumulators
+from psd.state.aggregation.pages import Lender
 from psd.state.aggregation.rules import Gradient, Rule
 from psd.state.workers.membership import Membership
 from psd_core.arena import Page
@@ -118,7 +118,7 @@ class RoundSetting:
     rule: Rule
     is_mean: bool
     policy: Policy
-    accumulators: Accumulators
+    accumulators: Lender
     members: Membership
     ratio_places: NDArray[np.intp] | None = None
 

@@ -19,7 +19,7 @@ from psd.contract.custom_rules import ListedRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
-from psd.state.aggregation.pages import Accumulators
+from psd.state.aggregation.pages import Lender
 from psd_core.arena import Page
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Layerwise(Elementwise):
         gradient: Gradient,
         segment_ends: NDArray[np.uint32],
         scalars: Sequence[float],
-        accumulators: Accumulators,
+        accumulators: Lender,
     ) -> Squares:
         """Sums of squares, two for each segment: of its parameters and of its direction; zeros where nothing is touched."""
         sums = [0] * (2 * len(segment_ends))
