@@ -180,6 +180,15 @@ LIMITS: Options = {
     "elements_max": Option("N", "parameters of the job, all shards together", whole_number),
     "message_bytes_max": Option("N", "one gRPC message; large declarations may need more", whole_number),
     "name_bytes_max": Option("N", "the name of a tensor or a barrier", whole_number),
+    "tables_max": Option("N", "sparse tables of the job", whole_number),
+    "table_dim_max": Option("N", "numbers of a table's row", whole_number),
+    "table_bytes_max": Option(
+        "N",
+        "memory for the rows of all tables on this shard (default: half of what is free where its state lies)",
+        whole_number,
+    ),
+    "table_rows_max": Option("N", "rows of one table on this shard", whole_number),
+    "push_ids_max": Option("N", "ids of rows in one push, or one pull, at this shard", whole_number),
     "reads_max": Option(
         "N", "readers that are fetching parameters at a time; each may keep another version of them in memory", whole_number
     ),

@@ -116,6 +116,10 @@ class Limits:
         elements_max: parameters of one job over all shards.
         message_bytes_max: one gRPC message. Frames need 4 MiB and a header; a declaration about 64 bytes a tensor.
         name_bytes_max: the name of a tensor or a barrier, in UTF-8.
+        tables_max: sparse tables of one job. table_dim_max: numbers of a row.
+        table_bytes_max: memory for the rows of all tables on this shard; 0: half of what is free where its state lies.
+        table_rows_max: rows of one table on this shard.
+        push_ids_max: ids, of all tables, in one push or one pull of rows at this shard.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
@@ -128,6 +132,11 @@ class Limits:
     elements_max: int = 1 << 40
     message_bytes_max: int = 32 << 20
     name_bytes_max: int = 256
+    tables_max: int = 1024
+    table_dim_max: int = 4096
+    table_bytes_max: int = 0
+    table_rows_max: int = 1 << 31
+    push_ids_max: int = 1 << 20
     reads_max: int = 16
     calls: int = 0
     connections: int = 0
@@ -151,6 +160,11 @@ class Limits:
         _check_count("--max-elements", self.elements_max, 1, 1 << 48)
         _check_count("--max-message-bytes", self.message_bytes_max, 5 << 20, 1 << 30)
         _check_count("--max-name-bytes", self.name_bytes_max, 1, 4096)
+        _check_count("--max-tables", self.tables_max, 0, 10_000)
+        _check_count("--max-table-dim", self.table_dim_max, 1, 1 << 16)
+        _check_count("--max-table-bytes", self.table_bytes_max, 0, 1 << 48)
+        _check_count("--max-table-rows", self.table_rows_max, 1, 1 << 31)
+        _check_count("--max-push-ids", self.push_ids_max, 1, 1 << 20)
         _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)
         _check_count("--max-connections", self.connections, 0, 1_000_000)

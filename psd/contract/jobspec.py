@@ -18,8 +18,9 @@ from psd.contract.config import Limits
 from psd.contract.consistency import SYNC, Consistency
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.printable import is_printable
-from psd.contract.rules import BUFFERS, STATIC, RuleInfo, rule_info
-from psd.contract.staleness import STALENESS
+from psd.contract.rules import BUFFERS, STATIC, TABLE_RULES, RuleInfo, rule_info
+from psd.contract.staleness import RATE, STALENESS
+from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 from psd_core.optimizer import FLOAT32_MAX
 
@@ -150,6 +151,7 @@ class JobSpec:
         aggregation: "fast" (as gradients arrive) or "exact" (by rank, the same bits whatever the timing; sync only).
         clip_norm: the largest norm of a round's gradient, over all trained tensors; 0: any. Without rounds: of each push.
         nan_policy: treatment of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
+        tables: sparse ones; a group has either tensors or tables.
     """
 
     world_size: int
@@ -161,6 +163,7 @@ class JobSpec:
     aggregation: str = "fast"
     clip_norm: float = 0.0
     nan_policy: str = "refuse"
+    tables: tuple[SparseTableSpec, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -188,8 +191,8 @@ class JobSpec:
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
         self._check_norms()
-        if not self.tensors:
-            raise InvalidTensor("tensors: there must be at least one parameter")
+        if not self.tensors and not self.tables:
+            raise InvalidTensor("tensors: there must be at least one parameter, or a table")
         seen: set[str] = set()
         for tensor in self.tensors:
             self._check_tensor(tensor)
@@ -197,6 +200,31 @@ class JobSpec:
                 if name in seen:
                     raise InvalidTensor(f"tensors: the name {name!r} is given twice")
                 seen.add(name)
+        self._check_tables()
+
+    def _check_tables(self) -> None:
+        of_tensors = {tensor.group for tensor in self.tensors}
+        seen: set[str] = set()
+        for table in self.tables:
+            where = f"table {table.name!r}"
+            if table.name in seen:
+                raise InvalidRequest(f"tables: the name {table.name!r} is given twice")
+            seen.add(table.name)
+            if not 0 <= table.group < len(self.groups):
+                raise InvalidRequest(f"{where}: group {table.group} is not below {len(self.groups)}")
+            if table.group in of_tensors:
+                raise InvalidRequest(f"{where}: group {table.group} has tensors; a group has either tensors or tables")
+            group = self.groups[table.group]
+            if group.is_static or group.is_layerwise or group.info.is_custom:
+                raise InvalidRequest(f"{where}: rule {group.rule!r} is none for tables; elementwise ones are")
+            if group.staleness not in ("", RATE):
+                raise InvalidRequest(f"{where}: staleness {group.staleness!r} is none for tables; {RATE!r} is")
+        for tensor in self.tensors:
+            if self.groups[tensor.group].rule in TABLE_RULES:
+                raise InvalidTensor(f"tensor {tensor.name!r}: rule {self.groups[tensor.group].rule!r} is for tables only")
+        norms = "clip_norm" if self.clip_norm else next((group.rule for group in self.groups if group.is_layerwise), "")
+        if self.tables and norms:
+            raise InvalidRequest(f"{norms}: needs norms over the whole gradient, and there are none in a job with tables")
 
     @property
     def stored_groups(self) -> tuple[GroupSpec, ...]:
@@ -267,6 +295,13 @@ class JobSpec:
         longest = max((len(name.encode()) for t in self.tensors for name in (t.name, *t.aliases)), default=0)
         if longest > limits.name_bytes_max:
             raise InvalidTensor(f"tensors.name: has {longest} bytes, the shard's --max-name-bytes is {limits.name_bytes_max}")
+        if len(self.tables) > limits.tables_max:
+            raise InvalidRequest(f"tables: {len(self.tables)} are above the shard's --max-tables {limits.tables_max}")
+        for table in self.tables:
+            if table.dim > limits.table_dim_max:
+                raise InvalidRequest(
+                    f"table {table.name!r}: dim: {table.dim} is above the shard's --max-table-dim {limits.table_dim_max}"
+                )
         elements = sum(t.size for t in self.tensors)
         if elements > limits.elements_max:
             raise InvalidTensor(f"tensors: {elements} elements are above the shard's --max-elements {limits.elements_max}")
@@ -279,6 +314,8 @@ class JobSpec:
         aliases = sum(len(tensor.aliases) for tensor in message.tensors)
         if aliases > limits.tensors_max:
             raise InvalidTensor(f"tensors.aliases: {aliases} are above the shard's --max-tensors {limits.tensors_max}")
+        if len(message.tables) > limits.tables_max:
+            raise InvalidRequest(f"tables: {len(message.tables)} are above the shard's --max-tables {limits.tables_max}")
         if len(message.groups) > GROUPS_MAX:
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(message.groups)}")
         for group in message.groups:
@@ -303,6 +340,7 @@ class JobSpec:
             message.groups.add(**dataclasses.asdict(group))
         for t in self.tensors:
             message.tensors.add(name=t.name, shape=t.shape, dtype=BUFFER_DTYPES[t.dtype], group=t.group, aliases=t.aliases)
+        message.tables.extend(table.to_message() for table in self.tables)
         return message
 
     @classmethod
@@ -334,6 +372,7 @@ class JobSpec:
             aggregation=_AGGREGATION_NAMES[message.aggregation],
             clip_norm=message.clip_norm,
             nan_policy=_NAN_POLICY_NAMES[message.nan_policy],
+            tables=tuple(map(SparseTableSpec.from_message, message.tables)),
         )
 
     def difference(self, other: JobSpec) -> str | None:
@@ -359,6 +398,13 @@ class JobSpec:
                 yield f"{field} of parameter {name!r}", getattr(tensor, field), getattr(theirs[name], field)
         for index, (tensor, tensor_there) in enumerate(zip(self.tensors, other.tensors, strict=True)):
             yield f"name of parameter number {index}", tensor.name, tensor_there.name
+        tables, theirs_of_tables = ({table.name: table for table in spec.tables} for spec in (self, other))
+        for name in [*tables, *theirs_of_tables]:
+            yield f"table {name!r}", "is" if name in tables else "is not", "is" if name in theirs_of_tables else "is not"
+        yield "order of the tables", list(tables), list(theirs_of_tables)
+        for name, table in tables.items():
+            for what, value, value_there in table.differences(theirs_of_tables[name]):
+                yield f"{what} of table {name!r}", value, value_there
         yield "number of parameter groups", len(groups), len(groups_there)
         for index, (group, group_there) in enumerate(zip(groups, groups_there, strict=True)):
             for what, value, value_there in group.differences(group_there):

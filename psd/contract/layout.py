@@ -9,6 +9,9 @@ Tensors of 16 bits have masters of 32, and gradients of 16: these travel as they
 A space of more than a few thousand elements is cut into a multiple of N blocks, so that shards differ by less than a block's
 rounding; tiny spaces stay whole, because a block costs a message. Elementwise rules give the same bits however it is cut.
 
+A job with tables has one more block on each shard, behind all others: its part of all tables, by the ids' hash. It has no
+place in a space; it is pushed to, versioned and waited for as the trained blocks are.
+
 Must not know values, versions or sockets.
 """
 
@@ -173,18 +176,25 @@ class Layout:
             digest.update(f"group {group.rule} {' '.join(words)}\n".encode())
         for tensor in self.spec.tensors:
             digest.update(f"tensor {tensor.name!r} {tensor.shape} {tensor.dtype} {tensor.group}\n".encode())
+        for table in self.spec.tables:
+            digest.update(f"{table}\n".encode())
         for space in self.spaces:
             dtype = space.dtype.str + (f" of {space.gradient_dtype.str}" if space.gradient_dtype != space.dtype else "")
             digest.update(f"space {space.group} {dtype} {space.size} {space.block_length}\n".encode())
         return digest.digest()
 
     def shard_of(self, block: int) -> int:
-        """The shard that owns a block."""
-        return block % self.shard_count
+        """The shard that owns a block, or the tables' block of that index."""
+        beyond = block - len(self.blocks)
+        return beyond if beyond >= 0 else block % self.shard_count
+
+    def tables_block(self, shard: int) -> int | None:
+        """Index of the block that stands for a shard's part of the tables; None in a job without tables."""
+        return len(self.blocks) + shard if self.spec.tables else None
 
     @property
     def client_state_shard(self) -> int:
-        """The shard to which workers give what they save for themselves: that of the first trained block."""
+        """The shard to which workers give what they save for themselves: that of the first block that is pushed to."""
         return self.shard_of(next((block.index for block in self.blocks if block.trained), 0))
 
     def blocks_of(self, shard: int) -> list[Block]:
@@ -194,6 +204,8 @@ class Layout:
     @property
     def untrained_shards(self) -> list[int]:
         """Shards that own blocks, but none that is pushed to."""
+        if self.spec.tables:
+            return []
         owned = [self.blocks_of(shard) for shard in range(self.shard_count)]
         return [shard for shard, blocks in enumerate(owned) if blocks and not any(block.trained for block in blocks)]
 

@@ -13,7 +13,8 @@ from psd.contract.config import is_rule_path
 from psd.contract.custom_rules import name_problem
 from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import STALENESS, check_staleness
-from psd_core.optimizer import Range, RuleFacts, Slot
+from psd_core.optimizer import Range, RuleFacts, Slot, facts_of
+from psd_core.row_rules import RowwiseAdagrad
 from psd_core.rules import RULES as PSD_RULES
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-9, 1e15
@@ -100,7 +101,14 @@ BUFFERS = RuleInfo("buffers", flags=("mean",))
 """Tensors that workers compute themselves, such as BatchNorm's running statistics: kept as one worker has sent them, or as
 the mean."""
 
-RULES = {STATIC.name: STATIC, BUFFERS.name: BUFFERS} | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
+TABLE_RULES = {RowwiseAdagrad.rule: RuleInfo(**vars(facts_of(RowwiseAdagrad)))}
+"""Rules that only tables have."""
+
+RULES = (
+    {STATIC.name: STATIC, BUFFERS.name: BUFFERS}
+    | {name: RuleInfo(**vars(facts)) for name, facts in PSD_RULES.items()}
+    | TABLE_RULES
+)
 
 
 def rule_info(name: str, *, slots: Sequence[str] = (), scalars: Sequence[str] = (), staleness: str = "") -> RuleInfo:

@@ -1,0 +1,112 @@
+"""Rows of tables in frames: from arrays to the parts of a frame's payload, and back. Shared by both sides.
+
+A payload is the ids of all parts, one part after the other, and then the numbers of all parts likewise; either may be absent.
+Must not know sockets, shards or what rows mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.v1 import data_pb2, job_pb2
+
+FRAME_BYTES_MAX = 4 << 20
+"""Largest payload of a frame, ids and numbers, unless one row alone is larger."""
+
+ID_BYTES = 8
+
+DTYPES: dict[job_pb2.DType, np.dtype[Any]] = {
+    job_pb2.DTYPE_FLOAT32: np.dtype(np.float32),
+    job_pb2.DTYPE_FLOAT16: np.dtype(np.float16),
+    job_pb2.DTYPE_BFLOAT16: np.dtype(np.uint16),
+}
+"""Dtypes in which numbers travel; uint16 has the bits of bfloat16."""
+_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+
+class TableRows(NamedTuple):
+    """Rows of one table.
+
+    Attributes:
+        table: index in the job spec. ids: (n,) uint64. values: (n, dim), of a dtype of DTYPES.
+    """
+
+    table: int
+    ids: NDArray[np.uint64]
+    values: NDArray[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and numbers."""
+        return self.ids.nbytes + self.values.nbytes
+
+
+def in_frames(tables: Iterable[TableRows]) -> Iterator[list[TableRows]]:
+    """Cut rows into frames: views of the arrays, in their order. Of nothing, nothing."""
+    frame: list[TableRows] = []
+    left = FRAME_BYTES_MAX
+    for table, ids, values in tables:
+        row_bytes = ID_BYTES + values.shape[1] * values.dtype.itemsize
+        begin = 0
+        while begin < len(ids):
+            count = min(len(ids) - begin, left // row_bytes)
+            if not count and frame:
+                yield frame
+                frame, left = [], FRAME_BYTES_MAX
+                continue
+            count = max(1, count)
+            frame.append(TableRows(table, ids[begin : begin + count], values[begin : begin + count]))
+            left -= count * row_bytes
+            begin += count
+    if frame:
+        yield frame
+
+
+def parts_of(frame: Iterable[TableRows]) -> list[data_pb2.RowsPart]:
+    """The descriptions of a frame's parts."""
+    return [data_pb2.RowsPart(table=table, rows=len(ids), dtype=_NUMBERS[values.dtype]) for table, ids, values in frame]
+
+
+def rows_in(
+    parts: Sequence[data_pb2.RowsPart], payload: memoryview, dims: Sequence[int], *, has_values: bool
+) -> list[TableRows]:
+    """The rows of a frame: views of the payload, copied only where they are not aligned.
+
+    Args:
+        dims: of the job's tables. has_values: False: the payload has ids alone; `values` are then new arrays, to be filled.
+
+    Raises:
+        InvalidRequest: there is no such table, or the payload has another number of bytes. InvalidTensor: a wrong dtype.
+    """
+    nbytes = 0
+    for part in parts:
+        if part.table >= len(dims):
+            raise InvalidRequest(f"rows.table: {part.table} is not below {len(dims)}, the number of tables")
+        if part.dtype not in DTYPES:
+            raise InvalidTensor(f"rows.dtype: expected float32, float16 or bfloat16, got number {part.dtype}")
+        row_bytes = dims[part.table] * DTYPES[part.dtype].itemsize
+        if part.rows > 1 and part.rows * (ID_BYTES + row_bytes) > FRAME_BYTES_MAX:
+            raise InvalidRequest(f"rows.rows: {part.rows} of table {part.table} are above {FRAME_BYTES_MAX} bytes in one frame")
+        nbytes += part.rows * (ID_BYTES + (row_bytes if has_values else 0))
+    if nbytes != payload.nbytes:
+        raise InvalidRequest(f"payload: has {payload.nbytes} bytes, expected {nbytes} for these rows")
+    at_ids, at_values = 0, sum(part.rows for part in parts) * ID_BYTES
+    found = []
+    for part in parts:
+        shape, dtype = (part.rows, dims[part.table]), DTYPES[part.dtype]
+        ids = _array(payload, at_ids, (part.rows,), np.dtype(np.uint64))
+        at_ids += ids.nbytes
+        values = _array(payload, at_values, shape, dtype) if has_values else np.empty(shape, dtype)
+        at_values += values.nbytes
+        found.append(TableRows(part.table, ids, values))
+    return found
+
+
+def _array(payload: memoryview, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    array: NDArray[Any] = np.ndarray(shape, dtype, payload, start)
+    return array if array.flags.aligned else array.copy()

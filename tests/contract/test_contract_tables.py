@@ -1,0 +1,101 @@
+"""Declarations of tables: what they refuse, and that their messages say it all."""
+
+import dataclasses
+
+import pytest
+
+from psd.contract.config import Limits
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.layout import Layout
+from psd.contract.tables import SparseTableSpec
+from psd.v1 import job_pb2
+from psd_core.initial import Constant, Normal, TruncatedNormal, Uniform, Zeros
+
+TABLE = SparseTableSpec("user", 64, init=Normal(0.01), seed=7)
+ADAGRAD = GroupSpec("rowwise_adagrad", (), (0.0,))
+
+
+def job(*tables, groups=(ADAGRAD,), tensors=(), **more):
+    return JobSpec(2, tensors, groups, tables=tables, **more)
+
+
+@pytest.mark.parametrize("init", [Zeros(), Constant(2.5), Uniform(-1.0, 1.0), Normal(0.1, 3.0), TruncatedNormal(0.5)])
+def test_message_of_a_table_when_read_again_then_is_the_same(init):
+    table = SparseTableSpec("user ü", 3, 0, init, 2**64 - 1, "bfloat16", "catch_up", 255, 0.25, 9, 0, 1 << 40, "refuse")
+
+    message = job_pb2.JobSpec.FromString(job(table).to_message().SerializeToString())
+
+    assert JobSpec.from_message(message) == job(table)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"name": ""}, "tables.name: must have 1 to 256 printable bytes"),
+        ({"name": "a\nb"}, "tables.name: must have 1 to 256 printable bytes"),
+        ({"dim": 0}, "table 'user': dim: must be a whole number from 1 to 65536, got 0"),
+        ({"seed": -1}, "seed: must be a whole number from 0"),
+        ({"admit_after": 256}, "admit_after: must be a whole number from 1 to 255, got 256"),
+        ({"admit_probability": 0.0}, "admit_probability: must be > 0 and <= 1, got 0.0"),
+        ({"expire_steps": 1, "expire_s": 1}, "expire_steps: is 1, but rows expire by time already"),
+        ({"dtype": "float16"}, "dtype: must be one of float32, bfloat16, got 'float16'"),
+        ({"updates": "eager"}, "updates: must be one of lazy, catch_up, got 'eager'"),
+        ({"at_limit": "crash"}, "at_limit: must be one of evict, refuse, got 'crash'"),
+        ({"init": 0.1}, "init: must be one of Zeros, Constant, Uniform, Normal, TruncatedNormal, got 0.1"),
+    ],
+)
+def test_table_when_a_field_is_wrong_then_names_it(change, error):
+    with pytest.raises(InvalidRequest, match=error):
+        dataclasses.replace(TABLE, **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (job, "tensors: there must be at least one parameter, or a table"),
+        (lambda: job(TABLE, TABLE), "tables: the name 'user' is given twice"),
+        (lambda: job(dataclasses.replace(TABLE, group=1)), "table 'user': group 1 is not below 1"),
+        (lambda: job(TABLE, tensors=(TensorSpec("w", (1,)),), groups=(GroupSpec(),)), "group 0 has tensors"),
+        (lambda: job(TABLE, groups=(GroupSpec("static"),)), "rule 'static' is none for tables"),
+        (lambda: job(tensors=(TensorSpec("w", (1,)),)), "tensor 'w': rule 'rowwise_adagrad' is for tables only"),
+        (lambda: job(TABLE, clip_norm=1.0, aggregation="exact"), "clip_norm: needs norms over the whole gradient"),
+    ],
+)
+def test_job_when_its_tables_are_wrong_then_says_why(make, error):
+    with pytest.raises((InvalidRequest, InvalidTensor), match=error):
+        make()
+
+
+def test_limits_when_tables_exceed_them_then_name_the_flag():
+    with pytest.raises(InvalidRequest, match="dim: 64 is above the shard's --max-table-dim 63"):
+        job(TABLE).check_limits(Limits(table_dim_max=63))
+    with pytest.raises(InvalidRequest, match="tables: 1 are above the shard's --max-tables 0"):
+        JobSpec.check_counts(job(TABLE).to_message(), Limits(tables_max=0))
+
+
+def test_message_when_an_initial_value_is_unknown_or_incomplete_then_refused():
+    message = TABLE.to_message()
+    del message.init_arguments[:]
+    with pytest.raises(InvalidRequest, match="init: Normal takes 2 finite numbers"):
+        SparseTableSpec.from_message(message)
+    message.init = "Xavier"
+    with pytest.raises(InvalidRequest, match="init: must be one of Zeros"):
+        SparseTableSpec.from_message(message)
+
+
+def test_layout_of_a_job_with_tables_then_each_shard_has_a_block_of_them_behind_all_others():
+    spec = job(TABLE, groups=(ADAGRAD, GroupSpec()), tensors=(TensorSpec("w", (5,), group=1),))
+
+    layout = Layout(spec, 3)
+
+    assert [layout.tables_block(shard) for shard in range(3)] == [1, 2, 3]
+    assert [layout.shard_of(index) for index in range(4)] == [0, 0, 1, 2]
+    assert layout.digest != Layout(job(dataclasses.replace(TABLE, seed=8), groups=spec.groups, tensors=spec.tensors), 3).digest
+
+
+def test_difference_when_tables_differ_then_names_table_and_field():
+    theirs = job(dataclasses.replace(TABLE, dim=32))
+
+    assert job(TABLE).difference(theirs) == "dim of table 'user': 64 in the job, 32 in this worker's declaration"
+    assert "table 'user': is in the job, is not in" in job(TABLE).difference(job(dataclasses.replace(TABLE, name="item")))
