@@ -100,7 +100,7 @@ def wanted(*sizes: int, dtype: Any = np.float32) -> list[TableRows]:
 def test_pull_rows_when_there_are_many_then_asks_ahead_and_fills_the_arrays(connected: Connected, monkeypatch: Any) -> None:
     """The next frame is under way before one is answered, but no more than sockets hold: neither side waits for the other."""
     monkeypatch.setattr(wanted_rows, "FRAME_BYTES", 5_000)
-    monkeypatch.setattr(bulk_connection, "SMALL_BYTES", 4_000)
+    monkeypatch.setattr(bulk_connection, "SMALL_BYTES", 6_000)
     calls = []
 
     def script(conversation: Conversation) -> None:
