@@ -99,6 +99,8 @@ class Feed:
         Raises:
             Aborted: see `abort`.
         """
+        if not blocks:
+            return
         shard = self._layout.shard_of(blocks[0].index)
         given, waiting = self._given[shard], self._waiting[shard]
         for number in range(len(blocks)):
