@@ -232,7 +232,9 @@ class CheckpointDirectory:
         if doomed:
             for info in kept:
                 self.storage.sync(info.name)
-        for info in sorted(doomed, key=lambda info: (not info.base, info.timeline, info.step)):  # what others build on goes last
+        for info in sorted(
+            doomed, key=lambda info: (not info.base, info.timeline, info.step)
+        ):  # what others build on goes last
             self._remove(info.name)
         return [info.name for info in doomed]
 
