@@ -23,7 +23,7 @@ from psd_core import _table
 from psd_core import _table_format as form
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
-from psd_core._table_arguments import as_ids, as_values
+from psd_core._table_arguments import as_ids, as_out, as_values
 from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
 from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
@@ -185,14 +185,14 @@ class TableStore:
             `out`.
         """
         keys = as_ids(ids)
-        out = self._out(out, len(keys), self.spec.dim)
+        out = as_out(out, len(keys), self.spec.dim)
         self._partition.read(keys, out, None, False, -1 if clock is None else clock & 0xFFFFFFFF)
         return out
 
     def read_rows(self, ids: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Whole rows (n, width), value and slots, and which of them are stored; counts no use."""
         keys = as_ids(ids)
-        out, found = self._out(None, len(keys), self.spec.layout.width), np.empty(len(keys), np.uint8)
+        out, found = as_out(None, len(keys), self.spec.layout.width), np.empty(len(keys), np.uint8)
         self._partition.read(keys, out, found, True, -1)
         return out, found.view(np.bool_)
 
@@ -401,19 +401,6 @@ class TableStore:
         if partition is None:
             raise ArenaClosed(f"{self._path} has been closed")
         return partition
-
-    def _out(self, out: NDArray[np.float32] | None, n: int, width: int) -> NDArray[np.float32]:
-        if out is None:
-            return np.empty((n, width), np.float32)
-        if (
-            out.dtype != np.float32
-            or out.shape != (n, width)
-            or not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable)
-        ):
-            raise psd_core.InvalidArray(
-                f"out: expected a writable C-contiguous aligned ({n}, {width}) float32 array, got {out.shape} of {out.dtype}"
-            )
-        return out
 
 
 def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:

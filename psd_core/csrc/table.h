@@ -23,6 +23,7 @@
 #include <stdint.h>
 
 #include "kernels.h"
+#include "mix.h"
 
 enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_REGIONS };
 enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048 };
@@ -135,14 +136,6 @@ static inline float *psd_row(const psd_table *t, uint64_t place)
 static inline uint64_t *psd_entries(const psd_table *t, uint64_t which)
 {
     return (uint64_t *)(t->base + t->region[PSD_INDEX + which].at);
-}
-
-/* The finalizer of SplitMix64 (Steele, Lea and Flood 2014; constants of Stafford's variant 13): a bijection. Part of the format. */
-static inline uint64_t psd_mix(uint64_t x)
-{
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
 }
 
 /* table_initial.c: initial values, pure functions. */
