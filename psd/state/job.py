@@ -27,6 +27,7 @@ from psd.state.aggregation.rounds import FastRound
 from psd.state.aggregation.rules import BoundRule, check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
+from psd.state.aggregation.trained import RoundServices
 from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.durability.storage import Storage
 from psd.state.workers.membership import Membership
@@ -37,7 +38,7 @@ class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockServices.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see RoundServices.
         rules: the users' own rules that are listed on this shard.
         storage: keeps verdicts beside the arena.
         now: monotonic seconds.
@@ -87,12 +88,9 @@ class Job:
         )
         services = BlockServices(
             self.arena,
-            membership,
-            self.policy,
+            RoundServices(membership, self.policy, spec.reduction == "mean", on_lost),
             MeasuredRound if spec.has_verdicts else ExactRound if self.is_exact else FastRound,
-            is_mean=spec.reduction == "mean",
-            on_lost=on_lost,
-            tensor_at=self.layout.tensor_at,
+            self.layout.tensor_at,
         )
         self.blocks = {
             plan.index: BlockState(
