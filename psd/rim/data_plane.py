@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.rows import TableRows
-
 from psd.rim.calls import Waiter
+from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.trained import Trained
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
@@ -69,7 +69,8 @@ class PulledBlock:
 
     def __init__(self, state: Trained, found: Found) -> None:
         self._state = state
-        self.version, self._page = found
+        self.version: int = found[0]
+        self._page: Any = found[1]
         self.block = state.index
 
     @property
@@ -84,7 +85,7 @@ class PulledBlock:
 
     def release(self) -> None:
         """Give the page back. Once."""
-        if self._page is not None:
+        if self._page is not None and isinstance(self._state, BlockState):
             self._state.unpin(self._page)
 
 
@@ -213,7 +214,8 @@ class DataPlane:
     def _arriving(self, push: Push, blocks: Iterator[PushedBlock]) -> Iterator[PushedBlock]:
         """The blocks of a push, each counted when the next one is asked for."""
         for block in blocks:
-            self._exchange.check_arrival(push)
+            if not block.more:
+                self._exchange.check_arrival(push)
             yield block
             self.counts.count_bytes(received=block.payload.nbytes)
 

@@ -71,6 +71,7 @@ class BlockState(Trained):
         offered: Offered | None = None,
     ) -> None:
         self.plan = plan
+        self.is_trained = plan.trained
         self.offered = offered
         self.ratio_places = ratio_places
         self._slot = slot
@@ -247,12 +248,7 @@ class BlockState(Trained):
         self._arena.unpin(page)
 
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | None:
-        """The version and its page, pinned (give it back to the arena); None while the version is below `version_min`.
-
-        Raises OutOfSpace if the version is there but for the room to write it; the same call may succeed later.
-
-        reader: the rank of a worker that computes its next gradient from the page; so it is kept for rules that ask for it.
-        """
+        """See Trained: the version and its page, pinned; a reader's is kept for rules that ask for it."""
         if self.version < version_min and not self._is_due:
             return None  # without the lock, which another call may hold while its kernel works
         with self.lock:

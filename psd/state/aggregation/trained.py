@@ -31,7 +31,7 @@ from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
-from psd_core.arena import ArenaClosed
+from psd_core.arena import ArenaClosed, Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,14 @@ class Trained(ABC):
 
     Attributes:
         index: as pushes name it.
+        is_trained: something is pushed to it. False of blocks of static groups.
         times: of its rounds.
         version: updates applied; under SYNC also the number of the open round.
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         readers: what the workers have read, where there are no rounds.
     """
+
+    is_trained = True
 
     def __init__(
         self,
@@ -107,6 +110,15 @@ class Trained(ABC):
     @abstractmethod
     def _write(self, update: Update, clock: int) -> int:
         """Write an update, with the sessions whose push of `clock` it counts, and make it current; the version with it."""
+
+    @abstractmethod
+    def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | tuple[int, None] | None:
+        """The version, and what there is to give back of it; None while it is below `version_min`.
+
+        Raises OutOfSpace if the version is there but for the room to write it; the same call may succeed later.
+
+        reader: the rank of a worker that computes its next gradient from it.
+        """
 
     @abstractmethod
     def _handed(self) -> Any:
