@@ -60,7 +60,7 @@ class TablePart(Protocol):
 
 
 class TableRecord(NamedTuple):
-    """What a part's document says of a table. `rows`: how many there are on the shard; else see TablePart."""
+    """The entry of a table in a part's document. `rows`: how many there are on the shard; else see TablePart."""
 
     step: int
     rows: int
