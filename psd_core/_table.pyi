@@ -40,6 +40,7 @@ class Partition:
         flags: tuple[bool, ...],
         slot_at: tuple[int, ...],
         slot_start: tuple[float, ...],
+        is_half: bool,
         catches_up: bool,
         settles: bool,
         rest_without: tuple[bool, ...],

@@ -51,7 +51,7 @@ cdef extern from "table.h" nogil:
         double scalars[PSD_SCALARS_MAX]
     ctypedef struct psd_table_spec:
         uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
-        int rule, rowwise, init, evicts, catches_up, settles, rests
+        int rule, rowwise, init, evicts, catches_up, settles, rests, is_half
         uint8_t rest_without[PSD_SCALARS_MAX]
         int64_t decay_at
         double a, b
@@ -191,7 +191,7 @@ cdef class Partition:
 
     def __cinit__(
         self, *, uint64_t dim, uint64_t width, uint64_t rows_max, uint64_t push_max, uint64_t notes, uint64_t seed, int rule,
-        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, bint catches_up, bint settles,
+        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, bint is_half, bint catches_up, bint settles,
         tuple rest_without, int64_t decay_at, on_store=None,
     ):
         cdef int i
@@ -201,7 +201,7 @@ cdef class Partition:
         spec.rule, spec.rowwise, spec.init, spec.a, spec.b, spec.evicts = rule, rowwise, init, a, b, evicts
         spec.admit_after, spec.admit_below = admit_after, admit_below
         assert len(rest_without) <= PSD_SCALARS_MAX and -1 <= decay_at < PSD_SCALARS_MAX
-        spec.catches_up, spec.settles, spec.rests, spec.decay_at = catches_up, settles, any(rest_without), decay_at
+        spec.is_half, spec.catches_up, spec.settles, spec.rests, spec.decay_at = is_half, catches_up, settles, any(rest_without), decay_at
         for i in range(len(rest_without)):
             spec.rest_without[i] = rest_without[i]
         for i in range(len(flags)):

@@ -445,6 +445,7 @@ def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         flags=tuple(flag in spec.flags for flag in facts.flags),
         slot_at=spec.layout.slots,
         slot_start=spec.layout.starts,
+        is_half=spec.dtype == "bfloat16",
         catches_up=spec.catches_up,
         settles=facts.row.settles,
         rest_without=tuple(name in facts.row.rests_without for name in facts.scalars),

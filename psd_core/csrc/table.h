@@ -11,7 +11,7 @@
  *   index 0, 1  u64 entries: tag << 32 | place + 1; GRAVE in the low half: removed; 0: never used
  *   sightings   u64: 56 bits of the hash of an id that is not admitted, 8 bits: how often it was seen; in buckets, as the index
  *   heads       psd_head by place
- *   rows        value and slots by place, without gaps
+ *   rows        value and slots by place, without gaps; a value of 16 bits a number ends with a float
  *   spares      u32 places, a stack
  *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length
  *   log         psd_log_entry, a ring likewise: the scalars of past steps, where rows catch up
@@ -74,7 +74,7 @@ typedef struct {
 
 typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_NORMAL } psd_init;
 
-/* What never changes. Offsets and widths of rows are in floats; the value is at 0. Where rows catch up the last number of a row is the
+/* What never changes. Offsets and widths of rows are in floats, as the caller has them; the value is at 0. Where rows catch up the last number of a row is the
  * step that it is at, the low 32 bits of it as they are. */
 typedef struct {
     uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
@@ -86,6 +86,8 @@ typedef struct {
     psd_hyper flags; /* its scalars are not used */
     int64_t slot_at[PSD_SLOTS_MAX]; /* -1: not kept */
     float slot_start[PSD_SLOTS_MAX];
+    int is_half;     /* values lie in the file as bfloat16 */
+    uint64_t stored; /* width of a row in the file, in floats; set by psd_table_plan */
     int catches_up;
     int settles; /* a gradient of zeros does nothing more the second time */
     int rests;   /* it does nothing at all where all scalars of rest_without are 0 */
@@ -149,7 +151,7 @@ static inline uint32_t *psd_spares(const psd_table *t) { return (uint32_t *)(t->
 static inline uint64_t *psd_notes(const psd_table *t) { return (uint64_t *)(t->root + 1); }
 static inline float *psd_row(const psd_table *t, uint64_t place)
 {
-    return (float *)(t->base + t->region[PSD_ROWS].at) + place * t->spec.width;
+    return (float *)(t->base + t->region[PSD_ROWS].at) + place * t->spec.stored;
 }
 static inline uint64_t *psd_entries(const psd_table *t, uint64_t which)
 {
@@ -160,6 +162,17 @@ static inline uint64_t *psd_entries(const psd_table *t, uint64_t which)
 void psd_mix_all(const uint64_t *in, uint64_t *out, intptr_t n);
 void psd_initial_value(const psd_table_spec *, uint64_t id, float *out);
 void psd_initial_row(const psd_table_spec *, uint64_t id, float *out);
+
+/* table_rows.c: rows between the file and the caller's numbers. `floats`: dim or width. */
+void psd_widen_row(const psd_table *, const float *row, float *out, uint64_t floats);
+static inline void psd_load_row(const psd_table *t, const float *row, float *out, uint64_t floats)
+{
+    if (t->spec.is_half)
+        psd_widen_row(t, row, out, floats);
+    else
+        memcpy(out, row, floats * sizeof *row);
+}
+void psd_store_row(const psd_table *, const float *in, float *row, uint64_t id, uint64_t step);
 
 /* table.c: life of a partition, and its commits. */
 int psd_table_plan(psd_table *); /* sets regions and size from the spec; 0 if there are too many places */
@@ -244,13 +257,13 @@ static inline psd_log_entry *psd_logged(const psd_table *t, uint64_t number)
 {
     return (psd_log_entry *)(t->base + t->region[PSD_LOG].at) + number % (2 * PSD_LOG_MAX);
 }
-/* Whether steps have passed a row by that would have changed it. Needs the lock, or to be the writer. */
+/* Whether steps have passed a row of the file by that would have changed it. Needs the lock, or to be the writer. */
 static inline int psd_is_behind(const psd_table *t, const float *row)
 {
     uint32_t last;
     if (!t->spec.catches_up || t->root->still_from <= 1)
         return 0;
-    memcpy(&last, row + t->spec.width - 1, sizeof last);
+    memcpy(&last, row + t->spec.stored - 1, sizeof last);
     const int32_t missed = (int32_t)((uint32_t)t->root->step - last);
     return missed > 0 && t->root->step - (uint64_t)missed + 1 < t->root->still_from;
 }
