@@ -1,4 +1,4 @@
-"""Recommend by matrix factorization, with NumPy and psd_client alone: a table of users, a table of items, a row of factors each.
+"""Recommend by matrix factorization, with NumPy and psd_client alone: a table of users and one of items.
 
 $ psd-run --shards 2 --workers 2 examples/matrix_factorization.py
 $ psd-run --shards 2 --workers 4 --consistency async examples/matrix_factorization.py --data ratings.dat

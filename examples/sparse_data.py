@@ -223,7 +223,7 @@ def generated_ratings(count: int = 12_000, users: int = 600, items: int = 300) -
 
 
 def corpus(data: Path | None, min_count: int) -> Corpus:
-    """Words of a text of lower-case words, plain or gzipped, or of a generated one; those rarer than `min_count` are left out."""
+    """A text of lower-case words, plain or gzipped, or a generated one, without the words that are rarer than `min_count`."""
     tokens = generated_text() if data is None else _read(data).decode().split()
     counts = Counter(tokens)
     words = [word for word, count in counts.most_common() if count >= min_count]

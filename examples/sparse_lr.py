@@ -4,8 +4,8 @@ $ psd-run --shards 2 --workers 4 examples/sparse_lr.py
 $ psd-run --shards 2 --workers 4 --consistency async examples/sparse_lr.py --data farm-ads-vect.gz --epochs 10 --batch-size 1
 $ psd-run --shards 2 --workers 4 examples/sparse_lr.py --data a9a --test a9a.t --rule ftrl
 
-A step moves only the weights of the features in its batch. `--dense` keeps all weights in one dense tensor instead, and `--plain`
-trains without psd, in this process: the same numbers, to compare with.
+A step moves only the weights of the features in its batch. To compare with: `--dense` keeps all weights in one dense tensor
+instead, and `--plain` trains without psd, in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BIAS = 0
 
 
 def scores(weights: Array, rows: SparseRows) -> Array:
-    """The sum over each row's features of weight times value, where `weights` has one for each of `rows.ids`; without the bias."""
+    """Each row's sum of weights times values, without the bias; `weights` has one for each of `rows.ids`."""
     of_row = np.repeat(np.arange(len(rows.labels)), np.diff(rows.starts))
     return np.bincount(of_row, weights * rows.values, len(rows.labels))
 

@@ -44,7 +44,7 @@ def without_some_frequent(text: Array, share: float) -> Array:
 
 
 def gradients(words: Array, contexts: Array) -> tuple[Array, Array, Array]:
-    """Losses (n,), and gradients of their mean: by words (n, dim), and by contexts (n, 1 + negatives, dim), the true one first."""
+    """Losses (n,), and gradients of their mean by words (n, dim) and contexts (n, 1 + negatives, dim), the true one first."""
     products = np.einsum("nd,nkd->nk", words, contexts)
     products[:, 0] *= -1
     losses = np.logaddexp(0, products).sum(axis=1)
