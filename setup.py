@@ -53,7 +53,10 @@ TABLES = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
 arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], depends=["psd_core/csrc/arena.h"], **HOW)
 table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *ROWS], **WITH_RULES)
-kernels.cython_directives = arena.cython_directives = table.cython_directives = {
+distinct = Extension(
+    "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
+)
+kernels.cython_directives = arena.cython_directives = table.cython_directives = distinct.cython_directives = {
     "language_level": "3",
     "boundscheck": DEBUG,
     "wraparound": DEBUG,
@@ -103,7 +106,7 @@ def generate_protobuf() -> None:
 
 
 setup(
-    ext_modules=[kernels, arena, table],
+    ext_modules=[kernels, arena, table, distinct],
     cmdclass={"build_ext": BuildExtWithHeaders, "build_py": BuildPyWithProtobuf},
     options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
 )

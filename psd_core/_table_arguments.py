@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
+from psd_core import _table
 
 
 def as_ids(ids: NDArray[Any]) -> NDArray[np.uint64]:
@@ -18,14 +19,41 @@ def as_ids(ids: NDArray[Any]) -> NDArray[np.uint64]:
     return np.ascontiguousarray(ids).view(np.uint64)
 
 
-def as_values(name: str, values: NDArray[Any], n: int, width: int) -> NDArray[np.float32]:
-    """Return (n, width) float32 numbers, widened if they have 16 bits. Raises InvalidArray, naming the argument."""
-    shape = (n, width)
+def as_values(name: str, values: NDArray[Any], n: int, width: int | None = None) -> NDArray[np.float32]:
+    """Return (n, width) float32 numbers, widened if they have 16 bits; any width by default. Raises InvalidArray."""
     if not isinstance(values, np.ndarray) or values.dtype not in (np.float32, np.float16, np.uint16):
         got = values.dtype if isinstance(values, np.ndarray) else type(values).__name__
         raise psd_core.InvalidArray(f"{name}: expected float32, float16 or uint16 (bfloat16), got {got}")
+    shape = (n, width if width is not None or values.ndim != 2 else values.shape[1])
     if values.shape != shape or not (values.flags.c_contiguous and values.flags.aligned):
-        raise psd_core.InvalidArray(f"{name}: expected a C-contiguous aligned {shape} array, got {values.shape}")
+        wanted = f"({n}, {'dim' if width is None else width})"
+        raise psd_core.InvalidArray(f"{name}: expected a C-contiguous aligned {wanted} array, got {values.shape}")
     if values.dtype == np.float32:
         return values
-    return psd_core.widened(values.reshape(-1)).reshape(shape)  # type: ignore[return-value]
+    return psd_core.widened(values.reshape(-1)).reshape(values.shape)  # type: ignore[return-value]
+
+
+def as_out(out: NDArray[np.float32] | None, n: int, width: int) -> NDArray[np.float32]:
+    """Return the (n, width) float32 array to be written, a new one if there is none. Raises InvalidArray."""
+    if out is None:
+        return np.empty((n, width), np.float32)
+    if (
+        out.dtype != np.float32
+        or out.shape != (n, width)
+        or not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable)
+    ):
+        raise psd_core.InvalidArray(
+            f"out: expected a writable C-contiguous aligned ({n}, {width}) float32 array, got {out.shape} of {out.dtype}"
+        )
+    return out
+
+
+def as_history(history: NDArray[Any], scalars: int | None) -> NDArray[np.float64]:
+    """Return steps that rise, and the scalars from each on; `scalars`: how many, None: none are kept. Raises InvalidArray."""
+    shape = (len(history), 1 + scalars) if scalars is not None else (0, 0)
+    if scalars is None or history.dtype != np.float64 or history.shape != shape or len(history) > _table.LOG_MAX:
+        expected = "none" if scalars is None else f"at most {_table.LOG_MAX} rows of {shape[1]} float64"
+        raise psd_core.InvalidArray(f"history: expected {expected}, got {history.shape} of {history.dtype}")
+    if not (np.diff(history[:, 0], prepend=0) > 0).all():
+        raise psd_core.InvalidArray("history: expected steps from 1 on that rise")
+    return np.ascontiguousarray(history)

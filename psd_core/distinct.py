@@ -1,0 +1,113 @@
+"""The distinct ids of a batch, grouped by shard, and rows of numbers on the way to them and back: what a worker sends and gets.
+
+Must not know stores, jobs or messages.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd_core import _distinct
+from psd_core._table_arguments import as_ids, as_out, as_values
+
+IDS_MAX = (1 << 31) - 1
+SHARDS_MAX = 1 << 16
+
+_SEED = int.from_bytes(os.urandom(8), "little")
+"""Seed of the hash table, so that nobody can choose ids that collide. No result depends on it."""
+
+
+def shard_of(ids: NDArray[Any], shards: int) -> NDArray[np.int64]:
+    """Return the shard that has the row of each id: ``(mixed(id) >> 32) * shards >> 32``, part of every format.
+
+    So each shard has an equal run of hashes. `mixed` is that of `psd_core.table`.
+
+    Args:
+        ids: (n,) int64|uint64.
+        shards: number of them, from 1 to SHARDS_MAX.
+    """
+    keys = as_ids(ids)
+    out = np.empty(len(keys), np.int64)
+    _distinct.shards_of(keys, _checked(shards), out)
+    return out
+
+
+class Distinct:
+    """The distinct ids of a batch; made by `distinct`. Immutable.
+
+    Attributes:
+        ids: (k,) uint64, grouped by shard; in a group in the order in which they came first.
+        starts: (shards + 1,) int64: those of shard s are ``ids[starts[s]:starts[s + 1]]``.
+        inverse: (n,) int32: where each id of the batch is, so that ``ids[inverse]`` is the batch.
+    """
+
+    def __init__(self, ids: NDArray[np.uint64], starts: NDArray[np.int64], inverse: NDArray[np.int32]) -> None:
+        """Take over arrays that match; not for callers."""
+        self.ids = ids
+        self.starts = starts
+        self.inverse = inverse
+        self._is_batch = len(ids) == len(inverse) and len(starts) == 2
+
+    def sum(self, grads: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the sum of the gradients of each distinct id (k, dim), in float32, added in the order in which they come.
+
+        Args:
+            grads: (n, dim) float32|float16|uint16 (bfloat16), one row for each id of the batch; itself returned if it is
+                float32 and there is nothing to add or to sort.
+
+        Raises:
+            InvalidArray: naming the argument.
+        """
+        values = as_values("grads", grads, len(self.inverse))
+        if self._is_batch:
+            return values
+        sums = np.empty((len(self.ids), values.shape[1]), np.float32)
+        _distinct.sum_rows(values, self.inverse, sums)
+        return sums
+
+    def expand(self, rows: NDArray[Any], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Return the row of each id of the batch (n, dim), from the rows of the distinct ones: ``rows[inverse]``.
+
+        Args:
+            rows: (k, dim) float32|float16|uint16 (bfloat16).
+            out: (n, dim) float32, C-contiguous, to be overwritten; a new one by default.
+
+        Raises:
+            InvalidArray: naming the argument.
+        """
+        values = as_values("rows", rows, len(self.ids))
+        out = as_out(out, len(self.inverse), values.shape[1])
+        _distinct.expand_rows(values, self.inverse, out)
+        return out
+
+
+def distinct(ids: NDArray[Any], shards: int = 1) -> Distinct:
+    """Return the distinct ids of a batch, grouped by shard.
+
+    Args:
+        ids: (n,) int64|uint64, at most IDS_MAX.
+        shards: number of them, from 1 to SHARDS_MAX; `shard_of` says which has an id.
+
+    Raises:
+        InvalidArray: naming the argument.
+
+    Cost: O(n) whatever the ids; GIL released.
+    """
+    keys = as_ids(ids)
+    n = len(keys)
+    if n > IDS_MAX:
+        raise psd_core.InvalidArray(f"ids: expected at most {IDS_MAX}, got {n}")
+    found, starts, inverse = np.empty(n, np.uint64), np.empty(_checked(shards) + 1, np.int64), np.empty(n, np.int32)
+    count = _distinct.distinct(keys, _SEED, found, starts, inverse)
+    return Distinct(found[:count], starts, inverse)
+
+
+def _checked(shards: int) -> int:
+    if not 1 <= shards <= SHARDS_MAX:
+        raise ValueError(f"shards: expected a whole number from 1 to {SHARDS_MAX}, got {shards!r}")
+    return shards
