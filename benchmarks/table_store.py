@@ -125,7 +125,7 @@ def measure_growth(args: Any, directory: Path) -> dict[str, Any]:
 
     def read() -> None:
         ids = np.arange(64)
-        while not is_over.is_set():
+        while not (is_over.is_set() and times):
             begun = time.perf_counter()
             store.read(ids)
             times.append(time.perf_counter() - begun)

@@ -9,7 +9,6 @@ from turns import Turns
 import psd_client
 from psd_client.client import worker_of
 
-
 CHUNK = 20_000
 """Rows that are made in one push."""
 

@@ -1,6 +1,7 @@
 """A sparse table in Ray: an actor holds the rows, worker actors pull and push.
 
-This process drives them and counts as all workers. Workers do not wait for each other within a step. The rule is written with NumPy's indexing, in place.
+This process drives them and counts as all workers, which do not wait for each other within a step. The rule is written with
+NumPy's indexing, in place.
 """
 
 from __future__ import annotations
