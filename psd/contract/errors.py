@@ -90,7 +90,7 @@ class InvalidTensor(InvalidRequest):
 
 
 class NonFiniteGradient(InvalidRequest):
-    """A gradient or an initial value holds NaN or infinity. Detail: rank, tensor, clock."""
+    """A gradient or an initial value holds NaN or infinity. Detail: rank, clock, and tensor, or table and id."""
 
 
 class BlockOutOfRange(InvalidRequest):

@@ -9,6 +9,7 @@ from wire import Outcome, Request
 
 from psd.contract import frames
 from psd.contract.layout import Block
+from psd.contract.rows import TableRows
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, GradientPart, Lane, Scope
@@ -107,6 +108,14 @@ class FakeLane(Lane):
 
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         raise NotImplementedError("workers do not read")
+
+    def pull_rows(
+        self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
+    ) -> int:
+        raise NotImplementedError("these jobs have no tables")
+
+    def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
+        raise NotImplementedError("these jobs have no tables")
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block, Layout
+from psd.contract.rows import TableRows
 
 Outgoing = tuple[Block, NDArray[np.bool_] | None]
 """A block, and which of its segments have a gradient; None: all."""
@@ -29,6 +30,7 @@ class Feed:
 
     Attributes:
         is_finished: nothing is computed any more. present: (tensors,) which have a gradient then; None: all.
+        tables: by shard, the gradients of rows then; empty: none on any.
         ended: set when its push has ended, well or not.
         in_background: when it is finished, the program does not wait for its push.
     """
@@ -37,6 +39,7 @@ class Feed:
         self.in_background = in_background
         self.is_finished = False
         self.present: NDArray[np.bool_] | None = None
+        self.tables: Sequence[Sequence[TableRows]] = ()
         self.ended = threading.Event()
         self._layout = layout
         self._changed = threading.Condition()
@@ -60,15 +63,15 @@ class Feed:
                     self._put(block, None)
                     self._changed.notify_all()
 
-    def finish(self, present: NDArray[np.bool_] | None) -> None:
+    def finish(self, present: NDArray[np.bool_] | None, tables: Sequence[Sequence[TableRows]] = ()) -> None:
         """Note that no other tensor will be ready. `present`: (tensors,) which have a gradient; the others lie there as
-        zeros."""
+        zeros. tables: see the attribute."""
         with self._changed:
             for block in self._layout.blocks:
                 if self._lacking.get(block.index):
                     self._put(block, None if present is None else present[block.segment_tensors])
                     self._lacking[block.index] = 0
-            self.present = present
+            self.present, self.tables = present, tables
             self.is_finished = True
             self._changed.notify_all()
 
@@ -96,6 +99,8 @@ class Feed:
         Raises:
             Aborted: see `abort`.
         """
+        if not blocks:
+            return
         shard = self._layout.shard_of(blocks[0].index)
         given, waiting = self._given[shard], self._waiting[shard]
         for number in range(len(blocks)):

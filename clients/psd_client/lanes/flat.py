@@ -37,7 +37,7 @@ class FlatBuffers:
         views: one array per tensor of the spec, in its order: a view into its space, in the tensor's shape. A tensor without
             elements has an array of its own, of the master's dtype.
         segment: as given. starts: where each space begins in it, in bytes; 0 where it is not there.
-        versions: by block of the layout, PullFrame.version of what was received into it; 0 before.
+        versions: by block of the layout, and then by tables' block, PullFrame.version of what was received; 0 before.
         on_received: called with a block's index when it has been received, in whatever thread; None: nobody asks.
     """
 
@@ -58,7 +58,7 @@ class FlatBuffers:
                 for tensor, begin in zip(space.tensors.tolist(), space.starts.tolist(), strict=True):
                     spec = tensors[tensor]
                     self.views[tensor] = memory[begin : begin + spec.size].reshape(spec.shape)
-        self.versions = [0] * len(layout.blocks)
+        self.versions = [0] * (len(layout.blocks) + (layout.shard_count if layout.spec.tables else 0))
         self.on_received: Callable[[int], None] | None = None
         self._scanner: ThreadPoolExecutor | None = None
         self._blocks = [self.spaces[block.space][block.offset : block.offset + block.length] for block in layout.blocks]
@@ -73,9 +73,9 @@ class FlatBuffers:
         return self._blocks[index]
 
     def received(self, index: int, version: int) -> None:
-        """Note that block `index` has been received."""
+        """Note that block `index` has been received, or that a tables' block has that version."""
         self.versions[index] = version
-        if self.on_received is not None:
+        if self.on_received is not None and index < len(self._blocks):
             self.on_received(index)
 
     def pieces(self, index: int) -> Iterator[tuple[int, slice]]:

@@ -13,6 +13,7 @@ from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
+from psd.contract.rows import TableRows
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
@@ -189,6 +190,16 @@ class ShardLane(Lane):
             return
         received = self._channel.stream_in(f"{_DATA}Pull", request, call)
         self._received(received, blocks, None if request.versions_only else parameters)
+
+    def pull_rows(
+        self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
+    ) -> int:
+        """See Lane."""
+        raise NotImplementedError
+
+    def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
+        """See Lane."""
+        raise NotImplementedError
 
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""

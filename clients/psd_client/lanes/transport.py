@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
+from psd.contract.rows import TableRows, in_frames
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
@@ -119,21 +120,25 @@ class OutgoingBlocks:
     """Blocks that a call sends to one shard: initial values, or those of a push.
 
     Attributes:
-        blocks: of the shard, at least one; of a push, the trained ones.
+        blocks: of the shard; of a push, the trained ones. At least one, unless there is a tables_block.
         buffers: where their numbers lie; finite, and zero in tensors that are not present.
         present: (tensors of the spec,) which tensors have a gradient; None: all.
         feed: gives the blocks, if the gradients are still being computed.
+        tables_block: index of the shard's tables' block, which is pushed, too; None: the job has no tables.
+        tables: gradients of rows of the shard, as they are to travel; of each table distinct ids. The feed's, if that has any.
     """
 
     blocks: Sequence[Block]
     buffers: FlatBuffers
     present: NDArray[np.bool_] | None = None
     feed: Feed | None = None
+    tables_block: int | None = None
+    tables: Sequence[TableRows] = ()
 
     @property
     def is_small(self) -> bool:
         """True if the part is complete, and fits the buffers of a socket, or one message."""
-        return self.feed is None and sum(block.nbytes for block in self.blocks) <= SMALL_BYTES
+        return self.feed is None and sum(piece.nbytes for piece in (*self.blocks, *self.tables)) <= SMALL_BYTES
 
     def outgoing(self) -> Iterator[Outgoing]:
         """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
@@ -142,6 +147,21 @@ class OutgoingBlocks:
             return
         for block in self.blocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
+
+    def outgoing_rows(self) -> Iterator[tuple[Sequence[TableRows], bool]]:
+        """The frames of the tables' block, at least one, each with whether it is the last; may wait for the first one."""
+        assert self.tables_block is not None
+        tables = self.tables
+        if self.feed is not None:
+            self.feed.wait()
+            if self.feed.tables:
+                tables = self.feed.tables[self.buffers.layout.shard_of(self.tables_block)]
+        frames = in_frames(tables)
+        frame: Sequence[TableRows] = next(frames, ())
+        for following in frames:
+            yield frame, False
+            frame = following
+        yield frame, True
 
 
 @dataclass
@@ -251,6 +271,17 @@ class Lane(ABC):
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """Fetch `blocks`, which `request` names, into the buffers; they are undefined if it fails. With `versions_only` nothing
         is fetched: the call only waits."""
+
+    @abstractmethod
+    def pull_rows(
+        self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
+    ) -> int:
+        """Fetch rows of tables into `wanted`'s values; return the version of the shard's tables, the least if updates came
+        between. counts_no_use: the rows are not marked as used."""
+
+    @abstractmethod
+    def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
+        """Do as `pull_rows` does, for a reader: does not wait."""
 
     @abstractmethod
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:

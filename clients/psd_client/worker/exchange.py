@@ -6,15 +6,17 @@ failed leaves its push behind: the same call, made again, goes on with it, and b
 either completed or its session is ended, so that nothing of it counts any more that has not counted by then. With rounds, the
 shards keep a gradient in memory until its round has closed; until then this side keeps it, too, and sends it again to a shard
 that was killed and came back. Nothing is sent unless all of it is valid. Static blocks are never pushed, and pulled only once,
-by `pull_all`. Must not know names of parameters, optimizers or gRPC.
+by `pull_all`. Gradients of tables' rows are part of a push like any block. Must not know names of parameters, optimizers or
+gRPC.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +24,21 @@ from numpy.typing import NDArray
 from psd.contract import arguments
 from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.layout import Block, Layout
-from psd.contract.verdicts import clip_scale, members_mask
+from psd.contract.verdicts import members_mask
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
-from psd_client.lanes.transport import Call, GradientPart, Lane, Share
+from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
+from psd_client.worker.data_requests import DataRequests
 from psd_client.worker.finiteness import check_finite
 from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
+from psd_client.worker.rows import Gradients, RowGradients, RowPull
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
 from psd_client.worker.verdict_search import VerdictSearch
@@ -80,7 +84,8 @@ class ParameterExchange:
             [block for block in layout.blocks_of(lane.shard) if block.trained] for lane in shards.lanes
         ]
         self._trained = [block for block in layout.blocks if block.trained]
-        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard]]
+        self._trained_count = len(self._trained) + (layout.shard_count if layout.spec.tables else 0)
+        self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or layout.spec.tables]
         self._has_static = any(not block.trained for block in layout.blocks)
         self._has_rounds = layout.spec.consistency.has_rounds
         self._is_exact = layout.spec.aggregation == "exact"
@@ -98,6 +103,7 @@ class ParameterExchange:
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters = self.places.current
         self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
+        self._requests = DataRequests(session, self.gradients, self._first, self._attendance, self._verdicts)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
         self._load = ParameterLoad(rank, session, shards, self.parameters, wait_timeout_s, self._timeout_s)
         if segment is not None:
@@ -111,7 +117,8 @@ class ParameterExchange:
     def pull_all(self) -> None:
         """Fetch every block, static ones too."""
         self._resolve()
-        self._fetch([lane for lane in self._shards.lanes if self._layout.blocks_of(lane.shard)], is_all=True)
+        layout = self._layout
+        self._fetch([lane for lane in self._shards.lanes if layout.blocks_of(lane.shard) or layout.spec.tables], is_all=True)
         self._failed = None
 
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
@@ -126,6 +133,7 @@ class ParameterExchange:
 
     def _begin_again(self) -> None:
         self._unconfirmed = self._failed = self._session.pushing = None
+        self._requests.rows_read.clear()
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
@@ -136,6 +144,27 @@ class ParameterExchange:
         self._resolve()
         self._fetch(self._lanes)
         self._failed = None
+
+    def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
+        """Fetch rows at the worker's clock, as `pull` fetches the trained blocks: see FlatCalls.pull_rows."""
+        self._resolve()
+        pull = RowPull(self._layout, wanted)
+
+        def pull_at(lane: Lane, call: Call) -> None:
+            self._push_again(lane, call)
+            request = self._requests.pull(lane.shard)
+            read = [lane.pull_rows(request, rows, call, counts_no_use=counts_no_use) for rows in pull.at(lane.shard)]
+            self._requests.rows_read[lane.shard] = min(read)
+
+        for attempt in self._session.attempts():
+            with attempt:
+                self._learn()
+                lanes = [lane for lane in self._lanes if self.is_unconfirmed or pull.concerns(lane.shard)]
+                self._shards.run(pull_at, self._timeout_s + pull.transfer_s, lanes, is_bulk=True)
+                self._on_closed()
+        self._failed = None
+        self.counts["rows_pulled"] += pull.rows
+        return pull.results()
 
     def confirm(self) -> None:
         """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
@@ -156,6 +185,7 @@ class ParameterExchange:
         scalars: Sequence[Sequence[float]],
         weight: float,
         present: NDArray[np.bool_] | None,
+        rows: Gradients | None = None,
         *,
         skip: bool = False,
     ) -> None:
@@ -163,7 +193,7 @@ class ParameterExchange:
 
         skip: they are not finite, and the job's policy is to skip the round then.
         """
-        with self._call(self._begin(scalars, weight, present, skip=skip)) as sent:
+        with self._call(self._begin(scalars, weight, present, rows, skip=skip)) as sent:
             self._complete(sent)
 
     def push_pull(
@@ -171,6 +201,7 @@ class ParameterExchange:
         scalars: Sequence[Sequence[float]],
         weight: float,
         present: NDArray[np.bool_] | None,
+        rows: Gradients | None = None,
         *,
         skip: bool = False,
         feed: Feed | None = None,
@@ -178,12 +209,21 @@ class ParameterExchange:
     ) -> None:
         """Send the gradients and fetch the parameters of the clock after them.
 
-        feed: gives the blocks, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
+        feed: gives the blocks, and which tensors have a gradient, and the rows; the shards look for NaN. versions_read: see
+            SentPush.
         """
-        sent = self._begin(scalars, weight, present, skip=skip, feed=feed, versions_read=versions_read)
+        sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
 
         def push_pull_at(lane: Lane, call: Call) -> None:
-            self._counts.on_reply(sent, lane.shard, lane.push_pull(self._part(lane, sent), self.parameters, call))
+            self._counts.on_reply(
+                sent,
+                lane.shard,
+                lane.push_pull(
+                    self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions),
+                    self.parameters,
+                    call,
+                ),
+            )
 
         self.parameters = self.places.renew()
         with self._call(sent):
@@ -193,7 +233,7 @@ class ParameterExchange:
                 return
             for attempt in self._session.attempts():
                 with attempt:
-                    self._shards.run(push_pull_at, self._timeout_s, self._lanes, is_bulk=True)
+                    self._shards.run(push_pull_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
             self._finish(sent)
             # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
             behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
@@ -209,6 +249,7 @@ class ParameterExchange:
         scalars: Sequence[Sequence[float]],
         weight: float,
         present: NDArray[np.bool_] | None,
+        gradients: Gradients | None,
         *,
         skip: bool,
         feed: Feed | None = None,
@@ -221,20 +262,23 @@ class ParameterExchange:
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        tensor_name = check_finite(self.gradients, present, self._rank, self._session.clock) if feed is None else None
-        if tensor_name is not None and not skip:
-            what, clock = "the gradient of %r at step %d holds NaN or infinity; the round is skipped", self._session.clock
-            logger.warning("psd: worker %d: " + what, self._rank, tensor_name, clock)
-        if skip or tensor_name is not None:
+        rows, clock = RowGradients(self._layout, gradients or {}), self._session.clock
+        name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
+        if name is not None and not skip:
+            what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
+            logger.warning("psd: worker %d: " + what, self._rank, name, clock)
+        if skip or name is not None:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
+            rows = RowGradients(self._layout, {})
         values = [data_pb2.GroupScalars(values=group) for group in scalars]
         failed = self._failed
         if failed is not None:
             if feed is not None:
                 feed.wait()
             fed = present if feed is None else feed.present
-            if failed.is_same(values, weight, skip=skip) and failed.is_unchanged(self._trained, self.gradients, fed):
+            is_same = failed.is_same(values, weight, rows.by_shard if feed is None else feed.tables, skip=skip)
+            if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
                 failed.feed = feed
                 return failed
             self._give_up(failed)
@@ -248,10 +292,10 @@ class ParameterExchange:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._await_closed()
         self.buffers.before_push()
-        header = self._header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
+        header = self._requests.header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
-        return SentPush(self._session.number, header, self.client_state, present, skip, feed, versions_read)
+        return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)
 
     @contextmanager
     def _call(self, sent: SentPush) -> Iterator[SentPush]:
@@ -268,7 +312,9 @@ class ParameterExchange:
             self._failed = sent
             raise
         self._failed = None
-        if not self.is_unconfirmed:
+        if self.is_unconfirmed:
+            sent.rows.keep()
+        else:
             self._session.pushing = None
 
     def _resolve(self) -> None:
@@ -302,7 +348,7 @@ class ParameterExchange:
             failed.header.clock,
             failed.error,
             sum(reply.blocks_counted + reply.blocks_duplicate for reply in failed.replies.values()),
-            len(self._trained),
+            self._trained_count,
         )
 
     def _complete(self, sent: SentPush, *, and_wait: bool = False) -> None:
@@ -322,10 +368,14 @@ class ParameterExchange:
         def push_at(lane: Lane, call: Call) -> None:
             incarnation = self._session.incarnation(lane.shard)
             if sent.incarnations.get(lane.shard) != incarnation:
-                self._counts.on_reply(sent, lane.shard, lane.push(self._part(lane, sent), call))
+                self._counts.on_reply(
+                    sent,
+                    lane.shard,
+                    lane.push(self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions), call),
+                )
                 sent.incarnations[lane.shard] = incarnation
 
-        self._shards.run(push_at, self._timeout_s, self._lanes, is_bulk=True)
+        self._shards.run(push_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
         if self._has_rounds:
             self._unconfirmed = sent
 
@@ -338,12 +388,13 @@ class ParameterExchange:
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
+        self.counts["rows_pushed"] += sum(len(rows.ids) for shard in sent.tables for rows in shard)
         for listener in (self._attendance, self.buffers, self._first):
             listener.hear(replies)
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:
-            sent.warn_expired(self._rank, late, len(self._trained))
+            sent.warn_expired(self._rank, late, self._trained_count)
 
     def _push_again(self, lane: Lane, call: Call) -> None:
         """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
@@ -353,7 +404,7 @@ class ParameterExchange:
         incarnation = self._session.incarnation(lane.shard)
         if sent.incarnations[lane.shard] == incarnation:
             return
-        reply = lane.push(self._part(lane, sent), call)
+        reply = lane.push(self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions), call)
         self._counts.on_reply(sent, lane.shard, reply)
         sent.incarnations[lane.shard] = incarnation
         if reply.blocks_late:
@@ -424,7 +475,7 @@ class ParameterExchange:
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
             blocks = self._layout.blocks_of(lane.shard) if is_all else self._blocks[lane.shard]
-            request = self._pull_request(lane, blocks if self._has_static and not is_all else ())
+            request = self._requests.pull(lane.shard, blocks if self._has_static and not is_all else None)
             request.versions_only = versions_only
             lane.pull(request, blocks, self.parameters, call)
 
@@ -442,39 +493,3 @@ class ParameterExchange:
             self.counts["rounds_skipped"] += 1
             what = "step %d was skipped: a norm over all workers is not finite"
             logger.warning("psd: worker %d: " + what, self._rank, last.header.clock)
-
-    # -- messages ------------------------------------------------------------------------------------------------------
-
-    def _header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
-        """The header of the next push, without its caller."""
-        header = data_pb2.PushHeader(
-            clock=self._session.clock,
-            weight=weight,
-            layout_digest=self._layout.digest,
-            scalars=scalars,
-            decisions=self._session.decisions,
-            cuts=self._session.cuts,
-            is_finite=is_finite,
-            first_gradient=self._first.take(),
-            since=self._attendance.since(self._session.number, self._session.clock),
-        )
-        clip_norm = self._layout.spec.clip_norm
-        if clip_norm and not self._has_rounds and weight:
-            header.scale = clip_scale(clip_norm, self.gradients.norm())
-        return header
-
-    def _part(self, lane: Lane, sent: SentPush) -> GradientPart:
-        blocks = self._blocks[lane.shard]
-        read = self.parameters.versions if sent.versions_read is None else sent.versions_read
-        versions = () if self._has_rounds else [read[block.index] for block in blocks]
-        return sent.part(lane.shard, self._session.caller(lane.shard), blocks, self.gradients, versions)
-
-    def _pull_request(self, lane: Lane, blocks: Sequence[Block]) -> data_pb2.PullRequest:
-        return data_pb2.PullRequest(
-            caller=self._session.caller(lane.shard),
-            clock=self._session.clock,
-            layout_digest=self._layout.digest,
-            blocks=[block.index for block in blocks],
-            decisions=self._session.decisions,
-            verdict=self._verdicts.verdict if self._verdicts is not None else None,
-        )

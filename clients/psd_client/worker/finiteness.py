@@ -7,10 +7,13 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import NonFiniteGradient
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.worker.rows import RowGradients
 
 
-def check_finite(gradients: FlatBuffers, present: NDArray[np.bool_] | None, rank: int, clock: int) -> str | None:
-    """Zero the tensors that are not present; return the first one, if any, whose gradient makes the round be skipped.
+def check_finite(
+    gradients: FlatBuffers, present: NDArray[np.bool_] | None, rows: RowGradients, rank: int, clock: int
+) -> str | None:
+    """Zero the tensors that are not present; name the first gradient, if any, that makes the round be skipped.
 
     Raises:
         NonFiniteGradient: there is one, and the job's nan_policy is "refuse".
@@ -19,12 +22,18 @@ def check_finite(gradients: FlatBuffers, present: NDArray[np.bool_] | None, rank
         for tensor in np.flatnonzero(~present).tolist():
             gradients.views[tensor][...] = 0
     policy = gradients.layout.spec.nan_policy
-    name = gradients.first_nonfinite() if policy != "allow" else None
-    if name is not None and policy == "refuse":
+    if policy == "allow":
+        return None
+    tensor = gradients.first_nonfinite()
+    row = rows.first_nonfinite() if tensor is None else None
+    if tensor is None and row is None:
+        return None
+    name = repr(tensor) if row is None else f"id {row[1]} of table {row[0]!r}"
+    if policy == "refuse":
         raise NonFiniteGradient(
-            f"worker {rank}: the gradient of {name!r} at step {clock} holds NaN or infinity; nothing was sent",
+            f"worker {rank}: the gradient of {name} at step {clock} holds NaN or infinity; nothing was sent",
             rank=rank,
-            tensor=name,
             clock=clock,
+            **({"tensor": tensor} if row is None else {"table": row[0], "id": row[1]}),
         )
     return name

@@ -6,7 +6,8 @@ Must not know frameworks, names of tensors, or how anything travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,12 @@ from psd.contract.environment import job_defaults
 from psd.contract.errors import InvalidRequest, NonFiniteGradient
 from psd.contract.jobspec import AGGREGATIONS, NAN_POLICIES, REDUCTIONS, GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd.contract.rows import TableRows
+from psd.contract.tables import SparseTableSpec
 from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
+from psd_client.worker.rows import Gradients, RowGradients
 from psd_client.worker.worker import ONE_JOB, WorkerConnection
 
 
@@ -38,8 +42,11 @@ class FlatCalls(WorkerConnection):
         clip_norm: float | None = None,
         nan_policy: str = "refuse",
         is_lending: bool = False,
+        tables: Sequence[SparseTableSpec] = (),
     ) -> None:
         """Declare flat tensors: `initial` writes this worker's values into the buffers; then `parameters` holds the job's.
+
+        And tables, whose rows `pull_rows` fetches.
 
         is_lending: see ParameterPlaces.
         """
@@ -69,6 +76,7 @@ class FlatCalls(WorkerConnection):
                 aggregation=arguments.choice(InvalidRequest, "aggregation", aggregation, AGGREGATIONS),
                 clip_norm=float(clip_norm or 0.0),
                 nan_policy=nan_policy,
+                tables=tuple(tables),
             )
             layout = Layout(spec, len(self._shards.lanes))
             sharing = self._session.prepare_lanes()
@@ -114,6 +122,7 @@ class FlatCalls(WorkerConnection):
         scalars: Sequence[Sequence[float]],
         weight: float = 1,
         present: NDArray[np.bool_] | None = None,
+        rows: Gradients | None = None,
         *,
         skip: bool = False,
     ) -> None:
@@ -123,16 +132,31 @@ class FlatCalls(WorkerConnection):
             scalars: per group, in the order of the rule's list.
             weight: samples behind the gradients.
             present: (tensors,) which tensors have a gradient; None: all. The views of the others are zeroed.
+            rows: gradients of rows of tables; copied if they are needed later.
             skip: the gradients are not finite: skip the round. For jobs with nan_policy="skip".
         """
         with self.operation("push"):
             self.declared.confirm()
-            self.declared.push(scalars, weight, present, skip=skip)
+            self.declared.push(scalars, weight, present, rows, skip=skip)
 
     def pull_flat(self) -> None:
         """Pull into `parameters`, whose contents are undefined if it fails."""
         with self.operation("pull"):
             self.declared.pull()
+
+    def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
+        """Pull rows of tables, in one round trip to each shard: new arrays of shape (*ids.shape, dim), by table.
+
+        Args:
+            wanted: by index of the table, ids: int64 or uint64, of any shape. Each distinct one travels once.
+            counts_no_use: the rows are not marked as used: for evaluation.
+        """
+        with self.operation("pull of rows"):
+            return self.declared.pull_rows(wanted, counts_no_use=counts_no_use)
+
+    def rows_by_shard(self, rows: Gradients) -> list[list[TableRows]]:
+        """Gradients of rows as `Feed.finish` takes them; not to be changed before the feed's push has ended."""
+        return RowGradients(self.declared.gradients.layout, rows).by_shard
 
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
         """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.
@@ -147,12 +171,13 @@ class FlatCalls(WorkerConnection):
         scalars: Sequence[Sequence[float]],
         weight: float = 1,
         present: NDArray[np.bool_] | None = None,
+        rows: Gradients | None = None,
         *,
         skip: bool = False,
     ) -> None:
         """`push_flat`, then `pull_flat`, in one round trip."""
         with self.operation("push_pull"):
-            self.declared.push_pull(scalars, weight, present, skip=skip)
+            self.declared.push_pull(scalars, weight, present, rows, skip=skip)
 
     def begin_feed(self, feed: Feed) -> None:
         """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""

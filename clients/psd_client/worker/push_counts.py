@@ -19,6 +19,8 @@ NAMES = (
     "pushes_dropped",
     "pushes_overruled",
     "rounds_skipped",
+    "rows_pushed",
+    "rows_pulled",
 )
 
 

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import Draining, OutOfSpace, Overloaded, SessionFenced, ShardUnavailable, WaitTimeout
 from psd.contract.layout import Block
+from psd.contract.rows import TableRows
 from psd.v1 import data_pb2, job_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
+from psd_client.worker.rows import RowGradients, is_same_rows
 
 PASSING = (ShardUnavailable, WaitTimeout, Overloaded, Draining, OutOfSpace, KeyboardInterrupt)
 """Errors after which the very same push may succeed."""
@@ -37,6 +39,7 @@ class SentPush:
         session: as which it was begun; its name is (rank, session, header.clock), whoever sends it again.
         header: without its caller. client_state: see Layout.client_state_shard.
         present: which tensors have a gradient; None: all. skip: the gradient is not finite, and is not in it.
+        rows: gradients of rows of tables.
         feed: gives the blocks, if they are still being computed. versions_read: by block, of the parameters that the gradients
             were computed from; None: of those that were received last.
         incarnations: by shard, of those that have it. replies: by shard, the last one.
@@ -50,6 +53,7 @@ class SentPush:
     header: data_pb2.PushHeader
     client_state: bytes
     present: NDArray[np.bool_] | None
+    rows: RowGradients
     skip: bool
     feed: Feed | None
     versions_read: Sequence[int] | None = None
@@ -72,7 +76,21 @@ class SentPush:
         if shard == buffers.layout.client_state_shard:
             own.client_state = self.client_state
         own.versions.extend(versions)
-        return GradientPart(blocks, buffers, self.present, self.feed, header=own)
+        tables = self.tables
+        return GradientPart(
+            blocks,
+            buffers,
+            self.present,
+            self.feed,
+            buffers.layout.tables_block(shard),
+            tables[shard] if tables else (),
+            header=own,
+        )
+
+    @property
+    def tables(self) -> Sequence[Sequence[TableRows]]:
+        """By shard, the gradients of rows; empty: none on any."""
+        return self.feed.tables if self.feed is not None else self.rows.by_shard
 
     @property
     def is_superseded(self) -> bool:
@@ -88,13 +106,22 @@ class SentPush:
     def on_failure(self, error: BaseException, blocks: Sequence[Block], buffers: FlatBuffers) -> None:
         """Note the failure of its call, and what has left, so that the next call can tell whether it means this push."""
         self.error = error
+        self.rows.keep()
         if isinstance(error, Exception) or sum(block.gradient_nbytes for block in blocks) <= DIGEST_BYTES_MAX:
             self._left = dict(self._digests(blocks, buffers, self.feed, self.present))
 
-    def is_same(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, skip: bool) -> bool:
+    def is_same(
+        self,
+        scalars: Sequence[data_pb2.GroupScalars],
+        weight: float,
+        tables: Sequence[Sequence[TableRows]],
+        *,
+        skip: bool,
+    ) -> bool:
         """True if a call made after a failed one may be the same call, as far as its arguments tell; see `is_unchanged`,
         too."""
-        return (list(self.header.scalars), self.header.weight, self.skip) == (list(scalars), weight, skip)
+        mine = list(self.header.scalars), self.header.weight, self.skip
+        return mine == (list(scalars), weight, skip) and is_same_rows(self.tables, tables)
 
     def is_unchanged(self, blocks: Sequence[Block], buffers: FlatBuffers, present: NDArray[np.bool_] | None) -> bool:
         """True if the buffers still hold the parts of this push that have left."""

@@ -1,0 +1,91 @@
+"""Messages of one worker's data plane: who asks, at which clock, and what the shards are to know beside it.
+
+Must not know when they are sent, nor what becomes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psd.contract.layout import Block
+from psd.contract.verdicts import clip_scale
+from psd.v1 import data_pb2
+from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.transport import GradientPart
+from psd_client.worker.attendance import Attendance
+from psd_client.worker.first_gradient import FirstGradient
+from psd_client.worker.sent_push import SentPush
+from psd_client.worker.session import Session
+from psd_client.worker.verdict_search import VerdictSearch
+
+
+class DataRequests:
+    """Messages of one worker.
+
+    Args:
+        gradients: what pushes send.
+        verdicts: None: rounds have none.
+
+    Attributes:
+        rows_read: by shard, the version of its tables at the last pull of rows.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        gradients: FlatBuffers,
+        first: FirstGradient,
+        attendance: Attendance,
+        verdicts: VerdictSearch | None,
+    ) -> None:
+        self._session = session
+        self._gradients = gradients
+        self._layout = gradients.layout
+        self._first = first
+        self._attendance = attendance
+        self._verdicts = verdicts
+        self.rows_read: dict[int, int] = {}
+
+    def header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
+        """The header of the next push, without its caller."""
+        session, spec = self._session, self._layout.spec
+        header = data_pb2.PushHeader(
+            clock=session.clock,
+            weight=weight,
+            layout_digest=self._layout.digest,
+            scalars=scalars,
+            decisions=session.decisions,
+            cuts=session.cuts,
+            is_finite=is_finite,
+            first_gradient=self._first.take(),
+            since=self._attendance.since(session.number, session.clock),
+        )
+        if spec.clip_norm and not spec.consistency.has_rounds and weight:
+            header.scale = clip_scale(spec.clip_norm, self._gradients.norm())
+        return header
+
+    def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:
+        """The part of a push for one shard, whose trained blocks these are. received: versions by block."""
+        versions = []
+        if not self._layout.spec.consistency.has_rounds:
+            read = received if sent.versions_read is None else sent.versions_read
+            versions = [read[block.index] for block in blocks]
+            tables_block = self._layout.tables_block(shard)
+            if tables_block is not None:
+                versions.append(self.rows_read.get(shard, received[tables_block]))
+        return sent.part(shard, self._session.caller(shard), blocks, self._gradients, versions)
+
+    def pull(self, shard: int, blocks: Sequence[Block] | None = None) -> data_pb2.PullRequest:
+        """A request for these blocks of the shard, and the tables'; None: all of the shard."""
+        wanted = [block.index for block in blocks or ()]
+        tables_block = self._layout.tables_block(shard)
+        if blocks is not None and tables_block is not None:
+            wanted.append(tables_block)
+        return data_pb2.PullRequest(
+            caller=self._session.caller(shard),
+            clock=self._session.clock,
+            layout_digest=self._layout.digest,
+            blocks=wanted,
+            decisions=self._session.decisions,
+            verdict=self._verdicts.verdict if self._verdicts is not None else None,
+        )
