@@ -41,6 +41,7 @@ class TableSnapshot:
 
     Attributes:
         mark: the moment, for the `since` of a later snapshot. step: of the table then. notes: the caller's, then.
+        count: of all rows that there were then. width: numbers of a row.
         removed: ids of rows that were removed since `since`; those that have come back are among the rows, too. Empty if full.
         is_full: it has all rows, not only those that came after `since`.
     """
@@ -57,16 +58,17 @@ class TableSnapshot:
         self.notes = np.empty(notes, np.uint64)
         partition.notes(self.notes)
         self.step = partition.counters()["step"]
+        self.count = partition.counters()["rows"]
         version = partition.begin_snapshot(self.is_full, 0 if since is None else since.version & 0xFFFFFFFF)
         self.mark = Mark(version, removals)
         self._partition: _table.Partition | None = partition
         self._writing = writing
-        self._width = width
+        self.width = width
 
     def __iter__(self) -> Iterator[Rows]:
         more = True
         while more and self._partition is not None:
-            heads, rows = np.empty(BATCH_ROWS, HEAD), np.empty((BATCH_ROWS, self._width), np.float32)
+            heads, rows = np.empty(BATCH_ROWS, HEAD), np.empty((BATCH_ROWS, self.width), np.float32)
             count, more = self._partition.next_of_snapshot(heads, rows)
             if count:
                 yield Rows(heads[:count], rows[:count])

@@ -278,6 +278,19 @@ class TableStore:
                         self._make_room(0)
                         self._move(0)
 
+    def reserve(self, rows: int) -> None:
+        """Let the index grow at once to what so many rows more will need; for whoever writes the rows of a snapshot.
+
+        These come in the order of the index. One that grows with them would have them all in its first part, which is full.
+        """
+        with self._writing:
+            self._make_room(0)
+            if self._partition.must_move(min(rows, self.spec.rows_max)):
+                self._move(min(rows, self.spec.rows_max))
+                while self._partition.is_moving:
+                    self._make_room(0)
+                    self._move(0)
+
     def remove(self, ids: NDArray[Any]) -> int:
         """Remove rows; returns how many there were. Each 2048 ids are a transaction."""
         keys = np.unique(as_ids(ids))

@@ -50,15 +50,14 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def join(head: bytes, payload: bytes | memoryview | NDArray[Any] | None) -> bytes:
-    """The frame of a serialized message without its payload, and of the payload (C-contiguous), which is copied once."""
-    view = memoryview(payload if payload is not None else b"")  # type: ignore[arg-type]  # an ndarray is a buffer
-    if not view.nbytes:
+def join(head: bytes, *payload: bytes | memoryview | NDArray[Any] | None) -> bytes:
+    """The frame of a serialized message without its payload, and of the payload: C-contiguous pieces, each copied once."""
+    views = [memoryview(piece).cast("B") for piece in payload if piece is not None and len(piece)]  # type: ignore[arg-type]
+    if not views:
         return head
-    view = view.cast("B")
-    prefix = bytes([_PAYLOAD_TAG]) + _varint(view.nbytes)
+    prefix = bytes([_PAYLOAD_TAG]) + _varint(sum(view.nbytes for view in views))
     padding = _PADDINGS[-(len(head) + len(prefix)) % ALIGNMENT]
-    return b"".join((head, padding, prefix, view))
+    return b"".join((head, padding, prefix, *views))
 
 
 def split(frame: bytes, what: str) -> tuple[bytes, memoryview]:

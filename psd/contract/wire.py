@@ -32,6 +32,9 @@ BUFFER_BYTES = 1 << 20
 """Buffer of each TCP socket and direction; Linux doubles it. It limits what is under way to a side that does not read. A larger
 one, and what the kernel would choose, made steps no shorter."""
 
+BUFFERS_MAX = 1024
+"""Buffers that Linux takes in one system call."""
+
 KEPT_BACK_BYTES_MAX = 16 << 10
 """Bytes that are cheaper to copy than to send by a system call of their own."""
 
@@ -100,8 +103,8 @@ class Stream:
         """The socket, if it is local, so that descriptors can be sent over it."""
         return None if self.is_tcp or isinstance(self.socket, TlsSocket) else self.socket
 
-    def send(self, kind: Kind, head: bytes = b"", payload: Any = b"", *, more: bool = False) -> None:
-        """Send one message; `payload` is any C-contiguous buffer.
+    def send(self, kind: Kind, head: bytes = b"", *payload: Any, more: bool = False) -> None:
+        """Send one message; `payload` is any number of C-contiguous buffers, which lie end to end on the wire.
 
         Args:
             more: another message follows at once; a small one is kept back, to leave with that one.
@@ -109,25 +112,22 @@ class Stream:
         Raises:
             Disconnected: the peer cannot be reached any more. TimeoutError: see `set_timeout`.
         """
-        view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
+        views = [memoryview(piece).cast("B") for piece in payload if len(piece)]
+        nbytes = sum(view.nbytes for view in views)
         with self._sending:
-            front = b"".join((self._kept_back, PREFIX.pack(kind, len(head), view.nbytes), head))
-            if more and len(front) + view.nbytes <= KEPT_BACK_BYTES_MAX:
-                self._kept_back = front + bytes(view)
+            front = b"".join((self._kept_back, PREFIX.pack(kind, len(head), nbytes), head))
+            if more and len(front) + nbytes <= KEPT_BACK_BYTES_MAX:
+                self._kept_back = b"".join((front, *views))
                 return
             self._kept_back = b""
-            while front:
+            unsent = [memoryview(front), *views]
+            while unsent:
                 try:
-                    sent = self.socket.sendmsg((front, view) if view.nbytes else (front,))
+                    sent = self.socket.sendmsg(unsent[:BUFFERS_MAX])
                 except OSError as error:
                     self._pause_after(error)
                     continue
-                front, view = front[sent:], view[max(0, sent - len(front)) :]
-            while view.nbytes:
-                try:
-                    view = view[self.socket.send(view) :]
-                except OSError as error:
-                    self._pause_after(error)
+                unsent = _beyond(unsent, sent)
 
     def send_if_idle(self, kind: Kind) -> None:
         """Send a message of 16 bytes, unless another one is being sent or the peer does not read; never waits."""
@@ -158,19 +158,23 @@ class Stream:
             raise InvalidRequest(f"head: has {head_bytes} bytes, the limit is {self.head_bytes_max}")
         return known, bytes(self._take(head_bytes)), payload_bytes
 
-    def read_into(self, target: memoryview) -> None:
-        """Fill `target` (bytes, C-contiguous) with the next bytes."""
-        ready = min(self._end - self._start, target.nbytes)
-        target[:ready] = self._ahead[self._start : self._start + ready]
-        self._start += ready
-        while ready < target.nbytes:
-            ready += self._receive_into(target[ready:], socket.MSG_WAITALL)
+    def read_into(self, *targets: memoryview) -> None:
+        """Fill the targets (bytes, C-contiguous), one after the other, with the next bytes."""
+        unfilled: list[memoryview] = []
+        for target in targets:
+            ready = min(self._end - self._start, target.nbytes)
+            target[:ready] = self._ahead[self._start : self._start + ready]
+            self._start += ready
+            if ready < target.nbytes:
+                unfilled.append(target[ready:])
+        while unfilled:
+            unfilled = _beyond(unfilled, self._receive_into(unfilled, socket.MSG_WAITALL))
 
     def skip(self, count: int) -> None:
         """Skip the next bytes."""
         while count > 0:
             if self._start == self._end:
-                self._start, self._end = 0, self._receive_into(self._ahead, 0)
+                self._start, self._end = 0, self._receive_into([self._ahead], 0)
             step = min(count, self._end - self._start)
             self._start += step
             count -= step
@@ -199,14 +203,17 @@ class Stream:
         while self._end - self._start < count:
             if self._start == self._end:
                 self._start = self._end = 0
-            self._end += self._receive_into(self._ahead[self._end :], 0)
+            self._end += self._receive_into([self._ahead[self._end :]], 0)
 
-    def _receive_into(self, target: memoryview, flags: int) -> int:
+    def _receive_into(self, targets: list[memoryview], flags: int) -> int:
         while True:
             if self._deadline < math.inf and time.monotonic() > self._deadline:
                 raise TimeoutError
             try:
-                count = self.socket.recv_into(target, 0, flags)
+                if len(targets) == 1 or isinstance(self.socket, TlsSocket):
+                    count = self.socket.recv_into(targets[0], 0, flags)
+                else:
+                    count = self.socket.recvmsg_into(targets[:BUFFERS_MAX], 0, flags)[0]
             except OSError as error:
                 self._pause_after(error)
                 continue
@@ -269,6 +276,15 @@ class Stream:
     def close(self) -> None:
         """Close the descriptor; nobody may be using it."""
         self.socket.close()
+
+
+def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views behind so many bytes."""
+    for i, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[i + 1 :]]
+        count -= view.nbytes
+    return []
 
 
 def _keep_alive(sock: socket.socket | TlsSocket) -> None:

@@ -54,6 +54,7 @@ def test_a_snapshot_is_of_one_moment_while_rows_come_change_and_go(store):
             store.snapshot()
 
     assert found == before
+    assert (snapshot.count, snapshot.width) == (20_000, 1)
     assert min(store.counters()[name] for name in ("evicted", "expired", "removed")) > 0
     check_places(store)
     assert contents(store.snapshot()) == rows_of(store)
@@ -111,3 +112,20 @@ def test_rows_and_step_that_are_written_go_on_as_if_nothing_had_been(memory_path
 
     assert rows_of(one) == rows_of(two)
     assert one.counters()["step"] == two.counters()["step"] == 4
+
+
+def test_rows_of_a_snapshot_are_written_as_fast_as_others_once_there_is_room_for_them(memory_path):
+    """They come in the order of the index: one that grew with them would have them all in its first part, which is full."""
+    spec = TableSpec("t", 1, "sgd")
+    one, two = TableStore.create(memory_path / "one", spec), TableStore.create(memory_path / "two", spec)
+    one.write(np.arange(200_000), np.ones((200_000, 1), np.float32))
+    probes = []
+
+    two.reserve(200_000)
+    with one.snapshot() as snapshot:
+        for batch in snapshot:
+            two.write(batch.heads["id"].copy(), batch.rows)
+            probes.append(two._partition.is_moving)
+
+    assert not any(probes), "the index has grown in between"
+    assert rows_of(two) == rows_of(one)

@@ -138,7 +138,8 @@ class OutgoingBlocks:
     @property
     def is_small(self) -> bool:
         """True if the part is complete, and fits the buffers of a socket, or one message."""
-        return self.feed is None and sum(piece.nbytes for piece in (*self.blocks, *self.tables)) <= SMALL_BYTES
+        nbytes = sum(block.nbytes for block in self.blocks) + sum(rows.nbytes for rows in self.tables)
+        return self.feed is None and nbytes <= SMALL_BYTES
 
     def outgoing(self) -> Iterator[Outgoing]:
         """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
