@@ -21,6 +21,7 @@ from psd_client.torch.row_gradients import CollectedGradients, Tracked, in_numpy
 from psd_client.torch.tables import Rows, Tables, Wanted, wanted
 from psd_core.initial import Initial, Normal
 from psd_core.optimizer import Optimizer
+from psd_core.rules import SGD
 
 MODES = ("sum", "mean", "max")
 
@@ -29,7 +30,7 @@ class TableModule(torch.nn.Module):
     """Base of the modules that look rows up in one table. Use a subclass.
 
     Attributes:
-        table: what is declared.
+        spec: the table. optimizer: its rule; None: that of the handle's param_group.
         handle: a number that stands for the table among the model's parameters: the param_group that has it is the table's, if
             the table has no optimizer of its own; the output is on its device, of its dtype, and tracked if it requires_grad;
             its `.grad` is the norm of the gradients collected.
@@ -49,7 +50,9 @@ class TableModule(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.table = Table(name, dim, optimizer, init=init, seed=seed, **options)
+        # Without an optimizer of its own the table's rule is known when `distribute` is called; all else is checked here.
+        self.spec = Table(name, dim, SGD(lr=0.0) if optimizer is None else optimizer, init, seed, **options).spec(0)
+        self.optimizer = optimizer
         if padding_idx is not None and not isinstance(padding_idx, int):
             raise InvalidRequest(f"padding_idx: expected an id or None, got {padding_idx!r}")
         self.padding_idx = padding_idx
@@ -71,7 +74,7 @@ class TableModule(torch.nn.Module):
         """
         if self._tables is None:
             raise NotDeclared(
-                f"embedding {self.table.name!r}: its rows are on the shards, and it is joined to none yet: call "
+                f"embedding {self.spec.name!r}: its rows are on the shards, and it is joined to none yet: call "
                 "psd_client.torch.distribute(model, optimizer) with the model that holds it; a copy of a model is joined to none"
             )
         return self._tables
@@ -99,13 +102,13 @@ class TableModule(torch.nn.Module):
         Raises:
             TypeError, InvalidTensor: no tensor of ids.
         """
-        name = self.table.name
+        name = self.spec.name
         if not isinstance(ids, torch.Tensor):
             raise TypeError(f"embedding {name!r}: ids: expected a tensor, got {type(ids).__name__}")
         if ids.dtype not in (torch.int64, torch.int32):
             raise InvalidTensor(f"embedding {name!r}: ids: dtype must be torch.int64 or torch.int32, got {ids.dtype}")
         flat = ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
-        return wanted(self.tables.index_of[name], self.table.dim, flat, self.padding_idx)
+        return wanted(self.tables.index_of[name], self.spec.dim, flat, self.padding_idx)
 
     def tracked(self, rows: torch.Tensor, found: Wanted, *, is_expanded: bool) -> torch.Tensor:
         """Rows on the handle's device, of its dtype, whose gradients are collected if the module is learning.
@@ -115,7 +118,7 @@ class TableModule(torch.nn.Module):
         rows = rows.to(self.handle.device, self.handle.dtype)
         if not self.is_learning:
             return rows
-        handle, kept, dim = self.handle, self.gradients, self.table.dim
+        handle, kept, dim = self.handle, self.gradients, self.spec.dim
 
         def collect(gradient: torch.Tensor) -> None:
             values = in_numpy(gradient, dim)
@@ -132,7 +135,7 @@ class TableModule(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """See torch.nn.Module."""
-        shown = f"{self.table.name!r}, {self.table.dim}"
+        shown = f"{self.spec.name!r}, {self.spec.dim}"
         return shown if self.padding_idx is None else f"{shown}, padding_idx={self.padding_idx}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,8 +160,8 @@ class Embedding(TableModule):
         embedding = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
         rows = embedding(ids)  # (..., 64)
 
-    In training a lookup creates the rows that are not there, and counts as their use. In `eval()` and under torch.no_grad() it
-    reads alone, and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints have the rows.
+    In training a lookup counts as a use of its rows, for expiry and eviction. In `eval()` and under torch.no_grad() it does not,
+    and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints of the shards have the rows.
 
     Args:
         name: of the table.
@@ -185,7 +188,7 @@ class Embedding(TableModule):
     def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
         """See TableModule."""
         expanded = torch.from_numpy(found.distinct.expand(rows))
-        return self.tracked(expanded, found, is_expanded=True).view(*ids.shape, self.table.dim)
+        return self.tracked(expanded, found, is_expanded=True).view(*ids.shape, self.spec.dim)
 
 
 class EmbeddingBag(TableModule):
@@ -227,7 +230,7 @@ class EmbeddingBag(TableModule):
     def check(self, ids: torch.Tensor, *more: Any) -> None:
         """See TableModule."""
         offsets, weights = (*more, None, None)[:2]
-        where = f"embedding {self.table.name!r}"
+        where = f"embedding {self.spec.name!r}"
         if ids.dim() not in (1, 2):
             raise InvalidTensor(f"{where}: ids: must have 1 or 2 dimensions, got {ids.dim()}")
         if (offsets is None) != (ids.dim() == 2):
