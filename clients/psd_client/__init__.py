@@ -50,7 +50,18 @@ from psd.contract.printable import PrintableRecords
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
 from psd_client.local import LocalCluster, RunFailed, local
-from psd_client.reader import Reader
+from psd_client.reader import Reader, ReadTable
+from psd_client.tables import (
+    Constant,
+    DeclaredTable,
+    Normal,
+    RowwiseAdagrad,
+    Table,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+    hash_ids,
+)
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
 
@@ -60,7 +71,17 @@ __all__ = [
     "connect",
     "ParameterServer",
     "Reader",
+    "ReadTable",
     "CustomRule",
+    "Table",
+    "DeclaredTable",
+    "Zeros",
+    "Constant",
+    "Uniform",
+    "Normal",
+    "TruncatedNormal",
+    "RowwiseAdagrad",
+    "hash_ids",
     "local",
     "LocalCluster",
     "RunFailed",

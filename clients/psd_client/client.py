@@ -9,21 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.arguments import refuse
 from psd.contract.config import ClientConfig, ConfigError, is_loopback
 from psd.contract.credentials import Credentials
 from psd.contract.environment import client_config, why_not_alone
-from psd.contract.errors import InvalidTensor, NotDeclared
+from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
 from psd_client.lanes.shard_lane import ShardLane
 from psd_client.lanes.transport import Lane
 from psd_client.param_groups import ParamGroups
 from psd_client.reader import Reader
 from psd_client.standalone import PrivateShard
+from psd_client.tables import DeclaredTable, Table, gradients_of
 from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
@@ -184,6 +186,7 @@ class ParameterServer:
     def __init__(self, config: ClientConfig, lanes: Sequence[Lane], on_end: Callable[[], None] = lambda: None) -> None:
         self._worker = FlatCalls(config, lanes, on_end)
         self._named: tuple[NamedTensors, ParamGroups] | None = None
+        self._tables: dict[str, DeclaredTable] = {}
 
     @property
     def rank(self) -> int:
@@ -220,13 +223,20 @@ class ParameterServer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """One dict per group: "params", the names, and the current scalars; a new value takes effect at the next push."""
+        """One dict per group: "params" or "tables", the names, and the current scalars; a new value takes effect at the next
+        push."""
         return self._by_name[1].groups
+
+    @property
+    def tables(self) -> Mapping[str, DeclaredTable]:
+        """The declared tables by name."""
+        self._by_name  # noqa: B018 - raises if nothing is declared
+        return MappingProxyType(self._tables)
 
     def declare(
         self,
         params: Mapping[str, Any],
-        optimizer: Optimizer,
+        optimizer: Optimizer | None = None,
         consistency: str | None = None,
         reduce: str | None = None,
         quorum: int | None = None,
@@ -236,14 +246,16 @@ class ParameterServer:
         nan_policy: str = "refuse",
         groups: Sequence[Mapping[str, Any]] | None = None,
         copy: bool = True,
+        tables: Sequence[Table] = (),
     ) -> dict[str, NDArray[Any]]:
         """Agree with the other workers on what is trained and how, and get the job's parameters.
 
         The first worker's values are used; the others wait for them. A worker that joins later gets the current ones.
 
         Args:
-            params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name.
-            optimizer: the update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own.
+            params: this worker's initial values: float32, float64 or float16 arrays of any shape, by name; {} if there are
+                tables alone.
+            optimizer: their update rule, such as psd_client.Adam(lr=1e-3), or CustomRule for one of your own.
             consistency: "sync", "async" or "ssp:S".
             reduce: "mean", weighted by the pushes' weights, or "sum".
             quorum: workers whose gradients close a synchronous round; all of them by default.
@@ -260,6 +272,7 @@ class ParameterServer:
             copy: False: in place of new arrays this, `pull` and `push_pull` return views of the memory where parameters are
                 received, which cannot be written to and which the next of these calls changes: there is one such memory. (Of
                 float16 parameters there are copies all the same: their masters are float32.)
+            tables: sparse ones, each with an optimizer of its own; `ps.tables` then has them by name. See docs/tables.md.
 
         Raises:
             SpecMismatch: another worker has declared something else; the message names the first difference.
@@ -267,9 +280,12 @@ class ParameterServer:
             WaitTimeout: no worker has provided initial values within the wait timeout.
         """
         check_named("params", params)
-        if not params:
-            raise InvalidTensor("params: is empty; there must be at least one parameter to train")
-        param_groups = ParamGroups(list(params), optimizer, groups, staleness)
+        if not isinstance(tables, (list, tuple)) or not all(isinstance(table, Table) for table in tables):
+            refuse(InvalidRequest, "tables", "a list of psd_client.Table", tables)
+        if not params and not tables:
+            raise InvalidTensor("params: is empty; there must be at least one parameter to train, or a table")
+        rules = {table.name: table.optimizer for table in tables}
+        param_groups = ParamGroups(list(params), optimizer, groups, staleness, rules)
         specs = tensor_specs(params, param_groups.group_of)
         self._worker.declare_tensors(
             specs,
@@ -282,17 +298,24 @@ class ParameterServer:
             clip_norm=clip_norm,
             nan_policy=nan_policy,
             is_lending=copy,
+            tables=[table.spec(param_groups.group_of_table[table.name]) for table in tables],
         )
         named = NamedTensors(specs, [np.asarray(value).dtype for value in params.values()], copy=copy)
         self._named = named, param_groups
+        declared = enumerate(self._worker.gradients.layout.spec.tables)
+        self._tables = {spec.name: DeclaredTable(self._worker, i, spec, param_groups) for i, spec in declared}
         return self._results()
 
-    def push(self, grads: Mapping[str, Any], weight: float = 1) -> None:
+    def push(
+        self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    ) -> None:
         """Send gradients; returns when all shards have them. Parameters without a gradient may be left out.
 
         Args:
             grads: by name, in the declared shapes and dtypes.
             weight: samples behind them, for `reduce="mean"`.
+            tables: gradients of rows, as pairs (ids, gradients) by name of the table; see DeclaredTable.push. Ids and gradients
+                may be changed once this has returned.
 
         Raises:
             InvalidTensor, NonFiniteGradient, InvalidRequest: an argument is wrong; nothing was sent.
@@ -302,8 +325,9 @@ class ParameterServer:
         with self._worker.operation("push"):
             named, groups = self._by_name
             self._worker.declared.confirm()
+            rows = gradients_of(self._worker.gradients.layout.spec.tables, tables)
             present = named.write_gradients(grads, self._worker.gradients)
-            self._worker.declared.push(groups.scalars(), weight, present)
+            self._worker.declared.push(groups.scalars(), weight, present, rows)
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """Fetch the parameters, as new arrays; in synchronous jobs after the round of this worker's last push.
@@ -319,13 +343,16 @@ class ParameterServer:
             self._worker.declared.pull()
             return self._results()
 
-    def push_pull(self, grads: Mapping[str, Any], weight: float = 1) -> dict[str, NDArray[Any]]:
+    def push_pull(
+        self, grads: Mapping[str, Any], weight: float = 1, tables: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    ) -> dict[str, NDArray[Any]]:
         """`push`, then `pull`, in one round trip."""
         with self._worker.operation("push_pull"):
             named, groups = self._by_name
             self._worker.declared.confirm()
+            rows = gradients_of(self._worker.gradients.layout.spec.tables, tables)
             present = named.write_gradients(grads, self._worker.gradients)
-            self._worker.declared.push_pull(groups.scalars(), weight, present)
+            self._worker.declared.push_pull(groups.scalars(), weight, present, rows)
             return self._results()
 
     def barrier(self, name: str) -> None:
@@ -351,7 +378,8 @@ class ParameterServer:
             * blocks_staged: blocks that have it but do not know yet whether it counts (exact aggregation).
             * rounds_skipped: see `is_skipped`.
             * rejoins: new sessions after the first.
-            * sent_bytes, received_bytes: bytes of gradients and parameters moved.
+            * rows_pushed, rows_pulled: rows of tables, distinct ids in each call.
+            * sent_bytes, received_bytes: bytes of gradients and parameters moved, ids included.
         """
         return self._worker.stats()
 

@@ -1,4 +1,5 @@
-"""Parameter groups of the dict face: which names share which scalars, like torch's param_groups.
+"""Parameter groups of the dict face: which names share which scalars, like torch's param_groups; tables have groups of their
+own behind them.
 
 Owns the dicts that the user may change between pushes, and checks them at each push. Must not know shards or values.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from psd.contract.errors import InvalidRequest
@@ -20,13 +22,15 @@ class ParamGroups:
     """The groups of a job.
 
     Args:
-        names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself.
-        groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters.
+        names: of all parameters. optimizer: the rule, and the scalars that a group does not name itself; None: there are no
+            names.
+        groups: {"params": [names], "lr": ..., ...} each; None: one group of all parameters, if there are any.
         staleness: what is done about the age of gradients, such as "lr" or "dc:0.04"; None: nothing.
+        rules_of_tables: name and optimizer of each table. Those that have the same optimizer object share a group.
 
     Attributes:
-        groups: one dict each, "params" and the current scalars; the user's to change.
-        specs: what is declared. group_of: index of each name's group.
+        groups: one dict each, "params" or "tables", the names, and the current scalars; the user's to change.
+        specs: what is declared. group_of: index of each name's group. group_of_table: likewise.
 
     Raises:
         TypeError, ValueError: the argument is wrong; the message names it.
@@ -35,12 +39,13 @@ class ParamGroups:
     def __init__(
         self,
         names: Sequence[str],
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         groups: Sequence[Mapping[str, Any]] | None,
         staleness: str | None = None,
+        rules_of_tables: Mapping[str, Optimizer] = MappingProxyType({}),
     ) -> None:
         name_of_staleness, stale_scalars = parse_staleness(staleness)
-        if not isinstance(optimizer, Optimizer):
+        if not isinstance(optimizer, Optimizer) and (names or optimizer is not None):
             raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.SGD(lr=...), got {optimizer!r}")
         self.groups: list[dict[str, Any]] = []
         self._checked: tuple[list[dict[str, Any]], list[list[float]]] | None = None  # the groups' values, and what they mean
@@ -49,7 +54,10 @@ class ParamGroups:
         unassigned = dict.fromkeys(names)
         if not isinstance(groups, (list, tuple, type(None))):
             raise TypeError(f"groups: expected a list of dicts, got {groups!r}")
-        for index, group in enumerate([{"params": list(names)}] if groups is None else groups):
+        if groups is None:
+            groups = [{"params": list(names)}] if names else []
+        for index, group in enumerate(groups):
+            assert optimizer is not None
             rule = _rule(optimizer, group, index)
             members = list(group["params"])
             for name in members:
@@ -63,6 +71,15 @@ class ParamGroups:
             self.specs.append(replace(spec_of(rule), staleness=name_of_staleness))
         if unassigned:
             raise ValueError(f"groups: {next(iter(unassigned))!r} is in no group")
+        self.group_of_table: dict[str, int] = {}
+        index_of: dict[int, int] = {}  # by the optimizer's identity
+        for name, rule in rules_of_tables.items():
+            if id(rule) not in index_of:
+                index_of[id(rule)] = len(self.groups)
+                self.groups.append({"tables": []} | rule.scalars() | stale_scalars)
+                self.specs.append(replace(spec_of(rule), staleness=name_of_staleness))
+            self.group_of_table[name] = index_of[id(rule)]
+            self.groups[index_of[id(rule)]]["tables"].append(name)
 
     def scalars(self) -> list[list[float]]:
         """The scalars of the next push; raises InvalidRequest, KeyError or TypeError for the user's wrong values."""

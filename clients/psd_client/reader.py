@@ -1,17 +1,17 @@
 """A reader: fetches consistent copies of the parameters while training continues, and takes part in nothing.
 
 It names the same cut to all shards, a few rounds ahead; each shard pins its blocks' pages as they reach it. So the copy is one
-version throughout, no worker waits, and no round counts the reader. One that has to wait itself, for a job that has not begun,
-says so on the log. Must not know sessions, clocks or gradients.
+version throughout, no worker waits, and no round counts the reader. Rows of tables it reads as they are. One that has to wait
+itself, for a job that has not begun, says so on the log. Must not know sessions, clocks or gradients.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,15 @@ from psd.contract.config import ClientConfig
 from psd.contract.errors import CutMissed, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.tables import SparseTableSpec
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
+from psd_client.tables import as_row_ids
+from psd_client.worker.rows import RowPull
 
 logger = logging.getLogger("psd_client")
 
@@ -35,7 +38,41 @@ AHEAD = 2
 PATIENCE_S = 1.0
 """Seconds without a closed round after which training is at rest, and the reader takes the blocks as they are."""
 
-DESCRIBE_TIMEOUT_S = 10.0
+DESCRIBE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
+
+POLL_S = 0.05
+
+ResultT = TypeVar("ResultT")
+
+
+class ReadTable:
+    """Table of the job that a reader reads; an item of `Reader.tables`.
+
+    Attributes:
+        name: as declared. dim: numbers of a row.
+    """
+
+    def __init__(self, reader: Reader, index: int, spec: SparseTableSpec) -> None:
+        """Take a table of the reader's job; not for programs."""
+        self.name = spec.name
+        self.dim = spec.dim
+        self._reader = reader
+        self._index = index
+
+    def pull(self, ids: Any) -> NDArray[np.float32]:
+        """The rows of ids as they now are on their shards: a new float32 array of shape (*ids.shape, dim).
+
+        Each row is whole, and none is made or marked as used. Workers may push meanwhile: rows of different shards may be of
+        different steps.
+
+        Args:
+            ids: as in DeclaredTable.pull.
+
+        Raises:
+            InvalidTensor: the ids are no whole numbers.
+            NotDeclared: the job has no initial values within the wait timeout. ShardUnavailable: a shard could not be reached.
+        """
+        return self._reader.read_rows(self._index, as_row_ids("ids", ids))
 
 
 class Reader:
@@ -56,6 +93,48 @@ class Reader:
         self._last: Exception | None = None  # why the last attempt of a pull has found nothing
         self._layout: Layout | None = None
         self.version = 0
+
+    @property
+    def tables(self) -> dict[str, ReadTable]:
+        """The job's tables by name.
+
+        Raises:
+            NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
+        """
+        _, layout = self._patiently(self._described)
+        return {spec.name: ReadTable(self, index, spec) for index, spec in enumerate(layout.spec.tables)}
+
+    def read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
+        """Rows of the table of that index; see ReadTable.pull."""
+        return self._patiently(lambda: self._read_rows(table, ids))
+
+    def _read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
+        run_id, layout = self._described()
+        pull = RowPull(layout, {table: ids})
+        request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest)
+
+        def read_at(lane: Lane, call: Call) -> None:
+            for rows in pull.at(lane.shard):
+                lane.read_rows(request, rows, call)
+
+        lanes = [lane for lane in self._shards.lanes if pull.concerns(lane.shard)]
+        self._shards.run(read_at, READ_TIMEOUT_S + pull.transfer_s, lanes)
+        return pull.results()[table]
+
+    def _patiently(self, read: Callable[[], ResultT]) -> ResultT:
+        """The result of `read`, as soon as there is a job with values."""
+        self._last = None
+        clock = RetryPolicy(0).clock
+        deadline = clock() + self._config.wait_timeout_s
+        with explained(self._explain, self._config.report_after_s):
+            while True:
+                try:
+                    return read()
+                except NotDeclared as error:
+                    self._last = error
+                    if clock() > deadline:
+                        raise
+                Scope().sleep(POLL_S)
 
     def pull(self) -> dict[str, NDArray[Any]]:
         """The parameters as new arrays by name, float16 and bfloat16 ones as float32; all of one version if the job has rounds.
@@ -95,7 +174,7 @@ class Reader:
                 last: Exception = error
             except (WaitTimeout, NotDeclared) as error:
                 last = error
-                Scope().sleep(0.05)
+                Scope().sleep(POLL_S)
             else:
                 self.version = step if layout.spec.consistency.has_rounds else progress
                 return found
@@ -111,6 +190,11 @@ class Reader:
             ),
             DESCRIBE_TIMEOUT_S + self._config.retry_timeout_s,
         )
+
+    def _described(self) -> tuple[str, Layout]:
+        """Name of the run, and the layout of its job."""
+        replies = self._describe()
+        return replies[0].run_id, self._layout_of(replies)
 
     def _layout_of(self, replies: list[control_pb2.DescribeReply]) -> Layout:
         digests = {reply.layout_digest for reply in replies}

@@ -27,6 +27,9 @@ _VALUE_DTYPE_NAMES = {number: name for name, number in VALUE_DTYPES.items()}
 UPDATES = ("lazy", "catch_up")
 AT_LIMIT = ("evict", "refuse")
 
+_WORDS = {"expire_s": "expire_seconds", "rows_max": "max_rows"}
+"""Names that workers have for the fields of a SparseTableSpec."""
+
 
 @dataclass(frozen=True)
 class SparseTableSpec:
@@ -81,7 +84,7 @@ class SparseTableSpec:
         if not (isinstance(probability, (int, float)) and 0 < probability <= 1):
             raise self._wrong("admit_probability", f"must be > 0 and <= 1, got {probability!r}")
         if self.expire_steps and self.expire_s:
-            raise self._wrong("expire_steps", f"is {self.expire_steps}, but rows expire by time already (expire_s)")
+            raise self._wrong("expire_steps", f"is {self.expire_steps}, but rows expire by time already (expire_seconds)")
         for field, allowed in (("dtype", tuple(VALUE_DTYPES)), ("updates", UPDATES), ("at_limit", AT_LIMIT)):
             if getattr(self, field) not in allowed:
                 raise self._wrong(field, f"must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
@@ -89,12 +92,12 @@ class SparseTableSpec:
             raise self._wrong("init", f"must be one of {', '.join(INITIALS)}, got {self.init!r}")
 
     def _wrong(self, field: str, problem: str) -> InvalidRequest:
-        return InvalidRequest(f"table {self.name!r}: {field}: {problem}")
+        return InvalidRequest(f"table {self.name!r}: {_WORDS.get(field, field)}: {problem}")
 
     def differences(self, other: SparseTableSpec) -> Iterator[tuple[str, object, object]]:
         """Differences that there may be from another table, each with its two values."""
         for field in dataclasses.fields(self):
-            yield field.name, getattr(self, field.name), getattr(other, field.name)
+            yield _WORDS.get(field.name, field.name), getattr(self, field.name), getattr(other, field.name)
 
     def to_message(self) -> job_pb2.TableSpec:
         """The protobuf form."""

@@ -159,9 +159,12 @@ class ParameterExchange:
         for attempt in self._session.attempts():
             with attempt:
                 self._learn()
-                lanes = [lane for lane in self._lanes if self.is_unconfirmed or pull.concerns(lane.shard)]
+                # The tables' blocks alone are waited for; where nothing else is trained, that closes the round.
+                is_closing = self.is_unconfirmed and not self._trained
+                lanes = [lane for lane in self._lanes if is_closing or pull.concerns(lane.shard)]
                 self._shards.run(pull_at, self._timeout_s + pull.transfer_s, lanes, is_bulk=True)
-                self._on_closed()
+                if is_closing:
+                    self._on_closed()
         self._failed = None
         self.counts["rows_pulled"] += pull.rows
         return pull.results()

@@ -22,8 +22,8 @@ PULL_IDS_MAX = 1 << 16
 """Ids of one call: larger pulls are made of several. A shard may be told to take fewer; it then says so."""
 
 Gradients = Mapping[int, tuple[NDArray[Any], NDArray[Any]]]
-"""By index of the table: ids, int64 or uint64, of any shape; and gradients of shape (*ids.shape, dim), in float32, float16, or
-uint16, the bits of bfloat16. They travel in their dtype."""
+"""Gradients of rows, by index of the table: ids, int64 or uint64, of any shape; and numbers of shape (*ids.shape, dim), in
+float32, float16, or uint16, the bits of bfloat16. They travel in their dtype."""
 
 
 class _Sums(NamedTuple):

@@ -89,7 +89,7 @@ class SentPush:
 
     @property
     def tables(self) -> Sequence[Sequence[TableRows]]:
-        """By shard, the gradients of rows; empty: none on any."""
+        """Gradients of rows, by shard; empty: none on any."""
         return self.feed.tables if self.feed is not None else self.rows.by_shard
 
     @property
