@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from psd.contract.arguments import whole_number
 from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
 from psd_client.tables import Table
 from psd_client.torch.row_gradients import CollectedGradients, Tracked, in_numpy
@@ -53,9 +54,9 @@ class TableModule(torch.nn.Module):
         # Without an optimizer of its own the table's rule is known when `distribute` is called; all else is checked here.
         self.spec = Table(name, dim, SGD(lr=0.0) if optimizer is None else optimizer, init, seed, **options).spec(0)
         self.optimizer = optimizer
-        if padding_idx is not None and not isinstance(padding_idx, int):
-            raise InvalidRequest(f"padding_idx: expected an id or None, got {padding_idx!r}")
-        self.padding_idx = padding_idx
+        self.padding_idx = None if padding_idx is None else whole_number(InvalidRequest, "padding_idx", padding_idx)
+        if not -(1 << 63) <= (self.padding_idx or 0) < 1 << 63:
+            raise InvalidRequest(f"padding_idx: must be an id of int64, got {padding_idx}")
         self.handle = torch.nn.Parameter(torch.zeros((), device=device))
         self.gradients = CollectedGradients()
         self._tables: Tables | None = None
@@ -74,8 +75,8 @@ class TableModule(torch.nn.Module):
         """
         if self._tables is None:
             raise NotDeclared(
-                f"embedding {self.spec.name!r}: its rows are on the shards, and it is joined to none yet: call "
-                "psd_client.torch.distribute(model, optimizer) with the model that holds it; a copy of a model is joined to none"
+                f"embedding {self.spec.name!r}: its rows are on the shards, and it is not joined to them: call "
+                "psd_client.torch.distribute(model, optimizer) with the model that holds it; a copy of a model is not joined"
             )
         return self._tables
 
@@ -160,8 +161,8 @@ class Embedding(TableModule):
         embedding = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
         rows = embedding(ids)  # (..., 64)
 
-    In training a lookup counts as a use of its rows, for expiry and eviction. In `eval()` and under torch.no_grad() it does not,
-    and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints of the shards have the rows.
+    In training a lookup counts as a use of its rows, for expiry and eviction. In `eval()` and under torch.no_grad() it does
+    not, and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints of the shards have the rows.
 
     Args:
         name: of the table.
@@ -185,7 +186,7 @@ class Embedding(TableModule):
         """
         return look_up([(self, (ids,))])[0]
 
-    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
         """See TableModule."""
         expanded = torch.from_numpy(found.distinct.expand(rows))
         return self.tracked(expanded, found, is_expanded=True).view(*ids.shape, self.spec.dim)
@@ -298,7 +299,8 @@ class EmbeddingCollection(torch.nn.ModuleDict):
             if feature not in self:
                 raise InvalidRequest(f"ids: there is no feature {feature!r}; there are {', '.join(self)}")
         return [
-            (cast(TableModule, self[feature]), given if isinstance(given, tuple) else (given,)) for feature, given in ids.items()
+            (cast(TableModule, self[feature]), given if isinstance(given, tuple) else (given,))
+            for feature, given in ids.items()
         ]
 
 

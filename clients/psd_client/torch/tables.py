@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from psd_client.torch.row_gradients import Ids, Numbers, CollectedGradients, summed
+from psd_client.torch.row_gradients import CollectedGradients, Ids, Numbers, summed
 from psd_client.worker.flat_calls import FlatCalls
 from psd_client.worker.worker import Turn
 from psd_core.distinct import Distinct, distinct
@@ -55,7 +55,9 @@ class Wanted(NamedTuple):
 def wanted(table: int, dim: int, ids: NDArray[np.int64], padding: int | None) -> Wanted:
     """The rows that a lookup of these ids needs. padding: an id that stands for nothing."""
     found = distinct(ids)
-    places = () if padding is None else np.flatnonzero(found.ids == np.int64(padding).astype(np.uint64))
+    if padding is None:
+        return Wanted(table, dim, ids, found, None)
+    places = np.flatnonzero(found.ids == np.int64(padding).astype(np.uint64))
     return Wanted(table, dim, ids, found, int(places[0]) if len(places) else None)
 
 
@@ -69,6 +71,9 @@ class Learner(Protocol):
     def is_learning(self) -> bool:
         """True if a lookup is a use of its rows."""
 
+    def join(self, tables: Tables) -> None:
+        """Look up rows there from now on."""
+
 
 Lookup = tuple[Learner, Wanted]
 
@@ -77,19 +82,24 @@ class Tables:
     """The tables of one job.
 
     Args:
-        members: by name of the table, in the job's order, the embeddings that look rows up there.
+        members: by name of the table, in the job's order, the embeddings that look rows up there; joined to the job here.
+        has_feeds: pushes begin before their step; nothing else can then be asked for until the step.
 
     Attributes:
         index_of: index in the job, by name.
     """
 
-    def __init__(self, worker: FlatCalls, members: Mapping[str, Sequence[Learner]]) -> None:
+    def __init__(self, worker: FlatCalls, members: Mapping[str, Sequence[Learner]], *, has_feeds: bool = False) -> None:
         self.index_of = {name: index for index, name in enumerate(members)}
         self._members = list(members.values())
         self._worker = worker
         self._is_async = worker.parameters.layout.spec.consistency.mode == "async"
         self._next: list[Lookup] = []  # to be asked for when a step has ended
         self._fetches: list[_Fetch] = []
+        self._has_feeds = has_feeds
+        for embeddings in self._members:
+            for embedding in embeddings:
+                embedding.join(self)
 
     def pull(self, lookups: Sequence[Lookup]) -> list[Rows]:
         """The distinct rows of some lookups, with one round trip for those that are not here yet.
@@ -112,7 +122,7 @@ class Tables:
     def prefetch(self, lookups: Sequence[Lookup]) -> None:
         """Have rows brought for lookups that the next step makes."""
         self._next += lookups
-        if self._is_async:
+        if self._is_async and not self._has_feeds:
             self._fetch()
 
     def gradients(self) -> dict[int, tuple[Ids, Numbers]]:
