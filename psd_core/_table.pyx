@@ -35,6 +35,7 @@ cdef extern from "table.h" nogil:
         PSD_ROWS
         PSD_REMOVED_MAX
         PSD_CHUNK_BUCKETS
+        PSD_LOG_MAX
     ctypedef struct psd_hyper:
         uint8_t flags[PSD_FLAGS_MAX]
         double scalars[PSD_SCALARS_MAX]
@@ -44,10 +45,15 @@ cdef extern from "table.h" nogil:
         uint32_t changed
     ctypedef struct psd_root:
         uint64_t step, version, rows, places, spares, current, buckets, next_buckets, moved
-        uint64_t created, evicted, expired, removed, refused, unadmitted
+        uint64_t created, evicted, expired, removed, refused, unadmitted, log_first, log_end
+    ctypedef struct psd_log_entry:
+        uint64_t from_step "from"
+        double scalars[PSD_SCALARS_MAX]
     ctypedef struct psd_table_spec:
         uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
-        int rule, rowwise, init, evicts
+        int rule, rowwise, init, evicts, catches_up, settles, rests
+        uint8_t rest_without[PSD_SCALARS_MAX]
+        int64_t decay_at
         double a, b
         psd_hyper flags
         int64_t slot_at[PSD_SLOTS_MAX]
@@ -78,6 +84,8 @@ cdef extern from "table.h" nogil:
         int64_t step
         const uint32_t *clocks
         const uint64_t *notes
+        const double *history
+        uint64_t entries, scalars
     void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
     uint64_t psd_mix(uint64_t) noexcept
     void psd_initial_value(const psd_table_spec *, uint64_t, float *) noexcept
@@ -86,13 +94,14 @@ cdef extern from "table.h" nogil:
     void psd_table_drop_lock(psd_table *) noexcept
     void psd_table_format(psd_table *) noexcept
     const char *psd_table_adopt(psd_table *) noexcept
-    int psd_table_lack(const psd_table *, uint64_t, uint64_t *) noexcept
+    int psd_table_lack(const psd_table *, uint64_t, uint64_t, uint64_t *) noexcept
+    psd_log_entry *psd_logged(const psd_table *, uint64_t) noexcept
     uint64_t *psd_notes(const psd_table *) noexcept
     uint32_t *psd_spares(const psd_table *) noexcept
     uint64_t psd_index_scan(const psd_table *, uint64_t, uint64_t **, uint64_t, uint64_t *) noexcept
     int psd_index_must_move(const psd_table *, uint64_t) noexcept
     void psd_index_move(psd_table *, uint64_t) noexcept
-    void psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
+    int psd_table_read(psd_table *, const uint64_t *, intptr_t, float *, uint8_t *, int, int64_t) noexcept
     uint64_t psd_table_walk(psd_table *, uint64_t, psd_head *, float *, uint64_t, uint64_t *) noexcept
     int psd_table_push(psd_table *, const psd_push *, const uint64_t *, const float *, intptr_t) noexcept
     uint64_t psd_table_expire(psd_table *, uint64_t, uint32_t, uint32_t) noexcept
@@ -115,6 +124,7 @@ cdef extern from "table.h" nogil:
 
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
+LOG_MAX = PSD_LOG_MAX
 
 
 def mixed(const uint64_t[::1] ids not None, uint64_t[::1] out not None):
@@ -181,7 +191,8 @@ cdef class Partition:
 
     def __cinit__(
         self, *, uint64_t dim, uint64_t width, uint64_t rows_max, uint64_t push_max, uint64_t notes, uint64_t seed, int rule,
-        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, on_store=None,
+        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, bint catches_up, bint settles,
+        tuple rest_without, int64_t decay_at, on_store=None,
     ):
         cdef int i
         cdef psd_table_spec *spec = &self.table.spec
@@ -189,12 +200,16 @@ cdef class Partition:
         spec.dim, spec.width, spec.rows_max, spec.push_max, spec.notes, spec.seed = dim, width, rows_max, push_max, notes, seed
         spec.rule, spec.rowwise, spec.init, spec.a, spec.b, spec.evicts = rule, rowwise, init, a, b, evicts
         spec.admit_after, spec.admit_below = admit_after, admit_below
+        assert len(rest_without) <= PSD_SCALARS_MAX and -1 <= decay_at < PSD_SCALARS_MAX
+        spec.catches_up, spec.settles, spec.rests, spec.decay_at = catches_up, settles, any(rest_without), decay_at
+        for i in range(len(rest_without)):
+            spec.rest_without[i] = rest_without[i]
         for i in range(len(flags)):
             spec.flags.flags[i] = flags[i]
         for i in range(PSD_SLOTS_MAX):
             spec.slot_at[i] = slot_at[i] if i < len(slot_at) else -1
             spec.slot_start[i] = slot_start[i] if i < len(slot_at) else 0
-            assert spec.slot_at[i] < 0 or spec.slot_at[i] + <int64_t>(1 if rowwise else dim) <= <int64_t>width
+            assert spec.slot_at[i] < 0 or spec.slot_at[i] + <int64_t>(1 if rowwise else dim) <= <int64_t>width - catches_up
         if not psd_table_plan(&self.table):
             raise ValueError(f"rows_max: too many, got {rows_max}")
         if psd_table_make_lock(&self.table) != 0:
@@ -238,10 +253,10 @@ cdef class Partition:
                 problem = psd_table_adopt(&self.table)
         return problem.decode() if problem != NULL else None
 
-    def lack(self, uint64_t n):
-        """Region that is too short for a push of n ids, the bytes of it that there are, and those it needs; None: none is."""
+    def lack(self, uint64_t n, uint64_t entries=0):
+        """Region that is too short for a push of n ids and entries of the log, the bytes that it has, and those it needs; or None."""
         cdef uint64_t nbytes = 0
-        cdef int region = psd_table_lack(&self.table, n, &nbytes)
+        cdef int region = psd_table_lack(&self.table, n, entries, &nbytes)
         return None if region < 0 else (region, self.table.region[region].backed, nbytes)
 
     def set_backed(self, int region, uint64_t nbytes):
@@ -290,17 +305,20 @@ cdef class Partition:
         """Copy rows; a clock < 0 counts no use."""
         cdef intptr_t n = ids.shape[0]
         cdef uint64_t floats = self.table.spec.width if whole else self.table.spec.dim
+        cdef int status
         assert self.is_attached and out.shape[0] == n and <uint64_t>out.shape[1] == floats
         assert found is None or found.shape[0] == n
         if n == 0:
             return
         with nogil:
-            psd_table_read(&self.table, &ids[0], n, &out[0, 0], &found[0] if found is not None else NULL, whole, clock)
+            status = psd_table_read(&self.table, &ids[0], n, &out[0, 0], &found[0] if found is not None else NULL, whole, clock)
+        if status != 0:
+            raise MemoryError(f"no memory to bring {n} rows up to date")
 
     def push(
         self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
         const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
-        const uint32_t[::1] clocks=None,
+        const uint32_t[::1] clocks=None, const double[:, ::1] history=None,
     ):
         """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
         cdef psd_push push
@@ -310,7 +328,7 @@ cdef class Partition:
         cdef uint64_t nbytes = 0
         assert self.is_attached and values.shape[0] == n and <uint64_t>values.shape[1] == width
         assert <uint64_t>n <= self.table.spec.push_max and len(scalars) <= PSD_SCALARS_MAX
-        assert psd_table_lack(&self.table, n, &nbytes) < 0 and not psd_index_must_move(&self.table, n)
+        assert psd_table_lack(&self.table, n, history.shape[0] if history is not None else 0, &nbytes) < 0 and not psd_index_must_move(&self.table, n)
         assert notes is None or <uint64_t>notes.shape[0] == self.table.spec.notes
         cdef uint64_t created = self.table.root.created
         memset(&push, 0, sizeof(push))
@@ -320,6 +338,9 @@ cdef class Partition:
         push.scale, push.clock, push.distinct, push.whole, push.step = scale, clock, distinct, whole, step
         assert clocks is None or (whole and clocks.shape[0] == n)
         push.clocks = &clocks[0] if clocks is not None and n else NULL
+        if history is not None and history.shape[0]:
+            assert whole and self.table.spec.catches_up and history.shape[0] <= PSD_LOG_MAX and history.shape[1] <= 1 + PSD_SCALARS_MAX
+            push.history, push.entries, push.scalars = &history[0, 0], history.shape[0], history.shape[1] - 1
         push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
         with nogil:
             status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)
@@ -388,6 +409,22 @@ cdef class Partition:
         assert <uint64_t>out.shape[0] == self.table.spec.notes
         for i in range(out.shape[0]):
             out[i] = psd_notes(&self.table)[i]
+
+    @property
+    def logged(self):
+        """Number of entries of the log."""
+        return self.table.root.log_end - self.table.root.log_first
+
+    def history(self, double[:, ::1] out not None):
+        """Copy the log: of each entry the step and the scalars."""
+        cdef intptr_t i, j
+        cdef psd_log_entry *entry
+        assert <uint64_t>out.shape[0] == self.logged and 0 < out.shape[1] <= 1 + PSD_SCALARS_MAX
+        for i in range(out.shape[0]):
+            entry = psd_logged(&self.table, self.table.root.log_first + i)
+            out[i, 0] = <double>entry.from_step
+            for j in range(out.shape[1] - 1):
+                out[i, 1 + j] = entry.scalars[j]
 
     def places(self):
         """Places of all rows and of all spares, for tests."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import psd_core
+from psd_core import _table
 
 
 def as_ids(ids: NDArray[Any]) -> NDArray[np.uint64]:
@@ -45,3 +46,14 @@ def as_out(out: NDArray[np.float32] | None, n: int, width: int) -> NDArray[np.fl
             f"out: expected a writable C-contiguous aligned ({n}, {width}) float32 array, got {out.shape} of {out.dtype}"
         )
     return out
+
+
+def as_history(history: NDArray[Any], scalars: int | None) -> NDArray[np.float64]:
+    """Return steps that rise, and the scalars from each on; `scalars`: how many, None: none are kept. Raises InvalidArray."""
+    shape = (len(history), 1 + scalars) if scalars is not None else (0, 0)
+    if scalars is None or history.dtype != np.float64 or history.shape != shape or len(history) > _table.LOG_MAX:
+        expected = "none" if scalars is None else f"at most {_table.LOG_MAX} rows of {shape[1]} float64"
+        raise psd_core.InvalidArray(f"history: expected {expected}, got {history.shape} of {history.dtype}")
+    if not (np.diff(history[:, 0], prepend=0) > 0).all():
+        raise psd_core.InvalidArray("history: expected steps from 1 on that rise")
+    return np.ascontiguousarray(history)

@@ -19,7 +19,7 @@ from psd_core.initial import INITIALS, Initial, Zeros
 from psd_core.rules import RULES
 
 MAGIC = b"PSDTABLE"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUPERBLOCK_BYTES = 4096
 _FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of text, checksum of all with this 0
 
@@ -33,10 +33,14 @@ PUSH_MAX = 1 << 20
 OVERHEAD_BYTES = 29
 """Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""
 AT_LIMIT = ("evict", "refuse")
+UPDATES = ("lazy", "catch_up")
 
 
 class RowLayout(NamedTuple):
-    """Positions in a row, in floats: `slots` are offsets by the kernel's slots, -1 for one that is not kept."""
+    """Positions in a row, in floats: `slots` are offsets by the kernel's slots, -1 for one that is not kept.
+
+    Where rows catch up, the last number's bits are those of a uint32: the step that the row is at, modulo 2**32.
+    """
 
     slots: tuple[int, ...]
     starts: tuple[float, ...]
@@ -60,6 +64,10 @@ class TableSpec:
         at_limit: "evict": rows that were not used for long make room; "refuse": gradients for new rows are counted and dropped.
         push_max: largest number of ids in a push.
         notes: number of words that the caller keeps beside the rows, such as a dedup window.
+        updates: "lazy": a row that a step does not touch stays as it is, as under torch's SparseAdam. "catch_up": when it is
+            next touched or read, it is brought to where a dense tensor would be: the rule is applied with a gradient of zeros
+            and the scalars of that time, for each step that it has missed. The bits are the dense tensor's, at a kernel for
+            each such step. See docs/design/tables.md.
 
     Raises:
         ValueError, TypeError: naming the field and its limit.
@@ -78,6 +86,7 @@ class TableSpec:
     at_limit: str = "evict"
     push_max: int = PUSH_MAX
     notes: int = 0
+    updates: str = "lazy"
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > NAME_BYTES_MAX:
@@ -110,8 +119,9 @@ class TableSpec:
                 raise ValueError(f"constants: {name} {problem}")
         if not isinstance(self.init, Initial):
             raise TypeError(f"init: expected one of {', '.join(INITIALS)}, got {self.init!r}")
-        if self.at_limit not in AT_LIMIT:
-            raise ValueError(f"at_limit: expected one of {', '.join(AT_LIMIT)}, got {self.at_limit!r}")
+        for name, words in (("at_limit", AT_LIMIT), ("updates", UPDATES)):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name}: expected one of {', '.join(words)}, got {getattr(self, name)!r}")
         if self.max_bytes < self.row_bytes:
             raise ValueError(f"max_bytes: expected at least {self.row_bytes}, room for one row, got {self.max_bytes}")
 
@@ -130,7 +140,12 @@ class TableSpec:
             places.append(at if slot.name in kept else -1)
             starts.append(float(self.constants.get(slot.start, 0.0)))
             at += 0 if slot.name not in kept else 1 if self.rule == ROWWISE_ADAGRAD else self.dim
-        return RowLayout(tuple(places), tuple(starts), at)
+        return RowLayout(tuple(places), tuple(starts), at + self.catches_up)
+
+    @property
+    def catches_up(self) -> bool:
+        """True if `updates` says so."""
+        return self.updates == "catch_up"
 
     @property
     def row_bytes(self) -> int:

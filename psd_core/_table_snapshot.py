@@ -41,13 +41,14 @@ class TableSnapshot:
 
     Attributes:
         mark: the moment, for the `since` of a later snapshot. step: of the table then. notes: the caller's, then.
+        history: where rows catch up, (m, 1 + scalars) float64: steps from which others held, and these scalars; for `write`.
         count: of all rows that there were then. width: numbers of a row.
         removed: ids of rows that were removed since `since`; those that have come back are among the rows, too. Empty if full.
         is_full: it has all rows, not only those that came after `since`.
     """
 
     def __init__(
-        self, partition: _table.Partition, writing: threading.Lock, width: int, notes: int, since: Mark | None
+        self, partition: _table.Partition, writing: threading.Lock, width: int, notes: int, scalars: int, since: Mark | None
     ) -> None:
         """Begin; not for callers. `writing` is held by the caller."""
         first, removals = partition.removals()
@@ -57,6 +58,8 @@ class TableSnapshot:
             partition.removed(removals - len(self.removed), self.removed)
         self.notes = np.empty(notes, np.uint64)
         partition.notes(self.notes)
+        self.history = np.empty((partition.logged, 1 + scalars), np.float64)
+        partition.history(self.history)
         self.step = partition.counters()["step"]
         self.count = partition.counters()["rows"]
         version = partition.begin_snapshot(self.is_full, 0 if since is None else since.version & 0xFFFFFFFF)

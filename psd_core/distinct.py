@@ -19,7 +19,7 @@ IDS_MAX = (1 << 31) - 1
 SHARDS_MAX = 1 << 16
 
 _SEED = int.from_bytes(os.urandom(8), "little")
-"""Of the hash table, so that nobody can choose ids that collide. No result depends on it."""
+"""Seed of the hash table, so that nobody can choose ids that collide. No result depends on it."""
 
 
 def shard_of(ids: NDArray[Any], shards: int) -> NDArray[np.int64]:

@@ -110,6 +110,8 @@ class Optimizer:
         needs: flag -> the flag that it does not go without.
         is_in_torch: torch.optim has the class, with these arguments.
         is_layerwise: an update needs norms of whole tensors; the kernel gives its direction alone.
+        rests_without: numbers: while all of them are 0, a gradient of zeros changes nothing. Empty: it changes slots at least.
+        settles: a gradient of zeros does nothing more the second time, if the numbers stay as they are; and nothing to zeros.
         lr_scales_steps: if not, the parameters are computed from lr anew at each update, and a smaller lr is no smaller step.
 
     Raises:
@@ -123,6 +125,8 @@ class Optimizer:
     needs: ClassVar[Mapping[str, str]] = {}
     is_in_torch: ClassVar[bool] = False
     is_layerwise: ClassVar[bool] = False
+    rests_without: ClassVar[tuple[str, ...]] = ()
+    settles: ClassVar[bool] = False
     lr_scales_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ class SGD(Optimizer):
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum", "momentum"),)
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
     needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
+    rests_without: ClassVar[tuple[str, ...]] = ("momentum", "weight_decay")
     is_in_torch: ClassVar[bool] = True
 
     lr: Number
@@ -67,6 +68,7 @@ class Adagrad(Optimizer):
     rule: ClassVar[str] = "adagrad"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("sum", start="initial_accumulator_value"),)
     faces_flags: ClassVar[tuple[str, ...]] = ("keras",)
+    rests_without: ClassVar[tuple[str, ...]] = ("weight_decay",)
     is_in_torch: ClassVar[bool] = True
 
     lr: Number = 0.01
@@ -224,6 +226,7 @@ class FTRL(Optimizer):
 
     rule: ClassVar[str] = "ftrl"
     all_slots: ClassVar[tuple[Slot, ...]] = (Slot("accumulator", start="initial_accumulator_value"), Slot("linear"))
+    settles: ClassVar[bool] = True
     lr_scales_steps: ClassVar[bool] = False
 
     lr: Positive

@@ -23,7 +23,7 @@ from psd_core import _table
 from psd_core import _table_format as form
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
-from psd_core._table_arguments import as_ids, as_out, as_values
+from psd_core._table_arguments import as_history, as_ids, as_out, as_values
 from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
 from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
@@ -190,7 +190,7 @@ class TableStore:
         return out
 
     def read_rows(self, ids: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Whole rows (n, width), value and slots, and which of them are stored; counts no use."""
+        """Whole rows (n, width), value and slots, caught up, and which of them are stored; counts no use."""
         keys = as_ids(ids)
         out, found = as_out(None, len(keys), self.spec.layout.width), np.empty(len(keys), np.uint8)
         self._partition.read(keys, out, found, True, -1)
@@ -239,6 +239,7 @@ class TableStore:
         clock: int | NDArray[np.uint32] | None = None,
         notes: NDArray[np.uint64] | None = None,
         step: int | None = None,
+        history: NDArray[np.float64] | None = None,
     ) -> None:
         """Store whole rows (n, width), value and slots, as one transaction. Of repeated ids the last counts.
 
@@ -246,6 +247,8 @@ class TableStore:
             ids, notes: as for `push`.
             clock: of the last use, of all rows or of each; the step by default.
             step: what the table's step is from now on, where rows are restored; by default as it is.
+            history: that of the rows' snapshot, in place of what the table has; only where rows catch up, with `step`. The
+                last number of a row says which step it is at.
 
         Raises:
             ArenaFull: no space; nothing has changed.
@@ -254,7 +257,10 @@ class TableStore:
         clocks = clock if isinstance(clock, np.ndarray) else None
         if clocks is not None and (clocks.dtype != np.uint32 or clocks.shape != (len(ids),)):
             raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint32, got {clocks.shape} of {clocks.dtype}")
+        if history is not None:
+            history = as_history(history, len(self._scalars) if self.spec.catches_up else None)
         how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
+        how["history"] = history
         self._change(ids, values, 0 if isinstance(clock, np.ndarray) else clock, notes, clocks=clocks, **how)
 
     def _change(
@@ -266,7 +272,7 @@ class TableStore:
         if notes is not None and (notes.dtype != np.uint64 or notes.shape != (self.spec.notes,)):
             raise psd_core.InvalidArray(f"notes: expected {self.spec.notes} uint64, got {notes.shape} of {notes.dtype}")
         with self._writing:
-            self._make_room(len(keys))
+            self._make_room(len(keys), 1 if how.get("history") is None else len(how["history"]))
             if clock is None:
                 clock = self._partition.counters()["step"] + (not how["whole"])
             created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
@@ -310,7 +316,7 @@ class TableStore:
                 tag = self._partition.expire(tag, clock & 0xFFFFFFFF, age)
 
     def walk(self) -> Iterator[Rows]:
-        """All rows, in no order that means anything; a row that is there throughout comes once, others may or may not."""
+        """All rows as they lie, in no order that means anything; one there throughout comes once, others may or may not."""
         tag = 0
         while tag < 1 << 32:
             heads, rows = np.empty(BATCH_ROWS, HEAD), np.empty((BATCH_ROWS, self.spec.layout.width), np.float32)
@@ -332,7 +338,9 @@ class TableStore:
             partition = self._partition
             if self._snapshot is not None and not self._snapshot.is_closed:
                 raise ArenaError(f"{self._path}: a snapshot is under way")
-            self._snapshot = TableSnapshot(partition, self._writing, self.spec.layout.width, self.spec.notes, since)
+            self._snapshot = TableSnapshot(
+                partition, self._writing, self.spec.layout.width, self.spec.notes, len(self._scalars), since
+            )
             return self._snapshot
 
     def notes(self) -> NDArray[np.uint64]:
@@ -359,10 +367,10 @@ class TableStore:
 
     # Space.
 
-    def _make_room(self, n: int) -> None:
-        """Take space for a push of n ids, and let the index grow so far that it takes them."""
+    def _make_room(self, n: int, entries: int = 0) -> None:
+        """Take space for a push of n ids and entries of the log, and let the index grow so far that it takes them."""
         while True:
-            while (lack := self._partition.lack(n)) is not None:
+            while (lack := self._partition.lack(n, entries)) is not None:
                 self._take(*lack)
             if not n or not self._partition.must_move(n):
                 return
@@ -437,6 +445,10 @@ def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         flags=tuple(flag in spec.flags for flag in facts.flags),
         slot_at=spec.layout.slots,
         slot_start=spec.layout.starts,
+        catches_up=spec.catches_up,
+        settles=facts.row.settles,
+        rest_without=tuple(name in facts.row.rests_without for name in facts.scalars),
+        decay_at=facts.scalars.index("weight_decay") if "weight_decay" in facts.scalars else -1,
         on_store=crash_point,
     )
 

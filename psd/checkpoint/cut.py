@@ -98,6 +98,8 @@ class CheckpointInfo:
     Attributes:
         created_at, shard_count: None unless it is valid.
         nbytes: of all its files. reason: why it is not valid.
+        rows: of all its tables; None where there are none, or unless it is valid.
+        base: name of the checkpoint that it builds on; empty: it is whole by itself.
     """
 
     name: str
@@ -108,11 +110,18 @@ class CheckpointInfo:
     created_at: float | None = None
     shard_count: int | None = None
     reason: str = ""
+    rows: int | None = None
+    base: str = ""
 
 
 def data_file(shard_index: int, shard_count: int) -> str:
     """A part's numbers."""
     return f"shard-{shard_index:05}-of-{shard_count:05}.safetensors"
+
+
+def rows_file(shard_index: int, shard_count: int) -> str:
+    """A part's rows of tables; only in jobs that have some."""
+    return f"shard-{shard_index:05}-of-{shard_count:05}.rows"
 
 
 def part_file(shard_index: int, shard_count: int) -> str:

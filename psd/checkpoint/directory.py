@@ -2,8 +2,8 @@
 
 The order of writing makes a checkpoint valid at one instant, by one rename or put:
 
-    every shard    its numbers, then its part's document        write_part
-    any shard      the manifest, once all parts are there       complete
+    every shard    its numbers and rows, then its part's document    write_part
+    any shard      the manifest, once all parts are there            complete
 
 and the order of deleting makes it invalid at one instant: the manifest goes first. Nothing here waits, knows the time or keeps
 state: what is true is what the files say. Several shards may call anything at once. Errors of the file system surface as
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from psd.checkpoint import ends, writing
 from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, CutName
@@ -24,7 +24,9 @@ from psd.checkpoint.loading import Incomplete, load
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.reading import restored_blocks, verify_part
 from psd.checkpoint.records import BlockPart, RestoredBlock
+from psd.checkpoint.row_reading import StoredTable, restored_table, verify_rows
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
+from psd.checkpoint.table_records import TablePart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 
@@ -88,6 +90,8 @@ class CheckpointDirectory:
         *,
         worker_clocks: Mapping[int, int] | None = None,
         client_states: Mapping[int, bytes] | None = None,
+        tables: Sequence[TablePart] = (),
+        base: str = "",
     ) -> int:
         """Store one shard's part of a cut, durably. A part that is there already is left as it is.
 
@@ -96,6 +100,7 @@ class CheckpointDirectory:
                 asked for, so that a generator can give a page back as soon as it is written.
             worker_clocks: by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if this
                 shard has any; where several have, the first shard's hold.
+            tables: snapshots of exactly the job's tables. base: the valid checkpoint that those build on that are not full.
 
         Returns:
             Bytes written.
@@ -103,7 +108,9 @@ class CheckpointDirectory:
         Raises:
             CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part does not exist.
         """
-        return writing.write_part(self.storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {})
+        return writing.write_part(
+            self.storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {}, tables, base
+        )
 
     def complete(self, cut: Cut) -> bool:
         """Write the manifest if all parts are there. Any shard may, at any time, also several at once.
@@ -190,32 +197,46 @@ class CheckpointDirectory:
             return CheckpointInfo(name, timeline, step, CheckpointState.DAMAGED, nbytes, reason=str(error))
         except CheckpointUnsupported as error:
             return CheckpointInfo(name, timeline, step, CheckpointState.UNSUPPORTED, nbytes, reason=str(error))
-        return CheckpointInfo(name, timeline, step, CheckpointState.VALID, nbytes, manifest.created_at, manifest.shard_count)
+        return CheckpointInfo(
+            name,
+            timeline,
+            step,
+            CheckpointState.VALID,
+            nbytes,
+            manifest.created_at,
+            manifest.shard_count,
+            rows=manifest.row_count if manifest.spec.tables else None,
+            base=manifest.base.name if manifest.base else "",
+        )
 
     # -- deleting ------------------------------------------------------------------------------------------------------
 
     def collect_garbage(self) -> list[str]:
         """Remove what is no longer needed, once its replacement is durable; return the names.
 
-        Left are the newest `keep` valid checkpoints and all that is newer. Unfinished ones go when a newer one is valid,
+        Left are the newest `keep` valid checkpoints, those that they build on, and all that is newer. Unfinished ones go when a
+        newer one is valid,
         damaged ones when there are `keep` newer valid ones. If nothing is valid, nothing is removed.
         """
         found = self.checkpoints()
         kept = [info for info in found if info.state is CheckpointState.VALID][: self._keep]
         if not kept:
             return []
+        bases = {info.base for info in kept}
         doomed = []
         for info in found:
             successor = kept[0] if info.state is CheckpointState.INCOMPLETE else kept[-1]
             has_successors = info.state is CheckpointState.INCOMPLETE or len(kept) == self._keep
-            if has_successors and _cut_name(info.name) < _cut_name(successor.name):
-                doomed.append(info.name)
+            if has_successors and _cut_name(info.name) < _cut_name(successor.name) and info.name not in bases:
+                doomed.append(info)
         if doomed:
             for info in kept:
                 self.storage.sync(info.name)
-        for name in reversed(doomed):
-            self._remove(name)
-        return doomed
+        for info in sorted(
+            doomed, key=lambda info: (not info.base, info.timeline, info.step)
+        ):  # what others build on goes last
+            self._remove(info.name)
+        return [info.name for info in doomed]
 
     def discard(self, cut: Cut) -> bool:
         """Remove the remains of a cut that will not be completed, to free the disk.
@@ -257,21 +278,31 @@ class CheckpointDirectory:
         """
         return restored_blocks(self.storage, manifest, layout, shard_index)
 
+    def read_table(self, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:
+        """The rows of a table that belong to one shard of `layout`. Raises what `read_blocks` does, iterating it likewise."""
+        return restored_table(self.storage, manifest, layout, shard_index, table)
+
     def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
-        """Read every byte of a checkpoint; return its problems in words. `progress`: bytes read, of all."""
+        """Read every byte of a checkpoint, and of the rows of the one that it builds on; return its problems in words.
+        `progress`: bytes read, of all."""
         try:
             manifest = self.load(name)
         except (CheckpointCorrupt, CheckpointUnsupported) as error:
             return [str(error)]
         done = 0
-        total = sum(part.data_bytes for part in manifest.parts)
+        base = manifest.base
+        total = sum(part.data_bytes + part.rows_bytes for part in manifest.parts)
+        total += sum(part.rows_bytes for part in base.parts) if base else 0
 
         def advance(nbytes: int) -> None:
             nonlocal done
             done += nbytes
             progress(done, total)
 
-        return [problem for part in manifest.parts for problem in verify_part(self.storage, manifest, part, advance)]
+        problems = [problem for part in manifest.parts for problem in verify_part(self.storage, manifest, part, advance)]
+        for one in (manifest, base) if base else (manifest,):
+            problems += [problem for part in one.parts for problem in verify_rows(self.storage, one, part, advance)]
+        return problems
 
     def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore) -> None:
         """Write the parameters as named tensors to a safetensors file at a path or URL; see export.py.

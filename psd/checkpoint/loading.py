@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from psd.checkpoint.cut import MANIFEST
+from psd.checkpoint.cut import MANIFEST, rows_file
 from psd.checkpoint.manifest import Manifest, ManifestDocument, Part, parse_part
 from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt
@@ -29,14 +29,29 @@ def load(storage: FileStore, name: str, files: Mapping[str, int]) -> Manifest:
 
     Raises:
         Incomplete: there is no manifest.
-        CheckpointCorrupt: there is one, and something does not match it.
+        CheckpointCorrupt: there is one, and something does not match it, or one that it builds on.
     """
     if MANIFEST not in files:
-        parts = [match[1] for file in files if (match := _PART.fullmatch(file))]
-        there = f"{len(parts)} of {int(parts[0])} parts are there" if parts else "no part is there"
+        written = [match[1] for file in files if (match := _PART.fullmatch(file))]
+        there = f"{len(written)} of {int(written[0])} parts are there" if written else "no part is there"
         raise Incomplete(f"{name}/{MANIFEST}: is missing; {there}")
     document = ManifestDocument(read_document(storage, name, MANIFEST), name)
-    return document.with_parts([_load_part(storage, name, files, document, index) for index in range(len(document.parts))])
+    parts = [_load_part(storage, name, files, document, index) for index in range(len(document.parts))]
+    return document.with_parts(parts, _load_base(storage, document))
+
+
+def _load_base(storage: FileStore, document: ManifestDocument) -> Manifest | None:
+    entry = document.base
+    if entry is None:
+        return None
+    try:
+        manifest = load(storage, entry.name, storage.files(entry.name))
+        sha256 = hashlib.sha256(read_document(storage, entry.name, MANIFEST)).hexdigest()
+    except (Incomplete, CheckpointCorrupt) as error:
+        raise CheckpointCorrupt(f"{document.file}: builds on another checkpoint, which cannot be used: {error}") from None
+    if sha256 != entry.sha256:
+        raise CheckpointCorrupt(f"{document.file}: builds on {entry.name} with another {MANIFEST} than is there")
+    return manifest
 
 
 def _load_part(storage: FileStore, name: str, files: Mapping[str, int], document: ManifestDocument, index: int) -> Part:
@@ -44,6 +59,8 @@ def _load_part(storage: FileStore, name: str, files: Mapping[str, int], document
     file = entry.file
     check_size(name, files, file, entry.nbytes)
     check_size(name, files, entry.data_file, entry.data_bytes)
+    if entry.rows_bytes is not None:
+        check_size(name, files, rows_file(index, len(document.parts)), entry.rows_bytes)
     text = read_document(storage, name, file)
     if hashlib.sha256(text).hexdigest() != entry.sha256:
         raise CheckpointCorrupt(f"{name}/{file}: was changed: its checksum is not the one in the manifest")

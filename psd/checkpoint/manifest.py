@@ -1,8 +1,9 @@
 """The JSON documents of a checkpoint: each part's own, and the manifest that makes the checkpoint valid.
 
 The manifest has the size and SHA-256 of each part's document; that has the size of its data file and a CRC-32 of the header
-and of each record; both are sealed (sealing.py). So every byte is accounted for. The manifest is a pure function of the cut and
-the parts, so that any shard may write it, or all.
+and of each record, and likewise of its rows of tables; both are sealed (sealing.py). So every byte is accounted for. A manifest
+whose tables build on another checkpoint has the SHA-256 of that one's, too. The manifest is a pure function of the cut and the
+parts, so that any shard may write it, or all.
 
 Strict in what it reads: wrong content is CheckpointCorrupt, with the file's name and what is wrong; what is whole
 and not known here is CheckpointUnsupported. Must not know file systems.
@@ -20,12 +21,14 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 import psd
-from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
+from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file
 from psd.checkpoint.records import Record, StoredSpace, stored_spaces
 from psd.checkpoint.safetensors import ITEM_BYTES
-from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, seal, unseal
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, TABLES_VERSION, seal, unseal
+from psd.checkpoint.table_records import Chunk, TableRecord, problem_of
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
+from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
 
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
@@ -39,6 +42,8 @@ class Part:
     Attributes:
         header_bytes: of the data file, its first 8 bytes included. records: in the order of their bytes.
         worker_clocks: by rank, as this shard knew them. client_states: opaque bytes by rank; only some shards have any.
+        tables: of the job, in its order. chunks: of their rows, in the order of their bytes, `rows_bytes` in all.
+        base: name of the checkpoint that those tables build on that are not full; empty: there are none.
     """
 
     shard_index: int
@@ -49,6 +54,10 @@ class Part:
     worker_clocks: Mapping[int, int]
     client_states: Mapping[int, bytes]
     psd_version: str
+    tables: tuple[TableRecord, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    rows_bytes: int = 0
+    base: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +67,7 @@ class Manifest:
     Attributes:
         created_at: seconds since 1970. spaces: the job's. records: of each space, by offset; they tile it.
         worker_clocks: by rank, the smallest that any shard knew. client_states: opaque bytes by rank.
-        nbytes: of all files.
+        nbytes: of all files. base: the checkpoint that its tables build on; None: it is whole by itself.
     """
 
     name: str
@@ -75,6 +84,12 @@ class Manifest:
     spaces: tuple[StoredSpace, ...]
     records: tuple[tuple[Record, ...], ...]
     nbytes: int
+    base: Manifest | None = None
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of all tables."""
+        return sum(record.rows for part in self.parts for record in part.tables)
 
 
 # -- writing --
@@ -83,7 +98,7 @@ class Manifest:
 def _head(cut: Cut, psd_version: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": TABLES_VERSION if cut.spec.tables else FORMAT_VERSION,
         "psd_version": psd_version,
         "name": cut.name,
         "run_id": cut.run_id,
@@ -117,12 +132,26 @@ def part_document(cut: Cut, part: Part) -> bytes:
             "worker_clocks": _by_rank(part.worker_clocks),
             "client_states": _by_rank(part.client_states),
             "blocks": [dict(zip(Record._fields[1:], record[1:], strict=True)) for record in part.records],
+            **(_tables_document(cut, part) if cut.spec.tables else {}),
         }
     )
 
 
-def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes]) -> bytes:
-    """The text of the manifest, from the parts and their documents as stored, in the order of the shards."""
+def _tables_document(cut: Cut, part: Part) -> dict[str, Any]:
+    return {
+        "base": part.base,
+        "rows_file": {"file": rows_file(part.shard_index, cut.shard_count), "nbytes": part.rows_bytes},
+        "tables": [record._asdict() for record in part.tables],
+        "chunks": [chunk._asdict() for chunk in part.chunks],
+    }
+
+
+def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes], base: BaseEntry | None = None) -> bytes:
+    """The text of the manifest, from the parts and their documents as stored, in the order of the shards.
+
+    Args:
+        base: that the parts build on, if any do.
+    """
     spec = cut.spec
     clocks: dict[int, int] = {}
     states: dict[int, bytes] = {}
@@ -135,13 +164,14 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
         {
             **_head(cut, parts[0].psd_version),
             "parts": [
-                PartEntry(
-                    file=part_file(part.shard_index, cut.shard_count),
-                    nbytes=len(document),
-                    sha256=hashlib.sha256(document).hexdigest(),
-                    data_file=data_file(part.shard_index, cut.shard_count),
-                    data_bytes=part.data_bytes,
-                )._asdict()
+                {
+                    "file": part_file(part.shard_index, cut.shard_count),
+                    "nbytes": len(document),
+                    "sha256": hashlib.sha256(document).hexdigest(),
+                    "data_file": data_file(part.shard_index, cut.shard_count),
+                    "data_bytes": part.data_bytes,
+                    **({"rows_bytes": part.rows_bytes} if spec.tables else {}),
+                }
                 for part, document in zip(parts, documents, strict=True)
             ],
             "worker_clocks": _by_rank(clocks),
@@ -156,6 +186,8 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
             "groups": [_group_document(group) for group in spec.groups],
             "spaces": _spaces_document(stored_spaces(spec)),
             "tensors": [_tensor_document(tensor) for tensor in spec.tensors],
+            **({"tables": [_table_document(table) for table in spec.tables]} if spec.tables else {}),
+            **({"base": base._asdict()} if base else {}),
             "job_spec": base64.b64encode(spec.to_message().SerializeToString(deterministic=True)).decode(),
         }
     )
@@ -164,6 +196,10 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
 def _tensor_document(tensor: TensorSpec) -> dict[str, Any]:
     fields = dataclasses.asdict(tensor)
     return {name: value for name, value in fields.items() if value or name != "aliases"}
+
+
+def _table_document(table: SparseTableSpec) -> dict[str, Any]:
+    return {**dataclasses.asdict(table), "init": table.init.to_json()}
 
 
 def _group_document(group: GroupSpec) -> dict[str, Any]:
@@ -193,6 +229,10 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
             worker_clocks=_clocks(document),
             client_states=_states(document),
             psd_version=document["psd_version"],
+            tables=tuple(TableRecord(**record) for record in document.get("tables", ())),
+            chunks=tuple(Chunk(**chunk) for chunk in document.get("chunks", ())),
+            rows_bytes=document["rows_file"]["nbytes"] if "rows_file" in document else 0,
+            base=document.get("base", ""),
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
@@ -205,13 +245,21 @@ def identity_of(cut: Cut) -> dict[str, Any]:
 
 
 class PartEntry(NamedTuple):
-    """A part as the manifest lists it: its document's name, size and SHA-256, its data file's name and size."""
+    """A part as the manifest lists it: its document's name, size and SHA-256, its data file's name and size, its rows' size."""
 
     file: str
     nbytes: int
     sha256: str
     data_file: str
     data_bytes: int
+    rows_bytes: int | None = None
+
+
+class BaseEntry(NamedTuple):
+    """The checkpoint that another one's tables build on: its name, and the SHA-256 of its manifest."""
+
+    name: str
+    sha256: str
 
 
 class ManifestDocument:
@@ -219,6 +267,7 @@ class ManifestDocument:
 
     Attributes:
         identity: what each part must say. parts: where they are, in the order of the shards.
+        base: what its tables build on, if anything.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -229,13 +278,15 @@ class ManifestDocument:
             _check_identity(self._document, self.file, {"name": name})
             self.identity = {key: self._document[key] for key in _IDENTITY}
             self.parts = [PartEntry(**entry) for entry in self._document["parts"]]
+            base = self._document.get("base")
+            self.base = BaseEntry(**base) if base else None
             if len(self.parts) != self._document["shard_count"]:
                 raise CheckpointCorrupt(f"{self.file}: has {len(self.parts)} parts of {self._document['shard_count']}")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{self.file}: has unexpected contents: {error!r}") from error
 
-    def with_parts(self, parts: Sequence[Part]) -> Manifest:
-        """The manifest; CheckpointCorrupt unless the parts hold all of the job, each element once."""
+    def with_parts(self, parts: Sequence[Part], base: Manifest | None = None) -> Manifest:
+        """The manifest; CheckpointCorrupt unless the parts, with their base, hold all of the job, each element once."""
         document = self._document
         try:
             message = job_pb2.JobSpec.FromString(base64.b64decode(document["job_spec"], validate=True))
@@ -244,6 +295,8 @@ class ManifestDocument:
             clocks, states = _clocks(document), _states(document)
             is_known = document["spaces"] == _spaces_document(spaces)
             records = _tiled(self.file, spaces, parts) if is_known else ()
+            for part in parts:
+                self._check_tables(spec, part, base)
         except CheckpointCorrupt:
             raise
         except PsdError as error:  # the document's checksum is right
@@ -267,8 +320,23 @@ class ManifestDocument:
             parts=tuple(parts),
             spaces=spaces,
             records=records,
-            nbytes=self.nbytes + sum(entry.nbytes + entry.data_bytes for entry in self.parts),
+            nbytes=self.nbytes + sum(entry.nbytes + entry.data_bytes + (entry.rows_bytes or 0) for entry in self.parts),
+            base=base,
         )
+
+    def _check_tables(self, spec: JobSpec, part: Part, base: Manifest | None) -> None:
+        where = f"{self.file}: part {part.shard_index}"
+        if len(part.tables) != len(spec.tables):
+            raise CheckpointCorrupt(f"{where} has {len(part.tables)} tables of {len(spec.tables)}")
+        if problem := problem_of(part.tables, part.chunks, part.rows_bytes):
+            raise CheckpointCorrupt(f"{where} {problem}")
+        if all(record.is_full for record in part.tables):
+            return
+        if base is None or part.base != base.name:
+            raise CheckpointCorrupt(f"{where} builds on checkpoint {part.base!r}, not on {base.name if base else 'none'!r}")
+        there = base.parts[part.shard_index].tables if base.shard_count == self.identity["shard_count"] else ()
+        if [(record.width, True) for record in part.tables] != [(record.width, record.is_full) for record in there]:
+            raise CheckpointCorrupt(f"{where} builds on checkpoint {base.name}, which has not these tables in full")
 
 
 def _check_identity(document: Mapping[str, Any], file: str, identity: Mapping[str, Any]) -> None:

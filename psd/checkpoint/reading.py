@@ -8,12 +8,13 @@ overlap, so at most a few blocks are in memory. Must not know where the numbers 
 from __future__ import annotations
 
 import bisect
+import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from psd.checkpoint.cut import data_file
 from psd.checkpoint.manifest import Manifest, Part
 from psd.checkpoint.records import BlockPart, Record, RestoredBlock, decode
 from psd.checkpoint.storage import FileStore
+from psd.checkpoint.table_records import Chunk
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.jobspec import TensorSpec
 from psd.contract.layout import Block, Layout
@@ -30,6 +32,9 @@ READERS = 4
 RECORDS_AHEAD_MAX = 8
 """Records read ahead, each of at most 4 MiB times one plus the slots: enough to hide a store's latency, little beside a shard's
 memory."""
+
+Item = TypeVar("Item")
+Data = TypeVar("Data")
 
 Advance = Callable[[int], None]
 """A callback that takes the number of further bytes read."""
@@ -69,6 +74,21 @@ def _offset(record: Record) -> int:
     return record.offset
 
 
+def read_ahead(read: Callable[[Item], Data], items: Iterable[Item]) -> Generator[Data]:
+    """The results of `read` for each item, in their order; a few are read ahead, in threads. Close the iterator to end these."""
+    with ThreadPoolExecutor(READERS, thread_name_prefix="psd-checkpoint") as pool:
+        coming = iter(items)
+        ahead: deque[Future[Data]] = deque()
+        try:
+            while True:
+                ahead.extend(pool.submit(read, item) for item in itertools.islice(coming, RECORDS_AHEAD_MAX - len(ahead)))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 class RecordReader:
     """Reads records in a known order, ahead of their use. Close it."""
 
@@ -76,18 +96,14 @@ class RecordReader:
         """`wanted`: the records of each use; a record that stands twice in a row is read once."""
         self._storage = storage
         self._manifest = manifest
-        self._coming = _without_repeats(wanted)
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="psd-checkpoint")
-        self._ahead: deque[Future[BlockPart]] = deque()
+        self._coming = read_ahead(self._read, _without_repeats(wanted))
         self._current: tuple[Record, BlockPart] | None = None
 
     def get(self, record: Record) -> BlockPart:
         """The next record of the order, or the previous one again; CheckpointCorrupt if a byte of it has changed."""
         if self._current is None or self._current[0] is not record:
             self._current = None
-            while len(self._ahead) < RECORDS_AHEAD_MAX and (coming := next(self._coming, None)) is not None:
-                self._ahead.append(self._pool.submit(self._read, coming))
-            self._current = (record, self._ahead.popleft().result())
+            self._current = (record, next(self._coming))
             assert self._current[1].offset == record.offset
         return self._current[1]
 
@@ -97,7 +113,7 @@ class RecordReader:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(cancel_futures=True)
+        self._coming.close()
 
 
 def _without_repeats(wanted: Iterable[Sequence[Record]]) -> Iterator[Record]:
@@ -112,14 +128,19 @@ def _without_repeats(wanted: Iterable[Sequence[Record]]) -> Iterator[Record]:
 def read_record(storage: FileStore, manifest: Manifest, record: Record) -> bytes:
     """The bytes of a record; CheckpointCorrupt if any has changed since it was written."""
     file = data_file(record.part, manifest.shard_count)
+    return read_checked(storage, manifest.name, file, record, f"block {record.offset} of space {record.space}")
+
+
+def read_checked(storage: FileStore, name: str, file: str, place: Record | Chunk, what: str) -> bytes:
+    """The bytes of a place in a file; CheckpointCorrupt if any has changed since it was written."""
     try:
-        data = storage.read(manifest.name, file, record.start, record.start + record.nbytes)
+        data = storage.read(name, file, place.start, place.start + place.nbytes)
     except FileNotFoundError:
-        raise CheckpointCorrupt(f"{manifest.name}/{file}: is missing") from None
-    if len(data) != record.nbytes or zlib.crc32(data) != record.crc32:
+        raise CheckpointCorrupt(f"{name}/{file}: is missing") from None
+    if len(data) != place.nbytes or zlib.crc32(data) != place.crc32:
         raise CheckpointCorrupt(
-            f"{manifest.name}/{file}: the bytes {record.start} to {record.start + record.nbytes} were changed: "
-            f"the checksum of block {record.offset} of space {record.space} does not match"
+            f"{name}/{file}: the bytes {place.start} to {place.start + place.nbytes} were changed: "
+            f"the checksum of {what} does not match"
         )
     return data
 

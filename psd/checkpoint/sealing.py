@@ -21,6 +21,8 @@ from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported
 
 FORMAT = "psd-checkpoint"
 FORMAT_VERSION = 1
+TABLES_VERSION = 2
+"""Version of the documents of jobs with tables, which an older psd must not take for jobs without."""
 
 
 def _seal_of(body: bytes) -> bytes:
@@ -54,9 +56,10 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
         del document["checksum"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointCorrupt(f"{file}: is not such a document: {error!r}") from None
-    if document.get("format") != FORMAT or document.get("format_version") != FORMAT_VERSION:
+    if document.get("format") != FORMAT or document.get("format_version") not in (FORMAT_VERSION, TABLES_VERSION):
         raise CheckpointUnsupported(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "
-            f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, version {FORMAT_VERSION}"
+            f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, "
+            f"versions {FORMAT_VERSION} and {TABLES_VERSION}"
         )
     return document

@@ -7,18 +7,21 @@ Must not know other checkpoints, nor whose turn it is.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psd
 from psd.checkpoint import manifest as documents
 from psd.checkpoint import safetensors
-from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file
-from psd.checkpoint.loading import check_size, load, read_document
-from psd.checkpoint.manifest import ManifestDocument, Part
+from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file
+from psd.checkpoint.loading import Incomplete, check_size, load, read_document
+from psd.checkpoint.manifest import BaseEntry, Manifest, ManifestDocument, Part
 from psd.checkpoint.records import BlockPart, Field, Record, encode, stored_spaces
-from psd.checkpoint.storage import Chunk, FileStore
+from psd.checkpoint.storage import Chunk as Bytes
+from psd.checkpoint.storage import FileStore
+from psd.checkpoint.table_records import Chunk, TablePart, TableRecord, encode_tables
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Block
 
@@ -32,11 +35,17 @@ def write_part(
     blocks: Iterable[BlockPart],
     worker_clocks: Mapping[int, int],
     client_states: Mapping[int, bytes],
+    tables: Sequence[TablePart],
+    base: str,
 ) -> int:
     """See CheckpointDirectory.write_part."""
     files = storage.files(cut.name)
     if _is_written(storage, cut, shard_index, files):
         return 0
+    if len(tables) != len(cut.spec.tables):
+        raise CheckpointFailed(f"{cut.name}: shard {shard_index} has {len(tables)} tables of {len(cut.spec.tables)}")
+    base = "" if all(table.is_full for table in tables) else base
+    _base_of(storage, cut, base)  # before much is written in vain
     spaces = stored_spaces(cut.spec)
     plans = [
         (plan, spaces[plan.space].fields(plan.length, len(plan.segment_ends))) for plan in cut.layout.blocks_of(shard_index)
@@ -48,6 +57,9 @@ def write_part(
         data_file(shard_index, cut.shard_count),
         _chunks(cut, shard_index, header, plans, blocks, records),
     )
+    chunks: list[Chunk] = []
+    if tables:
+        storage.write(cut.name, rows_file(shard_index, cut.shard_count), encode_tables(tables, chunks))
     part = Part(
         shard_index=shard_index,
         data_bytes=len(header) + sum(record.nbytes for record in records),
@@ -57,10 +69,26 @@ def write_part(
         worker_clocks=worker_clocks,
         client_states=client_states,
         psd_version=psd.__version__,
+        tables=tuple(TableRecord(table.step, table.count, table.width, table.is_full) for table in tables),
+        chunks=tuple(chunks),
+        rows_bytes=sum(chunk.nbytes for chunk in chunks),
+        base=base,
     )
     document = documents.part_document(cut, part)
     storage.write(cut.name, part_file(shard_index, cut.shard_count), [document])
-    return part.data_bytes + len(document)
+    return part.data_bytes + part.rows_bytes + len(document)
+
+
+def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manifest] | None:
+    """The checkpoint of that name, to build on; None for no name."""
+    if not name:
+        return None
+    try:
+        manifest = load(storage, name, storage.files(name))
+        entry = BaseEntry(name, hashlib.sha256(read_document(storage, name, MANIFEST)).hexdigest())
+    except (Incomplete, CheckpointCorrupt) as error:
+        raise CheckpointFailed(f"{cut.name}: builds on another checkpoint, which cannot be used: {error}") from None
+    return entry, manifest
 
 
 def _is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:
@@ -81,6 +109,8 @@ def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, 
     file = f"{cut.name}/{part_file(shard_index, cut.shard_count)}"
     part = documents.parse_part(document, file, documents.identity_of(cut), shard_index)
     check_size(cut.name, files, data_file(shard_index, cut.shard_count), part.data_bytes)
+    if part.tables:
+        check_size(cut.name, files, rows_file(shard_index, cut.shard_count), part.rows_bytes)
     return part
 
 
@@ -99,7 +129,7 @@ def _header(cut: Cut, shard_index: int, plans: _Plans) -> bytes:
 
 def _chunks(
     cut: Cut, shard_index: int, header: bytes, plans: _Plans, blocks: Iterable[BlockPart], records: list[Record]
-) -> Iterator[Chunk]:
+) -> Iterator[Bytes]:
     """Yield the data file's bytes; append to `records` the place and checksum of each block."""
     yield header
     start = len(header)
@@ -143,8 +173,9 @@ def complete(storage: FileStore, cut: Cut) -> bool:
         return False
     texts = [read_document(storage, cut.name, file) for file, _ in names]
     parts = [_read_part(cut, index, text, files) for index, text in enumerate(texts)]
-    manifest = documents.manifest_document(cut, parts, texts)
-    ManifestDocument(manifest, cut.name).with_parts(parts)  # raises unless readers will take it
+    entry, base = _base_of(storage, cut, next((part.base for part in parts if part.base), "")) or (None, None)
+    manifest = documents.manifest_document(cut, parts, texts, entry)
+    ManifestDocument(manifest, cut.name).with_parts(parts, base)  # raises unless readers will take it
     storage.sync(cut.name)  # the other shards' files, before the word that they are there
     storage.write(cut.name, MANIFEST, [manifest])
     return True

@@ -46,10 +46,10 @@ class TableRows(NamedTuple):
         return self.ids.nbytes + self.values.nbytes
 
 
-def in_frames(tables: Iterable[TableRows]) -> Iterator[list[TableRows]]:
-    """Cut rows into frames: views of the arrays, in their order. Of nothing, nothing."""
+def in_frames(tables: Iterable[TableRows], nbytes_max: int = FRAME_BYTES_MAX) -> Iterator[list[TableRows]]:
+    """Cut rows into frames of at most so many bytes, or of one row: views of the arrays, in order. Of nothing, nothing."""
     frame: list[TableRows] = []
-    left = FRAME_BYTES_MAX
+    left = nbytes_max
     for table, ids, values in tables:
         row_bytes = ID_BYTES + values.shape[1] * values.dtype.itemsize
         begin = 0
@@ -57,7 +57,7 @@ def in_frames(tables: Iterable[TableRows]) -> Iterator[list[TableRows]]:
             count = min(len(ids) - begin, left // row_bytes)
             if not count and frame:
                 yield frame
-                frame, left = [], FRAME_BYTES_MAX
+                frame, left = [], nbytes_max
                 continue
             count = max(1, count)
             frame.append(TableRows(table, ids[begin : begin + count], values[begin : begin + count]))
@@ -70,6 +70,11 @@ def in_frames(tables: Iterable[TableRows]) -> Iterator[list[TableRows]]:
 def parts_of(frame: Iterable[TableRows]) -> list[data_pb2.RowsPart]:
     """The descriptions of a frame's parts."""
     return [data_pb2.RowsPart(table=table, rows=len(ids), dtype=_NUMBERS[values.dtype]) for table, ids, values in frame]
+
+
+def payload_of(frame: Sequence[TableRows]) -> list[NDArray[Any]]:
+    """The pieces of a frame's payload, ids and numbers, as they follow each other."""
+    return [*(rows.ids for rows in frame), *(rows.values for rows in frame)]
 
 
 def rows_in(

@@ -279,7 +279,7 @@ class Stream:
 
 
 def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the views behind so many bytes."""
+    """The rest of the views behind so many bytes."""
     for i, view in enumerate(views):
         if count < view.nbytes:
             return [view[count:], *views[i + 1 :]]

@@ -43,6 +43,7 @@ int psd_table_plan(psd_table *t)
         [PSD_ROWS] = places * s->width * 4,
         [PSD_SPARES] = places * 4,
         [PSD_REMOVALS] = (s->rows_max / 4 + 2 * PSD_REMOVED_MAX) * 8,
+        [PSD_LOG] = s->catches_up ? 2 * PSD_LOG_MAX * sizeof(psd_log_entry) : 0,
     };
     uint64_t at = PSD_SUPERBLOCK_BYTES;
     for (int i = 0; i < PSD_REGIONS; i++) {
@@ -176,7 +177,7 @@ const char *psd_table_adopt(psd_table *t)
     if (r->check != check_of(t, r))
         return "root: it does not have its checksum";
     if (r->current > 1 || r->buckets == 0 || r->buckets > buckets_max || r->next_buckets > buckets_max || r->places > places_max
-        || r->rows + r->spares != r->places || r->moved > (uint64_t)1 << 32)
+        || r->rows + r->spares != r->places || r->moved > (uint64_t)1 << 32 || r->log_end - r->log_first > PSD_LOG_MAX)
         return "root: its numbers do not fit the partition";
     if (*t->applied != *t->commit) {
         if (!is_sound(t))
@@ -188,7 +189,7 @@ const char *psd_table_adopt(psd_table *t)
     return NULL;
 }
 
-int psd_table_lack(const psd_table *t, uint64_t n, uint64_t *bytes)
+int psd_table_lack(const psd_table *t, uint64_t n, uint64_t entries, uint64_t *bytes)
 {
     const psd_root *const r = t->root;
     const uint64_t most = n < t->spec.rows_max ? n : t->spec.rows_max;
@@ -203,7 +204,8 @@ int psd_table_lack(const psd_table *t, uint64_t n, uint64_t *bytes)
         [PSD_SPARES] = (r->spares + n + PSD_REMOVED_MAX) * 4, /* n rows may go, too, to make room */
     };
     needed[PSD_REMOVALS] = (psd_removals(r) + n + PSD_REMOVED_MAX) * 8;
-    for (int i = PSD_SPARES; i <= PSD_REMOVALS; i++)
+    needed[PSD_LOG] = (r->log_end + entries + 1) * sizeof(psd_log_entry);
+    for (int i = PSD_SPARES; i <= PSD_LOG; i++)
         if (needed[i] > t->region[i].size)
             needed[i] = t->region[i].size;
     needed[PSD_INDEX + r->current] = r->buckets * 64;

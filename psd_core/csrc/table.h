@@ -4,7 +4,7 @@
  * mapping: table.py makes the file longer and gives memory back. One thread at a time writes; any number read meanwhile.
  * Needs _GNU_SOURCE for its lock: portable.h defines it, and Python.h.
  *
- * The file, native byte order, format 1, regions from multiples of 64 KiB:
+ * The file, native byte order, format 2, regions from multiples of 64 KiB:
  *   superblock  4096 B: written by _table_format.py
  *   control     u64 commit, from the next cache line u64 applied, then, from multiples of 64, the roots: root commit % 2 is valid
  *   record      psd_record, flips, backs (u32 each)
@@ -14,6 +14,7 @@
  *   rows        value and slots by place, without gaps
  *   spares      u32 places, a stack
  *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length
+ *   log         psd_log_entry, a ring likewise: the scalars of past steps, where rows catch up
  */
 #ifndef PSD_TABLE_H
 #define PSD_TABLE_H
@@ -21,12 +22,14 @@
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "kernels.h"
 #include "mix.h"
 
-enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_REGIONS };
-enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048 };
+enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_LOG, PSD_REGIONS };
+enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048,
+       PSD_LOG_MAX = 16384 /* entries that are kept; the ring has room for twice as many */ };
 #define PSD_PLACES_MAX (UINT32_MAX - 2u)
 #define PSD_GRAVE UINT32_MAX
 #define PSD_NOWHERE UINT64_MAX
@@ -49,7 +52,16 @@ typedef struct {
     uint64_t moved;        /* tags below it are in the next index */
     uint64_t filled, next_filled;   /* entries in each that are not 0; never too few */
     uint64_t created, evicted, expired, removed, refused, unadmitted;
+    uint64_t log_first, log_end; /* entries of the log, as numbers that only grow */
+    uint64_t still_from;   /* a gradient of zeros changes no row at this step or later */
+    uint64_t fresh_moves;  /* 1: it did change a row that nobody has trained */
 } psd_root;
+
+/* Scalars that held from a step on, until the next entry's. */
+typedef struct {
+    uint64_t from;
+    double scalars[PSD_SCALARS_MAX];
+} psd_log_entry;
 
 typedef struct {
     uint64_t at;    /* byte in the file; 0: the index, wherever the entry's place in it is */
@@ -62,7 +74,8 @@ typedef struct {
 
 typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_NORMAL } psd_init;
 
-/* What never changes. Offsets and widths of rows are in floats; the value is at 0. */
+/* What never changes. Offsets and widths of rows are in floats; the value is at 0. Where rows catch up the last number of a row is the
+ * step that it is at, the low 32 bits of it as they are. */
 typedef struct {
     uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
     int rule, rowwise, init;
@@ -73,6 +86,11 @@ typedef struct {
     psd_hyper flags; /* its scalars are not used */
     int64_t slot_at[PSD_SLOTS_MAX]; /* -1: not kept */
     float slot_start[PSD_SLOTS_MAX];
+    int catches_up;
+    int settles; /* a gradient of zeros does nothing more the second time */
+    int rests;   /* it does nothing at all where all scalars of rest_without are 0 */
+    uint8_t rest_without[PSD_SCALARS_MAX];
+    int64_t decay_at; /* which scalar is the weight decay; -1: none is */
 } psd_table_spec;
 
 typedef struct {
@@ -152,8 +170,8 @@ const char *psd_table_adopt(psd_table *); /* takes over what a process has left;
 psd_root *psd_table_next_root(psd_table *);   /* a copy of the valid root, to change and commit */
 psd_record *psd_table_record(psd_table *);
 void psd_table_commit(psd_table *, psd_root *);
-/* The region that has too few bytes that are backed for a push of n ids, or -1; `bytes` is what it needs. */
-int psd_table_lack(const psd_table *, uint64_t n, uint64_t *bytes);
+/* The region that has too few bytes that are backed for a push of n ids that brings entries of the log, or -1; `bytes` is what it needs. */
+int psd_table_lack(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
 
 /* table_index.c */
 static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->salt) >> 32); }
@@ -197,7 +215,7 @@ uint64_t psd_index_scan(const psd_table *, uint64_t tag, uint64_t **words, uint6
 /* table_read.c */
 /* Copies rows in the order of tags, from a tag on; returns the tag to go on from, 2^32 at the end. */
 uint64_t psd_table_walk(psd_table *, uint64_t tag, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
-void psd_table_read(psd_table *, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock);
+int psd_table_read(psd_table *, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock); /* 0, or ENOMEM */
 
 /* table_push.c */
 typedef struct {
@@ -209,8 +227,40 @@ typedef struct {
     int64_t step; /* with `whole`: what the table's is from now on; -1: as it is */
     const uint32_t *clocks; /* with `whole`: one for each row that comes; NULL: `clock` for all */
     const uint64_t *notes; /* all, or NULL: as they are */
+    const double *history; /* with `whole`: of each entry of the log the step and the scalars; NULL: the log is as it is */
+    uint64_t entries, scalars; /* of the history: how many, and of how many scalars */
 } psd_push;
 int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */
+
+/* table_catch_up.c: what a table of dense rows would have made of a row since it was touched. */
+typedef struct {
+    const psd_table *table;
+    uint64_t step, log_first, log_end; /* up to which rows are brought */
+    uint64_t *steps;  /* of these rules, 0: none yet */
+    psd_row_rule *rules;
+    float *zeros, *before;
+} psd_past;
+static inline psd_log_entry *psd_logged(const psd_table *t, uint64_t number)
+{
+    return (psd_log_entry *)(t->base + t->region[PSD_LOG].at) + number % (2 * PSD_LOG_MAX);
+}
+/* Whether steps have passed a row by that would have changed it. Needs the lock, or to be the writer. */
+static inline int psd_is_behind(const psd_table *t, const float *row)
+{
+    uint32_t last;
+    if (!t->spec.catches_up || t->root->still_from <= 1)
+        return 0;
+    memcpy(&last, row + t->spec.width - 1, sizeof last);
+    const int32_t missed = (int32_t)((uint32_t)t->root->step - last);
+    return missed > 0 && t->root->step - (uint64_t)missed + 1 < t->root->still_from;
+}
+void psd_log_push(const psd_table *, psd_root *next, const psd_hyper *); /* notes the scalars of the step next->step */
+void psd_log_replace(const psd_table *, psd_root *next, const double *history, uint64_t entries, uint64_t scalars);
+int psd_past_begin(psd_past *, const psd_table *); /* 0, or ENOMEM. Needs the lock, or to be the writer; the other functions do not */
+void psd_past_end(psd_past *);
+void psd_catch_up(psd_past *, float *row, int is_fresh); /* is_fresh: nobody has trained it */
+/* Whether steps may have passed by a row that nobody has trained. */
+static inline int psd_is_fresh_behind(const psd_table *t) { return t->spec.catches_up && t->root->fresh_moves; }
 
 /* table_admission.c: marks the ids that are not there, and are not to have a row yet, as PSD_PASSED_OVER; notes what to store about
  * their sightings. Returns how many it has marked, or -1 without memory. */

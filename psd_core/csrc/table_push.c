@@ -57,42 +57,44 @@ PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t
     psd_prefetch_range(&psd_heads(t)[place], sizeof(psd_head), 1);
 }
 
-static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, uint64_t version,
-                      float *initial, const float *first)
+/* `row`: room for one. `past`: where rows catch up. */
+static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, const psd_root *next,
+                      float *row, psd_past *past, const float *first)
 {
     const psd_scratch *const s = &t->scratch;
     float *const to = psd_row(t, place);
+    const float *const old = s->words[k] ? psd_row(t, (uint32_t)*s->words[k] - 1) : NULL;
     uint32_t clock = p->clock;
     if (p->whole) {
         memcpy(to, s->values[k], t->spec.width * 4);
         if (p->clocks)
             clock = p->clocks[(uint64_t)(s->values[k] - first) / t->spec.width];
     } else {
-        const float *from = initial;
-        if (s->words[k])
-            from = psd_row(t, (uint32_t)*s->words[k] - 1);
-        else
-            psd_initial_row(&t->spec, s->ids[k], initial);
-        psd_step_row_f32(rule, from, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
+        const int is_behind = old ? psd_is_behind(t, old) : psd_is_fresh_behind(t);
+        if (!old)
+            psd_initial_row(&t->spec, s->ids[k], row);
+        else if (is_behind)
+            memcpy(row, old, t->spec.width * 4);
+        if (is_behind)
+            psd_catch_up(past, row, !old);
+        psd_step_row_f32(rule, old && !is_behind ? old : row, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
+        if (t->spec.catches_up) {
+            const uint32_t step = (uint32_t)next->step;
+            memcpy(to + t->spec.width - 1, &step, sizeof step);
+        }
     }
-    psd_heads(t)[place] = (psd_head){s->ids[k], clock, (uint32_t)version};
+    psd_heads(t)[place] = (psd_head){s->ids[k], clock, (uint32_t)next->version};
 }
 
-int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n)
+static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n, float *row, psd_past *past)
 {
     psd_scratch *const s = &t->scratch;
-    const intptr_t width = (intptr_t)(p->whole ? t->spec.width : t->spec.dim);
-    float *const initial = malloc(t->spec.width * 4);
-    if (!initial || psd_combine(s, ids, values, n, width, p->distinct, p->whole)) {
-        free(initial);
+    if (psd_combine(s, ids, values, n, (intptr_t)(p->whole ? t->spec.width : t->spec.dim), p->distinct, p->whole))
         return ENOMEM;
-    }
     const uint64_t absent = find_all(t);
     const int64_t passed_over = absent && !p->whole ? psd_table_admit(t) : 0;
-    if (passed_over < 0) {
-        free(initial);
+    if (passed_over < 0)
         return ENOMEM;
-    }
     const uint64_t missing = absent - (uint64_t)passed_over, seen = absent && !p->whole ? (uint64_t)s->sightings_count : 0;
     uint64_t room = t->spec.rows_max - t->root->rows;
     if (missing > room && t->spec.evicts) {
@@ -108,6 +110,10 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
         next->step++;
     else if (p->step >= 0)
         next->step = (uint64_t)p->step;
+    if (t->spec.catches_up && !p->whole)
+        psd_log_push(t, next, &p->hyper);
+    else if (p->history)
+        psd_log_replace(t, next, p->history, p->entries, p->scalars);
     psd_row_rule rule;
     if (!p->whole)
         psd_prepare_rows_f32(&rule, t->spec.rule, &p->hyper, next->step, p->scale, t->spec.rowwise);
@@ -131,7 +137,7 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
             continue;
         const uint64_t place = spare_place(t, done);
         PSD_BEFORE(t, "row");
-        write_row(t, p, &rule, k, place, next->version, initial, values);
+        write_row(t, p, &rule, k, place, next, row, past, values);
         if (word) {
             backs[back++] = (uint32_t)*word - 1;
             flips[done++] = (psd_flip){(uint64_t)((char *)word - t->base), (*word & ~(uint64_t)UINT32_MAX) | (place + 1)};
@@ -142,7 +148,6 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
             flips[done++] = (psd_flip){0, tag << 32 | (place + 1)};
         }
     }
-    free(initial);
     const uint64_t from_stack = taken < now->spares ? taken : now->spares;
     PSD_BEFORE(t, "record");
     record->flips = done + seen;
@@ -161,4 +166,17 @@ int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const f
         memcpy(next + 1, p->notes, t->spec.notes * 8);
     psd_table_commit(t, next);
     return 0;
+}
+
+int psd_table_push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n)
+{
+    float *const row = malloc(t->spec.width * 4);
+    psd_past past = {.rules = NULL};
+    const int may_catch_up = t->spec.catches_up && (t->root->still_from > 1 || t->root->fresh_moves);
+    int status = row && !(may_catch_up && psd_past_begin(&past, t)) ? 0 : ENOMEM;
+    if (status == 0)
+        status = push(t, p, ids, values, n, row, &past);
+    psd_past_end(&past);
+    free(row);
+    return status;
 }

@@ -2,6 +2,9 @@
 #include "portable.h"
 #include "table.h"
 
+#include <errno.h>
+#include <stdlib.h>
+
 enum { BATCH = 4096, AHEAD = 16, FAR = 2 * AHEAD };
 
 typedef struct {
@@ -28,10 +31,64 @@ PSD_INLINE void find_row(const psd_table *t, ahead *a, uint64_t bytes)
     psd_prefetch_range(psd_row(t, place), bytes, 0);
 }
 
-static uint64_t read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float *out, uint64_t floats, uint8_t *found, int64_t clock)
+/* Rows of a batch that have to catch up, as they were found; they do so when the lock is free again. */
+typedef struct {
+    psd_past past;
+    intptr_t count;
+    intptr_t *numbers; /* in the batch */
+    uint8_t *is_fresh;
+    float *rows;
+} behind;
+
+static int begin_behind(behind *b, const psd_table *t, intptr_t n)
+{
+    const size_t each = sizeof *b->numbers + t->spec.width * sizeof(float) + 1;
+    if (psd_past_begin(&b->past, t))
+        return ENOMEM;
+    if (!(b->numbers = malloc((size_t)n * each))) {
+        psd_past_end(&b->past);
+        return ENOMEM;
+    }
+    b->rows = (float *)(b->numbers + n);
+    b->is_fresh = (uint8_t *)(b->rows + (size_t)n * t->spec.width);
+    return 0;
+}
+
+/* Keeps a row for later; NULL: one that nobody has trained. */
+static int put_off(behind *b, const psd_table *t, const float *row, intptr_t number, intptr_t n)
+{
+    if (!b->numbers && begin_behind(b, t, n))
+        return ENOMEM;
+    b->numbers[b->count] = number;
+    b->is_fresh[b->count] = row == NULL;
+    if (row)
+        memcpy(b->rows + (uint64_t)b->count * t->spec.width, row, t->spec.width * sizeof *row);
+    b->count++;
+    return 0;
+}
+
+/* Returns whether the log still has what was used of it. */
+static int finish_behind(behind *b, psd_table *t, const uint64_t *ids, float *out, uint64_t floats)
+{
+    for (intptr_t i = 0; i < b->count; i++) {
+        float *const row = b->rows + (uint64_t)i * t->spec.width;
+        if (b->is_fresh[i])
+            psd_initial_row(&t->spec, ids[b->numbers[i]], row);
+        psd_catch_up(&b->past, row, b->is_fresh[i]);
+        memcpy(out + (uint64_t)b->numbers[i] * floats, row, floats * sizeof *row);
+    }
+    pthread_rwlock_rdlock(&t->lock);
+    const int is_there = t->root->log_end - b->past.log_first <= 2 * PSD_LOG_MAX;
+    pthread_rwlock_unlock(&t->lock);
+    return is_there;
+}
+
+static int read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float *out, uint64_t floats, uint8_t *found, int64_t clock,
+                      uint64_t *hits, behind *late)
 {
     ahead ring[FAR];
-    uint64_t hits = 0;
+    const int is_fresh_behind = psd_is_fresh_behind(t);
+    *hits = 0;
     for (intptr_t i = 0; i < n + FAR; i++) {
         if (i < n)
             find_home(t, &ring[i % FAR], ids[i]);
@@ -50,7 +107,10 @@ static uint64_t read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float 
         if (found)
             found[j] = word != NULL;
         if (!word) {
-            if (floats == t->spec.width)
+            if (is_fresh_behind) {
+                if (put_off(late, t, NULL, j, n))
+                    return ENOMEM;
+            } else if (floats == t->spec.width)
                 psd_initial_row(&t->spec, a->id, to);
             else
                 psd_initial_value(&t->spec, a->id, to);
@@ -58,26 +118,43 @@ static uint64_t read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float 
         }
         const uint64_t place = (uint32_t)*word - 1;
         psd_head *const head = &psd_heads(t)[place];
-        hits++;
+        ++*hits;
         if (clock >= 0 && head->used != (uint32_t)clock)
             __atomic_store_n(&head->used, (uint32_t)clock, __ATOMIC_RELAXED);
-        memcpy(to, psd_row(t, place), floats * 4);
+        const float *const row = psd_row(t, place);
+        if (!psd_is_behind(t, row))
+            memcpy(to, row, floats * 4);
+        else if (put_off(late, t, row, j, n))
+            return ENOMEM;
     }
-    return hits;
+    return 0;
 }
 
 /* Between batches a push may come, so that none waits for long. */
-void psd_table_read(psd_table *t, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock)
+int psd_table_read(psd_table *t, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock)
 {
     const uint64_t floats = whole ? t->spec.width : t->spec.dim;
-    for (intptr_t begin = 0; begin < n; begin += BATCH) {
+    int status = 0;
+    for (intptr_t begin = 0; begin < n && status == 0;) {
         const intptr_t count = n - begin < BATCH ? n - begin : BATCH;
+        behind late = {.count = 0};
+        uint64_t hits;
+        float *const to = out + (uint64_t)begin * floats;
         pthread_rwlock_rdlock(&t->lock);
-        const uint64_t hits = read_batch(t, ids + begin, count, out + (uint64_t)begin * floats, floats, found ? found + begin : NULL, clock);
+        status = read_batch(t, ids + begin, count, to, floats, found ? found + begin : NULL, clock, &hits, &late);
         pthread_rwlock_unlock(&t->lock);
+        const int is_done = status != 0 || !late.count || finish_behind(&late, t, ids + begin, to, floats);
+        if (late.numbers) {
+            free(late.numbers);
+            psd_past_end(&late.past);
+        }
+        if (!is_done)
+            continue;
         __atomic_fetch_add(&t->reads, (uint64_t)count, __ATOMIC_RELAXED);
         __atomic_fetch_add(&t->hits, hits, __ATOMIC_RELAXED);
+        begin += count;
     }
+    return status;
 }
 
 uint64_t psd_table_walk(psd_table *t, uint64_t tag, psd_head *heads, float *rows, uint64_t max, uint64_t *count)

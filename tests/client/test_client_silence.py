@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,34 +30,6 @@ LONG = 1000.0
 
 Start = Callable[..., ScriptedShard]
 Told = Callable[..., ToldLane]
-
-
-@pytest.fixture
-def scripted() -> Iterator[Start]:
-    """scripted(*scripts, local=False) -> a shard that behaves so; closed in the end."""
-    started: list[ScriptedShard] = []
-
-    def start(*scripts: Script, **options: Any) -> ScriptedShard:
-        started.append(ScriptedShard(*scripts, **options))
-        return started[-1]
-
-    yield start
-    for shard in started:
-        shard.close()
-
-
-@pytest.fixture
-def told() -> Iterator[Callable[..., ToldLane]]:
-    """told(port, **options) -> a lane there; closed in the end."""
-    made: list[ToldLane] = []
-
-    def make(port: int = 0, **options: Any) -> ToldLane:
-        made.append(ToldLane(port, **options))
-        return made[-1]
-
-    yield make
-    for lane in made:
-        lane.close()
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ def payload_of(frame):
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 0), (1, 0, 1), (40_000, 7, 500), (15_420, 1, 0)])
-def test_rows_when_sent_in_frames_then_come_back_in_order(counts):
+def test_rows_come_back_in_order(counts):
+    """Rows that were cut into frames come back in order, and no frame is above the limit."""
     sent = [rows(0, counts[0]), rows(1, counts[1], np.float16), rows(2, counts[2], np.uint16)]
 
     received = [[], [], []]
@@ -38,7 +39,8 @@ def test_rows_when_sent_in_frames_then_come_back_in_order(counts):
             assert not received[table]
 
 
-def test_rows_when_ids_alone_are_sent_then_there_is_room_for_the_values():
+def test_ids_alone_make_room_for_values():
+    """Where ids alone are sent, there is room for the values."""
     frame = [rows(1, 4)]
 
     (got,) = rows_in(parts_of(frame), memoryview(frame[0].ids.tobytes()), DIMS, has_values=False)
@@ -55,7 +57,8 @@ def test_rows_when_ids_alone_are_sent_then_there_is_room_for_the_values():
         ({"table": 1, "rows": 2**32 - 1, "dtype": 1}, 20, "are above 4194304 bytes in one frame"),
     ],
 )
-def test_rows_when_a_part_is_wrong_then_names_it(part, nbytes, error):
+def test_wrong_parts_are_named(part, nbytes, error):
+    """A part that does not fit the job or the payload is refused by name."""
     assert job_pb2.DTYPE_FLOAT64 == 2
     with pytest.raises((InvalidRequest, InvalidTensor), match=error):
         rows_in([data_pb2.RowsPart(**part)], memoryview(bytes(nbytes)), DIMS, has_values=True)

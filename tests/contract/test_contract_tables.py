@@ -21,7 +21,8 @@ def job(*tables, groups=(ADAGRAD,), tensors=(), **more):
 
 
 @pytest.mark.parametrize("init", [Zeros(), Constant(2.5), Uniform(-1.0, 1.0), Normal(0.1, 3.0), TruncatedNormal(0.5)])
-def test_message_of_a_table_when_read_again_then_is_the_same(init):
+def test_tables_come_back_from_their_message(init):
+    """A declaration is the same after it has travelled."""
     table = SparseTableSpec("user ü", 3, 0, init, 2**64 - 1, "bfloat16", "catch_up", 255, 0.25, 9, 0, 1 << 40, "refuse")
 
     message = job_pb2.JobSpec.FromString(job(table).to_message().SerializeToString())
@@ -45,7 +46,8 @@ def test_message_of_a_table_when_read_again_then_is_the_same(init):
         ({"init": 0.1}, "init: must be one of Zeros, Constant, Uniform, Normal, TruncatedNormal, got 0.1"),
     ],
 )
-def test_table_when_a_field_is_wrong_then_names_it(change, error):
+def test_wrong_fields_are_named(change, error):
+    """A wrong field of a table is refused by its name and limit."""
     with pytest.raises(InvalidRequest, match=error):
         dataclasses.replace(TABLE, **change)
 
@@ -62,19 +64,22 @@ def test_table_when_a_field_is_wrong_then_names_it(change, error):
         (lambda: job(TABLE, clip_norm=1.0, aggregation="exact"), "clip_norm: needs norms over the whole gradient"),
     ],
 )
-def test_job_when_its_tables_are_wrong_then_says_why(make, error):
+def test_jobs_refuse_tables_that_do_not_fit(make, error):
+    """A job refuses tables that do not fit each other, its groups or its norms."""
     with pytest.raises((InvalidRequest, InvalidTensor), match=error):
         make()
 
 
-def test_limits_when_tables_exceed_them_then_name_the_flag():
+def test_limits_name_their_flag():
+    """A shard's limits are named by their flags."""
     with pytest.raises(InvalidRequest, match="dim: 64 is above the shard's --max-table-dim 63"):
         job(TABLE).check_limits(Limits(table_dim_max=63))
     with pytest.raises(InvalidRequest, match="tables: 1 are above the shard's --max-tables 0"):
         JobSpec.check_counts(job(TABLE).to_message(), Limits(tables_max=0))
 
 
-def test_message_when_an_initial_value_is_unknown_or_incomplete_then_refused():
+def test_unknown_initial_values_are_refused():
+    """Initial values that are unknown, or lack their numbers, are refused."""
     message = TABLE.to_message()
     del message.init_arguments[:]
     with pytest.raises(InvalidRequest, match="init: Normal takes 2 finite numbers"):
@@ -84,7 +89,8 @@ def test_message_when_an_initial_value_is_unknown_or_incomplete_then_refused():
         SparseTableSpec.from_message(message)
 
 
-def test_layout_of_a_job_with_tables_then_each_shard_has_a_block_of_them_behind_all_others():
+def test_layout_has_a_block_of_tables_on_each_shard():
+    """Each shard has a block of tables behind the layout's others; the digest covers the tables."""
     spec = job(TABLE, groups=(ADAGRAD, GroupSpec()), tensors=(TensorSpec("w", (5,), group=1),))
 
     layout = Layout(spec, 3)
@@ -94,7 +100,8 @@ def test_layout_of_a_job_with_tables_then_each_shard_has_a_block_of_them_behind_
     assert layout.digest != Layout(job(dataclasses.replace(TABLE, seed=8), groups=spec.groups, tensors=spec.tensors), 3).digest
 
 
-def test_difference_when_tables_differ_then_names_table_and_field():
+def test_differences_name_table_and_field():
+    """The first difference between two declarations names table and field."""
     theirs = job(dataclasses.replace(TABLE, dim=32))
 
     assert job(TABLE).difference(theirs) == "dim of table 'user': 64 in the job, 32 in this worker's declaration"

@@ -10,7 +10,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from table_model import SGD, TableModel, check_places, rows_of, spec_of
+from helpers_rules import Case
+from table_model import SGD, check_places, rows_of, spec_of
 
 from psd_core.initial import Zeros
 from psd_core.table import CRASH_POINTS, TableSpec, TableStore
@@ -21,6 +22,9 @@ BEFORE_COMMIT = ("row", "record", "root", "commit", "index.copy")
 
 SIGHTINGS = 4
 """Number of the region."""
+
+DECAYING = Case("sgd", (0.5, 0.0, 0.0, 0.125), ())
+"""SGD that changes rows which a push does not touch."""
 
 
 class Watcher:
@@ -74,37 +78,43 @@ class Watcher:
         store._partition.removed(first, removed)
         start, size = store._partition.regions[SIGHTINGS]
         sightings = np.fromfile(store._path, np.uint64, size // 8, offset=start)
-        return rows_of(store), notes.tolist(), counters, removed.tolist(), sightings.tobytes()
+        history = np.empty((store._partition.logged, 1 + len(SGD.scalars)))
+        store._partition.history(history)
+        return rows_of(store), notes.tolist(), counters, removed.tolist(), sightings.tobytes(), history.tobytes()
 
     def _go_on(self, store):
         """A push after the crash finds every row as it is, and room for new ones."""
-        model = TableModel(store, SGD)
+        rate, decay = np.float32(0.25), np.float32(DECAYING.named["weight_decay"] if store.spec.catches_up else 0)
         ids = np.arange(60, 90, dtype=np.uint64)
         before = store.read(ids)
         grads = np.arange(30 * store.spec.dim, dtype=np.float32).reshape(30, -1)
-        store.push(ids, grads, SGD.named)
-        model.push(ids, grads)
+        store.push(ids, grads, DECAYING.named | {"lr": float(rate), "weight_decay": float(decay)})
         kept = store.read_rows(ids)[1]
-        assert (store.read(ids) == np.where(kept[:, None], before - np.float32(0.5) * grads, before)).all()
+        assert (store.read(ids) == before - rate * (np.where(kept[:, None], grads, 0) + decay * before)).all()
         check_places(store)
 
 
-@pytest.mark.parametrize("admit_after", [1, 2])
-def test_a_copy_taken_at_every_store_opens_as_old_or_new(admit_after, memory_path):
-    """Pushes that grow the index and reach the limit of rows, removals and expiry: what the file holds is what death leaves."""
+@pytest.mark.parametrize(("admit_after", "updates"), [(1, "lazy"), (2, "lazy"), (1, "catch_up")])
+def test_a_copy_taken_at_every_store_opens_as_old_or_new(admit_after, updates, memory_path):
+    """Pushes that grow the index and reach the limit of rows, removals and expiry: what the file holds is what death leaves.
+
+    Where rows catch up, the rate changes with every other push.
+    """
     rng = np.random.default_rng(5)
     path = memory_path / "table"
     watcher = Watcher(path)
-    spec = spec_of(SGD, dim=1, notes=1, max_bytes=330 * 33, push_max=64, admit_after=admit_after)
+    row_bytes, case = (33, SGD) if updates == "lazy" else (37, DECAYING)
+    options = {"max_bytes": 330 * row_bytes, "admit_after": admit_after, "updates": updates}
+    spec = spec_of(case, dim=1, notes=1, push_max=64, **options)
     store = watcher.store = TableStore.create(path, spec, crash_point=watcher)
     watcher("done")
     for number in range(14):
         ids = np.concatenate([rng.integers(0, 500, 20), 1000 + 35 * (number // admit_after) + np.arange(35)])
-        store.push(
-            ids, rng.standard_normal((55, 1)).astype(np.float32), SGD.named, clock=number, notes=np.array([number], np.uint64)
-        )
+        grads, scalars = rng.standard_normal((55, 1)).astype(np.float32), case.named | {"lr": 0.5 ** (number // 2)}
+        store.push(ids, grads, scalars, clock=number, notes=np.array([number], np.uint64))
     store.remove(np.arange(0, 500, 7))
-    store.write(np.arange(20), np.ones((20, 1), np.float32), clock=14)
+    rows = np.ones((20, spec.layout.width), np.float32)
+    store.write(np.arange(20), rows, clock=14, history=np.array([[1, *case.scalars]]) if spec.catches_up else None)
     store.expire(14, 4)
 
     counters = store.counters()

@@ -119,13 +119,13 @@ def test_rows_of_a_snapshot_are_written_as_fast_as_others_once_there_is_room_for
     spec = TableSpec("t", 1, "sgd")
     one, two = TableStore.create(memory_path / "one", spec), TableStore.create(memory_path / "two", spec)
     one.write(np.arange(200_000), np.ones((200_000, 1), np.float32))
-    probes = []
+    is_growing = []
 
     two.reserve(200_000)
     with one.snapshot() as snapshot:
         for batch in snapshot:
             two.write(batch.heads["id"].copy(), batch.rows)
-            probes.append(two._partition.is_moving)
+            is_growing.append(two._partition.is_moving)
 
-    assert not any(probes), "the index has grown in between"
+    assert not any(is_growing), "the index has grown in between"
     assert rows_of(two) == rows_of(one)

@@ -163,12 +163,12 @@ sent_by_a_shard = st.lists(
 @given(sent_by_a_shard, st.booleans())
 def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
     """A worker's end: parameters, or an error of psd's that the caller can handle."""
-    parameters = FlatBuffers(LAYOUT)
+    parameters, awaited = FlatBuffers(LAYOUT), {0: LAYOUT.blocks[0].nbytes}
     call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=data_pb2.PullRequest(blocks=[0]))
     with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
         connection = BulkClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
         if into_memory:
             connection._attached = (parameters, [parameters])
 
-        ends_in(PsdError, lambda: connection.transfer(call, None, [LAYOUT.blocks[0]], parameters, Call(5.0, Scope())))
+        ends_in(PsdError, lambda: connection.transfer(call, None, awaited, parameters, Call(5.0, Scope())))
         connection.close()

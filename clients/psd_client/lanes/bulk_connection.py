@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
-from psd.contract.layout import Block
+from psd.contract.rows import parts_of, payload_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.crew import Crew, Task
@@ -26,7 +27,8 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_errors import detail_of
 from psd_client.lanes.patience import Patience
-from psd_client.lanes.transport import CANCEL_S, Call, Cancelled, OutgoingBlocks, Traffic
+from psd_client.lanes.transport import CANCEL_S, SMALL_BYTES, Call, Cancelled, OutgoingBlocks, Traffic
+from psd_client.lanes.wanted_rows import WantedRows
 
 logger = logging.getLogger("psd_client")
 
@@ -123,28 +125,78 @@ class BulkClient:
         self,
         message: bulk_pb2.BulkCall,
         part: OutgoingBlocks | None,
-        blocks: Sequence[Block],
+        awaited: Mapping[int, int],
         parameters: FlatBuffers | None,
         call: Call,
     ) -> bulk_pb2.BulkReply:
-        """Make the call `message`: send what `part` has, if any, and receive `blocks` into the parameters."""
-        message.timeout_s = call.timeout_s
+        """Make the call `message`: send what `part` has, if any, and receive blocks into the parameters.
+
+        awaited: their bytes, by index; of a tables' block, which has none, only the version comes.
+        """
         if parameters is not None:
             message.into_memory = self._has(parameters)
             if message.into_memory and self._attached is not None:
                 self._receiving = parameters
                 message.place = self._attached[1].index(parameters)
             message.announce = parameters.on_received is not None
+        answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
+        with self._calling(message, call, is_followed=part is not None):
+            sending = None
+            if part is not None and part.feed is None and (answers_bytes <= SMALL_BYTES or self._names_only(part)):
+                for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
+                    self._stream.send(Kind.BLOCKS, head, *payload, more=is_more)
+            elif part is not None:
+                sending = self._begin_sending(part)
+            return self._answer(sending, awaited, parameters, into_memory=message.into_memory)
+
+    def pull_rows(self, message: bulk_pb2.BulkCall, wanted: WantedRows, call: Call) -> int:
+        """Make the call `message`, for rows; return their version.
+
+        What the shard has not answered yet fits the buffers of a socket, or it is a single request: so neither side waits for
+        the other to read.
+        """
+        unsent = deque(wanted.requests)
+        under_way: deque[int] = deque()
+        with self._calling(message, call, is_followed=True):
+            try:
+                while unsent or under_way:
+                    while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
+                        request = unsent.popleft()
+                        blocks = bulk_pb2.BulkBlocks(rows=request.parts, last=request.is_last)
+                        self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
+                        self._traffic.sent_bytes += request.nbytes
+                        under_way.append(request.nbytes)
+                    self._receive_rows(wanted)
+                    under_way.popleft()
+                self._received(Kind.REPLY)
+            except _Refused:
+                if unsent:
+                    self._stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
+                raise
+        return wanted.complete()
+
+    def _receive_rows(self, wanted: WantedRows) -> None:
+        head, payload_bytes = self._received(Kind.ANSWER)
+        self._stream.read_into(*wanted.places(self._parsed(data_pb2.RowsFrame, head), payload_bytes))
+        self._traffic.received_bytes += payload_bytes
+
+    def _received(self, kind: Kind) -> tuple[bytes, int]:
+        """Head and bytes of payload of the next message but ALIVE."""
+        while True:
+            got, head, payload_bytes = self._stream.receive()
+            if got is kind:
+                return head, payload_bytes
+            if got is not Kind.ALIVE:
+                self._raise(got, head)
+
+    @contextmanager
+    def _calling(self, message: bulk_pb2.BulkCall, call: Call, *, is_followed: bool) -> Iterator[None]:
+        """Begin a call; BLOCKS follow at once, or its answer."""
+        message.timeout_s = call.timeout_s
         try:
             with self._under_way(call):
-                self._stream.send(Kind.CALL, message.SerializeToString(), more=part is not None)
-                sending = None
-                if part is not None and (part.is_small or (part.feed is None and self._has(part.buffers))):
-                    for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
-                        self._stream.send(Kind.BLOCKS, head, payload, more=is_more)
-                elif part is not None:
-                    sending = self._begin_sending(part)
-                return self._answer(sending, blocks, parameters, into_memory=message.into_memory)
+                self._stream.send(Kind.CALL, message.SerializeToString(), more=is_followed)
+                yield
         except TimeoutError:
             raise WaitTimeout(
                 f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
@@ -157,40 +209,55 @@ class BulkClient:
             and not (buffers.segment is None or buffers.segment.is_given_up)
         )
 
-    def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Any, bool]]:
+    def _names_only(self, part: OutgoingBlocks) -> bool:
+        """True if what is sent is little: names of blocks in memory, and few rows, or little of everything."""
+        return part.is_small or (self._has(part.buffers) and sum(rows.nbytes for rows in part.tables) <= SMALL_BYTES)
+
+    def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
         """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
 
-        Each block has one; blocks that are attached are only named, all in one message if they are all there.
+        Each block has one; blocks that are attached are only named, all in one message if they are all there. Rows come last.
         """
-        in_memory, left = self._has(part.buffers), len(part.blocks)
-        if in_memory and part.feed is None:
-            names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=True)
-            if part.present is not None:
-                names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
-            yield names.SerializeToString(), b"", False
-            self._traffic.sent_bytes += sum(part.buffers.block(block.index).nbytes for block in part.blocks)
-            return
         try:
-            for block, present in part.outgoing():
-                left -= 1
-                message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=left == 0)
-                payload: Any = b"" if in_memory else part.buffers.block(block.index)
-                if present is not None:
-                    message.present.append(frames.present_bits(present))
-                    if not present.any():
-                        payload = b""
-                yield message.SerializeToString(), payload, left > 0 and part.feed is None
-                self._traffic.sent_bytes += part.buffers.block(block.index).nbytes
+            yield from self._block_messages(part)
+            if part.tables_block is not None:
+                for rows, is_last in part.outgoing_rows():
+                    message = bulk_pb2.BulkBlocks(
+                        blocks=(part.tables_block,), rows=parts_of(rows), more=not is_last, last=is_last
+                    )
+                    yield message.SerializeToString(), payload_of(rows), not is_last
+                    self._traffic.sent_bytes += sum(piece.nbytes for piece in rows)
         except Aborted:
             self._cancel()  # the other thread waits for its answer
             raise
+
+    def _block_messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
+        in_memory, left = self._has(part.buffers), len(part.blocks)
+        has_rows = part.tables_block is not None
+        if in_memory and part.feed is None and left:
+            names = bulk_pb2.BulkBlocks(blocks=[block.index for block in part.blocks], in_memory=True, last=not has_rows)
+            if part.present is not None:
+                names.present.extend(frames.present_bits(part.present[block.segment_tensors]) for block in part.blocks)
+            yield names.SerializeToString(), (), has_rows
+            self._traffic.sent_bytes += sum(part.buffers.block(block.index).nbytes for block in part.blocks)
+            return
+        for block, present in part.outgoing():
+            left -= 1
+            message = bulk_pb2.BulkBlocks(blocks=(block.index,), in_memory=in_memory, last=not (left or has_rows))
+            payload: Sequence[Any] = () if in_memory else (part.buffers.block(block.index),)
+            if present is not None:
+                message.present.append(frames.present_bits(present))
+                if not present.any():
+                    payload = ()
+            yield message.SerializeToString(), payload, (left > 0 or has_rows) and part.feed is None
+            self._traffic.sent_bytes += part.buffers.block(block.index).nbytes
 
     def _begin_sending(self, part: OutgoingBlocks) -> Task[None]:
         """Send in another thread while answers come in."""
 
         def send() -> None:
             for head, payload, is_more in self._messages(part):
-                self._stream.send(Kind.BLOCKS, head, payload, more=is_more)
+                self._stream.send(Kind.BLOCKS, head, *payload, more=is_more)
 
         sending = Task(send)
         try:
@@ -200,11 +267,11 @@ class BulkClient:
         return sending
 
     def _answer(
-        self, sending: Task[None] | None, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool
+        self, sending: Task[None] | None, awaited: Mapping[int, int], parameters: FlatBuffers | None, *, into_memory: bool
     ) -> bulk_pb2.BulkReply:
         """The answer, after all has been sent, too."""
         try:
-            reply = self._receive(blocks, parameters, into_memory=into_memory)
+            reply = self._receive(dict(awaited), parameters, into_memory=into_memory)
         except _Refused:
             if sending is not None and (failure := sending.wait()) is not None:  # the shard reads on to the push's end
                 raise failure from None
@@ -218,32 +285,31 @@ class BulkClient:
             raise failure
         return reply
 
-    def _receive(self, blocks: Sequence[Block], parameters: FlatBuffers | None, *, into_memory: bool) -> bulk_pb2.BulkReply:
-        awaited = {block.index: block for block in blocks}
+    def _receive(self, awaited: dict[int, int], parameters: FlatBuffers | None, *, into_memory: bool) -> bulk_pb2.BulkReply:
+        asked = dict(awaited)
         while True:
             kind, head, payload_bytes = self._stream.receive()
             if kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
-                block = awaited.pop(frame.block, None)
-                if block is None or payload_bytes != (0 if into_memory else block.nbytes):
+                nbytes = awaited.pop(frame.block, None)
+                if nbytes is None or payload_bytes != (0 if into_memory else nbytes):
                     raise InternalError(f"shard {self._shard} at {self._address}: sent a block that was not asked for")
                 assert parameters is not None
-                if not into_memory:
-                    self._stream.read_into(parameters.block(block.index).data.cast("B"))
-                    self._traffic.received_bytes += block.nbytes
-                parameters.received(block.index, frame.version)
+                if payload_bytes:
+                    self._stream.read_into(parameters.block(frame.block).data.cast("B"))
+                    self._traffic.received_bytes += payload_bytes
+                parameters.received(frame.block, frame.version)
             elif kind is Kind.REPLY:
                 if awaited and not into_memory:
                     raise InternalError(f"shard {self._shard} at {self._address}: {len(awaited)} blocks are missing")
                 reply = self._parsed(bulk_pb2.BulkReply, head)
                 if into_memory:
                     assert parameters is not None
-                    asked = {block.index for block in blocks}
-                    if len(reply.versions) != len(reply.blocks) or not asked.issuperset(reply.blocks):
+                    if len(reply.versions) != len(reply.blocks) or not asked.keys() >= set(reply.blocks):
                         raise InternalError(f"shard {self._shard} at {self._address}: wrote blocks that were not asked for")
                     for index, version in zip(reply.blocks, reply.versions, strict=True):
                         parameters.versions[index] = version
-                    self._traffic.received_bytes += sum(block.nbytes for block in blocks)
+                    self._traffic.received_bytes += sum(asked.values())
                 return reply
             elif kind is not Kind.ALIVE:
                 self._raise(kind, head)

@@ -99,11 +99,9 @@ class Feed:
         Raises:
             Aborted: see `abort`.
         """
-        if not blocks:
-            return
-        shard = self._layout.shard_of(blocks[0].index)
-        given, waiting = self._given[shard], self._waiting[shard]
-        for number in range(len(blocks)):
+        for number, block in enumerate(blocks):
+            shard = self._layout.shard_of(block.index)
+            given, waiting = self._given[shard], self._waiting[shard]
             with self._changed:
                 while len(given) <= number and not waiting and not self._is_aborted:
                     self._changed.wait()

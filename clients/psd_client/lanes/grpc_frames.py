@@ -5,7 +5,7 @@ Must not know channels or calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -14,25 +14,32 @@ from numpy.typing import NDArray
 from psd.contract import frames
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
+from psd.contract.rows import parts_of, payload_of
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
 
 
-def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, NDArray[Any] | None]]:
-    """The frames of one push as messages, each with its payload, if it has one."""
+def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, list[NDArray[Any]]]]:
+    """The frames of one push as messages, each with the pieces of its payload."""
+    header: data_pb2.PushHeader | None = part.header
     left = len(part.blocks)
     for block, present in part.outgoing():
         left -= 1
-        message = data_pb2.PushFrame(block=block.index, last=left == 0)
-        if left == len(part.blocks) - 1:
-            message.push.CopyFrom(part.header)
-        payload: NDArray[Any] | None = part.buffers.block(block.index)
+        message = data_pb2.PushFrame(push=header, block=block.index, last=left == 0 and part.tables_block is None)
+        payload: list[NDArray[Any]] = [part.buffers.block(block.index)]
         if present is not None:
             message.present = frames.present_bits(present)
             if not present.any():
-                payload = None
+                payload = []
         yield message, payload
+        header = None
+    if part.tables_block is None:
+        return
+    for rows, is_last in part.outgoing_rows():
+        message = data_pb2.PushFrame(push=header, block=part.tables_block, rows=parts_of(rows), more=not is_last, last=is_last)
+        yield message, payload_of(rows)
+        header = None
 
 
 def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], values: FlatBuffers) -> Iterator[bytes]:
@@ -51,13 +58,14 @@ class BlockAnswer:
     """The blocks of one answer, as they come.
 
     Args:
-        whose: for messages. blocks: that were asked for. parameters: where they go; None: nowhere.
+        whose: for messages. awaited: bytes of the blocks that were asked for, by index; of a tables' block, which has none
+            here, its version comes. parameters: where they go; None: nowhere.
     """
 
-    def __init__(self, whose: str, blocks: Sequence[Block], parameters: FlatBuffers | None) -> None:
+    def __init__(self, whose: str, awaited: Mapping[int, int], parameters: FlatBuffers | None) -> None:
         self.received_bytes = 0
         self._whose = whose
-        self._awaited = {block.index: block for block in blocks}
+        self._awaited = dict(awaited)
         self._parameters = parameters
         self._reply: data_pb2.PushReply | None = None
 
@@ -66,14 +74,15 @@ class BlockAnswer:
         if message.HasField("push"):
             self._reply = message.push
             return
-        block = self._awaited.pop(message.block, None)
-        if block is None:
+        nbytes = self._awaited.pop(message.block, None)
+        if nbytes is None:
             raise InternalError(f"{self._whose}: block {message.block} was not asked for")
         if self._parameters is not None:
-            numbers = frames.numbers(payload, block.dtype, block.length, f"block {block.index}")
-            self._parameters.block(block.index)[...] = numbers
-            self._parameters.received(block.index, message.version)
-            self.received_bytes += block.nbytes
+            if nbytes:
+                target = self._parameters.block(message.block)
+                target[...] = frames.numbers(payload, target.dtype, len(target), f"block {message.block}")
+            self._parameters.received(message.block, message.version)
+            self.received_bytes += nbytes
 
     def take_frame(self, frame: bytes) -> None:
         """Take one frame as it was received."""

@@ -7,7 +7,7 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
@@ -23,6 +23,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
 from psd_client.lanes.transport import Call, GradientPart, Lane, OutgoingBlocks, Share
+from psd_client.lanes.wanted_rows import WantedRows
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of gradients or parameters in one message."""
@@ -46,6 +47,7 @@ class ShardLane(Lane):
         self._bulk: BulkOpener | None = None
         if transport != "grpc":
             self._bulk = BulkOpener(shard, address, transport, credentials, self.open_bulk, self.traffic)
+        self._name = f"shard {shard} at {address}"
         self._shared: tuple[FlatBuffers, Sequence[FlatBuffers]] | None = None
 
     @property
@@ -139,7 +141,7 @@ class ShardLane(Lane):
         connection = self._connection(first.caller, call)
         if connection is not None and blocks:
             call_message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_INITIALIZE, initialize=first)
-            return connection.transfer(call_message, OutgoingBlocks(blocks, values), (), None, call).initialize.accepted
+            return connection.transfer(call_message, OutgoingBlocks(blocks, values), {}, None, call).initialize.accepted
         messages = initial_frames(first, blocks, values)
         reply = self._channel.stream_out(f"{_DATA}Initialize", messages, data_pb2.InitializeReply, call, is_wait=False)
         self.traffic.sent_bytes += sum(block.nbytes for block in blocks)
@@ -160,50 +162,60 @@ class ShardLane(Lane):
         connection = self._connection(part.header.caller, call)
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
-            return connection.transfer(message, part, (), None, call).push
+            return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
-        if sum(block.nbytes for block in part.blocks) > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
+        if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
         # Whoever ends waits for the round, too.
         reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
-        return self._answered(reply, part.blocks, None)
+        return self._answered(reply, part.answered, None)
 
     def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
         """See Lane."""
         connection = self._connection(part.header.caller, call)
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
-            return connection.transfer(message, part, part.blocks, parameters, call).push
+            return connection.transfer(message, part, part.answered, parameters, call).push
         if part.is_small:  # two copies more, but without what it costs to keep up a stream
             reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
-            return self._answered(reply, part.blocks, parameters)
+            return self._answered(reply, part.answered, parameters)
         received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
-        return self._with_reply(self._received(received, part.blocks, parameters))
+        return self._with_reply(self._received(received, part.answered, parameters))
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
         connection = self._connection(request.caller, call)
+        awaited = {block.index: block.nbytes for block in blocks}
+        tables_block = parameters.layout.tables_block(self.shard)
+        if tables_block is not None and (tables_block in request.blocks or not request.blocks):
+            awaited[tables_block] = 0
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL, pull=request)
-            connection.transfer(message, None, () if request.versions_only else blocks, parameters, call)
+            connection.transfer(message, None, {} if request.versions_only else awaited, parameters, call)
             return
         received = self._channel.stream_in(f"{_DATA}Pull", request, call)
-        self._received(received, blocks, None if request.versions_only else parameters)
+        self._received(received, awaited, None if request.versions_only else parameters)
 
     def pull_rows(
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
         """See Lane."""
-        raise NotImplementedError
+        connection = self._connection(request.caller, call)
+        if connection is None:
+            return self._asked(data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
+        method = bulk_pb2.BULK_METHOD_PULL_ROWS
+        message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
+        return connection.pull_rows(message, WantedRows(self._name, wanted), call)
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """See Lane."""
-        raise NotImplementedError
+        return self._asked(data_pb2.RowsRequest(read=request), wanted, call)
 
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
-        self._received(self._channel.stream_in(f"{_DATA}Read", request, call), blocks, parameters)
+        awaited = {block.index: block.nbytes for block in blocks}
+        self._received(self._channel.stream_in(f"{_DATA}Read", request, call), awaited, parameters)
 
     # -- gRPC's messages -----------------------------------------------------------------------------------------------
 
@@ -211,26 +223,25 @@ class ShardLane(Lane):
         """All frames of a push in one message."""
         message = data_pb2.SmallPush()
         for frame, payload in push_messages(part):
-            if payload is not None:
-                frame.payload = payload.tobytes()
+            frame.payload = b"".join(piece.data for piece in payload)
             message.frames.append(frame)
         self.traffic.sent_bytes += sum(len(frame.payload) for frame in message.frames)
         return message
 
     def _answered(
-        self, reply: data_pb2.SmallAnswer, blocks: Sequence[Block], parameters: FlatBuffers | None
+        self, reply: data_pb2.SmallAnswer, awaited: Mapping[int, int], parameters: FlatBuffers | None
     ) -> data_pb2.PushReply:
-        answer = self._answer(blocks, parameters)
+        answer = BlockAnswer(self._name, awaited, parameters)
         for answered in reply.frames:
             answer.take(answered, memoryview(answered.payload))
         self.traffic.received_bytes += answer.received_bytes
         return self._with_reply(answer.complete())
 
     def _received(
-        self, received: Iterator[bytes], blocks: Sequence[Block], parameters: FlatBuffers | None
+        self, received: Iterator[bytes], awaited: Mapping[int, int], parameters: FlatBuffers | None
     ) -> data_pb2.PushReply | None:
         """Write the blocks of an answer into the parameters, if any; the push reply, if there is one."""
-        answer = self._answer(blocks, parameters)
+        answer = BlockAnswer(self._name, awaited, parameters)
         try:
             for frame in received:
                 answer.take_frame(frame)
@@ -238,19 +249,33 @@ class ShardLane(Lane):
             self.traffic.received_bytes += answer.received_bytes
         return answer.complete()
 
-    def _answer(self, blocks: Sequence[Block], parameters: FlatBuffers | None) -> BlockAnswer:
-        return BlockAnswer(f"shard {self.shard} at {self.address}", blocks, parameters)
+    def _asked(self, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
+        """Fetch rows over gRPC."""
+        rows = WantedRows(self._name, wanted)
+        try:
+            for frame in self._channel.stream_in(f"{_DATA}PullRows", self._rows_frames(rows, first), call):
+                head, payload = frames.split(frame, "RowsFrame")
+                rows.fill(data_pb2.RowsFrame.FromString(head), payload)
+        finally:
+            self.traffic.received_bytes += rows.received_bytes
+        return rows.complete()
+
+    def _rows_frames(self, rows: WantedRows, first: data_pb2.RowsRequest) -> Iterator[bytes]:
+        """The frames of one request for rows. Runs in gRPC's thread while the call lives."""
+        for message, ids in rows.messages(first):
+            self.traffic.sent_bytes += sum(piece.nbytes for piece in ids)
+            yield frames.join(message.SerializeToString(), *ids)
 
     def _with_reply(self, reply: data_pb2.PushReply | None) -> data_pb2.PushReply:
         if reply is None:
-            raise InternalError(f"shard {self.shard} at {self.address}: the answer to a push_pull has no push reply")
+            raise InternalError(f"{self._name}: the answer to a push_pull has no push reply")
         return reply
 
     def _push_frames(self, part: GradientPart) -> Iterator[bytes]:
         """The frames of one push. Runs in gRPC's thread while the call lives; must not raise."""
         try:
             for message, payload in push_messages(part):
-                self.traffic.sent_bytes += 0 if payload is None else payload.nbytes
-                yield frames.join(message.SerializeToString(), payload)
+                self.traffic.sent_bytes += sum(piece.nbytes for piece in payload)
+                yield frames.join(message.SerializeToString(), *payload)
         except Aborted:  # the shard refuses what ends without a last frame, and the call fails by that
             return

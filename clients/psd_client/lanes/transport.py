@@ -138,8 +138,12 @@ class OutgoingBlocks:
     @property
     def is_small(self) -> bool:
         """True if the part is complete, and fits the buffers of a socket, or one message."""
-        nbytes = sum(block.nbytes for block in self.blocks) + sum(rows.nbytes for rows in self.tables)
-        return self.feed is None and nbytes <= SMALL_BYTES
+        return self.feed is None and self.nbytes <= SMALL_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks' parameters and of the rows; without those of the feed."""
+        return sum(block.nbytes for block in self.blocks) + sum(rows.nbytes for rows in self.tables)
 
     def outgoing(self) -> Iterator[Outgoing]:
         """The blocks in the order in which they are to be sent, each once; may wait for the next one."""
@@ -174,6 +178,12 @@ class GradientPart(OutgoingBlocks):
     """
 
     header: data_pb2.PushHeader = field(kw_only=True)
+
+    @property
+    def answered(self) -> dict[int, int]:
+        """The blocks that answer a push_pull: bytes of parameters by index; 0: only a version comes, of the tables."""
+        blocks = {block.index: block.nbytes for block in self.blocks}
+        return blocks if self.tables_block is None else blocks | {self.tables_block: 0}
 
 
 @dataclass

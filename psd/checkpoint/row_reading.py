@@ -1,0 +1,135 @@
+"""Reads the rows of a checkpoint's tables: for the shards of any layout, for other programs, and to check every byte.
+
+A shard has the ids whose hash is in its run, whatever the number of shards; so it reads the parts whose runs overlap its own,
+and of these leaves the rows of others. Chunks are read a few ahead, and checked before a row is used. Of a checkpoint that
+builds on another, first come the rows that have changed, then those of the other that have not, nor were removed: each once.
+Beside a few chunks, the ids of what has changed are all that is in memory. Must not know where the rows go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.checkpoint.cut import rows_file
+from psd.checkpoint.manifest import Manifest, Part
+from psd.checkpoint.reading import Advance, read_ahead, read_checked
+from psd.checkpoint.storage import FileStore
+from psd.checkpoint.table_records import HISTORY, ROWS, Chunk, StoredRows, decode_rows
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
+from psd.contract.layout import Layout
+from psd_core.distinct import shard_of
+
+
+class StoredTable:
+    """A table in a checkpoint, as far as one of `shard_count` shards is to have it. An iterable of StoredRows, from the files.
+
+    Attributes:
+        step: of the table. Where parts differ, the largest, because with it no rule takes a larger step than it would have.
+        count: of the rows in the parts that it reads; of the shard's own where it reads its own alone.
+        width: numbers of a row. history: as of the part with that step.
+    """
+
+    def __init__(self, storage: FileStore, manifest: Manifest, table: int, shard_index: int = 0, shard_count: int = 1) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._table = table
+        self._shard = (shard_index, shard_count)
+        stored = manifest.shard_count
+        self._parts = [
+            part
+            for part in manifest.parts
+            if part.shard_index * shard_count < (shard_index + 1) * stored
+            and (part.shard_index + 1) * shard_count > shard_index * stored
+        ]
+        self._is_all_ours = all(
+            part.shard_index * shard_count >= shard_index * stored
+            and (part.shard_index + 1) * shard_count <= (shard_index + 1) * stored
+            for part in self._parts
+        )
+        latest = max(manifest.parts, key=lambda part: part.tables[table].step)
+        self.step = latest.tables[table].step
+        self.count = sum(part.tables[table].rows for part in self._parts)
+        self.width = latest.tables[table].width
+        self.history = self._history(latest)
+
+    def _history(self, part: Part) -> NDArray[np.float64]:
+        for chunk in _chunks(part, self._table, HISTORY):
+            data = _read(self._storage, self._manifest, part, chunk)
+            return np.frombuffer(data, "<f8").reshape(chunk.rows, -1)
+        return np.empty((0, 0))
+
+    def __iter__(self) -> Iterator[StoredRows]:
+        for part in self._parts:
+            found = 0
+            for batch in self._all_of(part):
+                found += len(batch.ids)
+                if self._is_all_ours:
+                    yield batch
+                else:
+                    index, count = self._shard
+                    yield _where(batch, shard_of(batch.ids, count) == index)
+            if found != part.tables[self._table].rows:
+                raise CheckpointCorrupt(
+                    f"{self._manifest.name}: part {part.shard_index} has {found} rows of table {self._table}, and its document "
+                    f"says {part.tables[self._table].rows}"
+                )
+
+    def _all_of(self, part: Part) -> Iterator[StoredRows]:
+        manifest = self._manifest
+        if part.tables[self._table].is_full:
+            yield from self._rows_in(manifest, part)
+            return
+        assert manifest.base is not None
+        removed = _chunks(part, self._table, "removed")
+        gone = [np.frombuffer(_read(self._storage, manifest, part, chunk), "<u8") for chunk in removed]
+        for batch in self._rows_in(manifest, part):
+            gone.append(batch.ids)
+            yield batch
+        stale = np.unique(np.concatenate([np.empty(0, np.uint64), *gone]))
+        del gone
+        for batch in self._rows_in(manifest.base, manifest.base.parts[part.shard_index]):
+            if len(stale):
+                at = np.minimum(np.searchsorted(stale, batch.ids), len(stale) - 1)
+                batch = _where(batch, stale[at] != batch.ids)
+            yield batch
+
+    def _rows_in(self, manifest: Manifest, part: Part) -> Iterator[StoredRows]:
+        def read(chunk: Chunk) -> StoredRows:
+            return decode_rows(chunk, _read(self._storage, manifest, part, chunk), self.width)
+
+        with closing(read_ahead(read, _chunks(part, self._table, ROWS))) as batches:
+            yield from batches
+
+
+def restored_table(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:
+    """See CheckpointDirectory.read_table."""
+    if difference := manifest.spec.difference_from_stored(layout.spec, manifest.name):
+        raise SpecMismatch(difference)
+    return StoredTable(storage, manifest, table, shard_index, layout.shard_count)
+
+
+def _where(batch: StoredRows, mask: NDArray[np.bool_]) -> StoredRows:
+    return StoredRows(batch.ids[mask], batch.used[mask], batch.rows[mask])
+
+
+def _chunks(part: Part, table: int, kind: str) -> list[Chunk]:
+    return [chunk for chunk in part.chunks if (chunk.table, chunk.kind) == (table, kind)]
+
+
+def _read(storage: FileStore, manifest: Manifest, part: Part, chunk: Chunk) -> bytes:
+    file = rows_file(part.shard_index, manifest.shard_count)
+    return read_checked(storage, manifest.name, file, chunk, f"rows of table {chunk.table}")
+
+
+def verify_rows(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
+    """Read every byte of a part's rows; return the problems in words."""
+    for chunk in part.chunks:
+        try:
+            _read(storage, manifest, part, chunk)
+        except (CheckpointCorrupt, CheckpointFailed) as error:
+            yield str(error)
+        advance(chunk.nbytes)
