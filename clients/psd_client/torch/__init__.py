@@ -237,8 +237,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def table_groups(self) -> dict[str, dict[str, Any]]:
-        """By name of an embedding's table, the numbers of its rule, such as {"user": {"lr": 0.05, ...}}; the program may
-        change them. Without an optimizer of the embedding's own it is the entry of param_groups."""
+        """Numbers of the tables' rules by name of the table, such as {"user": {"lr": 0.05, ...}}, which the program may change.
+
+        Of an embedding without an optimizer of its own it is the entry of param_groups.
+        """
         return self._declaration.tables.by_name
 
     @property

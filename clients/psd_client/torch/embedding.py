@@ -86,7 +86,7 @@ class TableModule(torch.nn.Module):
         self.gradients = CollectedGradients()
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Have the rows of the next step's batch brought while the program does other things.
+        """Prefetch the rows of the next step's batch brought while the program does other things.
 
         The next step's lookup of these very ids then finds them there; of other ones it brings them itself, as without. In
         synchronous and ssp jobs they are asked for as soon as the next `step()` has its parameters, so that they are the same
@@ -161,8 +161,8 @@ class Embedding(TableModule):
         embedding = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
         rows = embedding(ids)  # (..., 64)
 
-    In training a lookup counts as a use of its rows, for expiry and eviction. In `eval()` and under torch.no_grad() it does
-    not, and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints of the shards have the rows.
+    In training a lookup counts as a use of its rows, for expiry and eviction. In evaluation mode and under torch.no_grad() it
+    does not, and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints of the shards have the rows.
 
     Args:
         name: of the table.

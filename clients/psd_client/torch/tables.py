@@ -120,8 +120,8 @@ class Tables:
         return [rows for rows in found if rows is not None]
 
     def prefetch(self, lookups: Sequence[Lookup]) -> None:
-        """Have rows brought for lookups that the next step makes."""
-        self._next += lookups
+        """Prefetch the rows of lookups that the next step makes."""
+        self._next += [(learner, place._replace(ids=place.ids.copy())) for learner, place in lookups]  # it may reuse them
         if self._is_async and not self._has_feeds:
             self._fetch()
 
