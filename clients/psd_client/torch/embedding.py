@@ -162,7 +162,7 @@ class Embedding(TableModule):
         rows = embedding(ids)  # (..., 64)
 
     In training a lookup counts as a use of its rows, for expiry and eviction. In evaluation mode and under torch.no_grad() it
-    does not, and nothing is tracked. The module adds nothing to the model's state_dict: checkpoints of the shards have the rows.
+    does not, and nothing is tracked. The module adds nothing to the model's state_dict: the shards' checkpoints have the rows.
 
     Args:
         name: of the table.

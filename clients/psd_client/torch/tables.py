@@ -126,7 +126,7 @@ class Tables:
             self._fetch()
 
     def gradients(self) -> dict[int, tuple[Ids, Numbers]]:
-        """What the embeddings have collected: by table, distinct ids and the gradient of each."""
+        """Gradients that the embeddings have collected: by table, distinct ids and the gradient of each."""
         found = {}
         for index, members in enumerate(self._members):
             parts = [part for member in members if (part := member.gradients.take(member.handle)) is not None]
