@@ -99,11 +99,12 @@ def check_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(("world_size", "shards"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("rule", ["SGD", "Adagrad", "Adam"])
 def test_steps_are_those_of_one_process(run_workers, world_size, shards, rule):
     """Of a rule that the torch optimizer names, with a schedule; sparse ones, where Adam's rows rest that no step touches."""
-    options = {"lr": 0.1}
+    options = {"lr": 0.1} | ({"eps": 1e-14} if rule == "Adam" else {})  # SparseAdam has its eps elsewhere than Adam
     expected = torch_model(initial_rows(run_workers), sparse=True)
     dense = getattr(torch.optim, rule)(expected.top.parameters(), **options)
     rows = [*expected.user.parameters(), *expected.item.parameters()]
@@ -287,7 +288,7 @@ def test_a_gradient_that_is_not_finite_names_table_and_id(run_workers):
         embedding = psd.Embedding("user", DIM)
         optimizer = psd.distribute(embedding, torch.optim.SGD(embedding.parameters(), lr=1.0), ps=ps)
         (embedding(torch.tensor([5, 77])) * torch.tensor([[1.0], [float("nan")]])).sum().backward()
-        with pytest.raises(NonFiniteGradient, match=r"'user'.*77"):
+        with pytest.raises(NonFiniteGradient, match="id 77 of table 'user'"):
             optimizer.step()
 
     run_workers(1, 1, worker)

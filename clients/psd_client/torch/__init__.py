@@ -41,7 +41,7 @@ from psd_client.torch.declaration import (
 from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection, table_modules
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
-from psd_client.torch.parameters import Parameters, as_tensors
+from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.tables import Tables
 from psd_core.optimizer import Optimizer
@@ -160,8 +160,7 @@ def distribute(
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
+        copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
         Buffers(declaration, flat).write()
 
     try:
@@ -181,9 +180,7 @@ def distribute(
         if ps is None:
             connection.close()
         raise
-    with torch.no_grad():
-        values = as_tensors(worker_of(connection).parameters)
-        torch._foreach_copy_(declaration.parameters, values[: len(declaration.parameters)])
+    copy_all(declaration.parameters, as_tensors(worker_of(connection).parameters)[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
 
 
@@ -345,9 +342,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.settle()
         count = len(self._declaration.parameters)
 
-        @torch.no_grad()
         def write(flat: FlatBuffers) -> None:
-            torch._foreach_copy_(as_tensors(flat)[:count], values[:count])
+            copy_all(as_tensors(flat)[:count], values[:count])
 
         self._worker.set_parameters(write)
         self._parameters.copy()

@@ -29,7 +29,7 @@ from psd.contract.rows import TableRows
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
-from psd_client.torch.parameters import as_tensors, is_alike
+from psd_client.torch.parameters import as_tensors, copy_all, is_alike
 from psd_client.torch.places import Places
 
 
@@ -116,8 +116,7 @@ class Gradients:
                 sources.append(gradient)
                 targets.append(view)
         self._check_frozen()
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
         return self._buffers.present_but(missing)
 
     def finish(self, take: Callable[[Callable[[bool], int | None]], None], tables: Sequence[Sequence[TableRows]] = ()) -> None:
