@@ -52,7 +52,6 @@ int psd_table_plan(psd_table *t)
         at = aligned(at + sizes[i], PSD_REGION_ALIGN);
     }
     t->size = at;
-    t->salt = psd_mix(s->seed ^ 0x5bd1e995u);
     return 1;
 }
 
@@ -81,10 +80,11 @@ static void attach(psd_table *t)
     t->root = root_at(t, *t->commit);
 }
 
-void psd_table_format(psd_table *t)
+void psd_table_format(psd_table *t, uint64_t salt)
 {
     attach(t);
     t->root->buckets = 16;
+    t->root->salt = salt;
     t->root->check = check_of(t, t->root);
 }
 

@@ -55,6 +55,7 @@ typedef struct {
     uint64_t log_first, log_end; /* entries of the log, as numbers that only grow */
     uint64_t still_from;   /* a gradient of zeros changes no row at this step or later */
     uint64_t fresh_moves;  /* 1: it did change a row that nobody has trained */
+    uint64_t salt; /* of tags and sightings: nobody outside knows it, so nobody can choose ids that collide */
 } psd_root;
 
 /* Scalars that held from a step on, until the next entry's. */
@@ -126,7 +127,7 @@ typedef struct {
 typedef struct psd_table {
     psd_table_spec spec;
     psd_region region[PSD_REGIONS];
-    uint64_t size, salt;
+    uint64_t size;
     char *base;
     uint64_t *commit, *applied;
     psd_root *root; /* the valid one */
@@ -178,7 +179,7 @@ void psd_store_row(const psd_table *, const float *in, float *row, uint64_t id, 
 int psd_table_plan(psd_table *); /* sets regions and size from the spec; 0 if there are too many places */
 int psd_table_make_lock(psd_table *); /* 0 or an errno */
 void psd_table_drop_lock(psd_table *);
-void psd_table_format(psd_table *); /* makes a new, empty partition of a file of zeros */
+void psd_table_format(psd_table *, uint64_t salt); /* makes a new, empty partition of a file of zeros */
 const char *psd_table_adopt(psd_table *); /* takes over what a process has left; returns what is wrong, or NULL */
 psd_root *psd_table_next_root(psd_table *);   /* a copy of the valid root, to change and commit */
 psd_record *psd_table_record(psd_table *);
@@ -187,7 +188,7 @@ void psd_table_commit(psd_table *, psd_root *);
 int psd_table_lack(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
 
 /* table_index.c */
-static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->salt) >> 32); }
+static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->root->salt) >> 32); }
 static inline uint64_t psd_home(uint64_t tag, uint64_t buckets) { return tag * buckets >> 32; }
 static inline int psd_is_moved(const psd_table *t, uint64_t tag) { return t->root->next_buckets && tag < t->root->moved; }
 static inline uint64_t *psd_bucket(const psd_table *t, int next, uint64_t bucket)
@@ -280,7 +281,10 @@ static inline int psd_is_fresh_behind(const psd_table *t) { return t->spec.catch
 #define PSD_PASSED_OVER ((uint64_t *)1)
 int64_t psd_table_admit(psd_table *);
 
-/* table_scratch.c: the distinct ids of a push and the sums of their gradients. */
+/* table_scratch.c: the distinct ids of a push and the sums of their gradients. The hash tables in ordinary memory have a seed of the
+ * process's own, on which no result depends. */
+extern uint64_t psd_slots_seed;
+static inline uint64_t psd_slot(uint64_t id, uint64_t mask) { return psd_mix(id ^ psd_slots_seed) & mask; }
 int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);
 void psd_scratch_free(psd_scratch *);
 
