@@ -14,7 +14,7 @@ from psd.contract.jobspec import TensorSpec
 from psd.contract.tables import SparseTableSpec
 from psd_client import SGD, Adagrad, Normal, RowwiseAdagrad, Table, Zeros
 from psd_client.client import worker_of
-from psd_client.optimizers import spec_of
+from psd_client.optimizers import scalar_values, spec_of
 
 torch = pytest.importorskip("torch")
 
@@ -66,7 +66,7 @@ def train_all_rules(ps: psd_client.ParameterServer, aggregation: str) -> tuple[A
         for index, name in enumerate(RULES)
     ]
     worker.declare_tensors(tensors, groups, initial=lambda buffers: None, aggregation=aggregation, tables=tables)
-    scalars = [list(rule.scalars().values()) for rule in rules] * 2
+    scalars = [scalar_values(spec_of(rule), rule.scalars(), 0) for rule in rules] * 2
     every_id = {index: np.arange(ROWS)[::-1] for index in range(len(tables))}
     for step in range(STEPS):
         ids, grads = batch(step, ps.rank)
@@ -126,13 +126,9 @@ def train_with_torch(world_size: int, rows: Any, optimizer: Callable[..., Any], 
     for step in range(STEPS):
         parts = [batch(step, rank) for rank in range(world_size)]
         ids, grads = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        if ids.size:
-            rule.zero_grad()
-            (embedding(torch.tensor(ids)) * torch.tensor(grads)).sum().div(world_size).backward()
-        else:
-            embedding.weight.grad = torch.zeros_like(embedding.weight)
-        if ids.size or not is_sparse:
-            rule.step()
+        rule.zero_grad()
+        (embedding(torch.tensor(ids)) * torch.tensor(grads)).sum().div(world_size).backward()
+        rule.step()
     return embedding.weight.detach().numpy()
 
 
