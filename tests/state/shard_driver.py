@@ -444,7 +444,7 @@ class Driver:
     def fingerprint(self, *, but: int = -1) -> Any:
         """All that a refused request must leave as it is: pages, rounds, dedup windows, and the other workers' clocks."""
         job = self.core.job
-        blocks = []
+        blocks: list[Any] = []
         for state in job.blocks.values() if job is not None else ():
             page, round_ = job.arena.current(state._slot), state._round
             blocks.append(
@@ -470,5 +470,7 @@ class Driver:
             for w in (self.core.membership.workers if self.core.membership is not None else [])
             if w.rank != but
         ]
+        if job is not None and job.tables is not None:
+            blocks += [(p.version, p.notes.tobytes(), p.store.counters()["version"]) for p in job.tables.partitions]
         scalars = None if job is None else job.agreement.known()
         return blocks, workers, scalars, self.core.life.has_values, self.core.run_id
