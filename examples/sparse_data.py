@@ -48,7 +48,7 @@ class Categories(NamedTuple):
 
 
 class Ratings(NamedTuple):
-    """Who has rated what, and how; which of these are for testing."""
+    """Ratings of items by users; and which of these are for testing."""
 
     name: str
     users: Array

@@ -4,6 +4,8 @@ This module owns every check that keeps an access within its buffer. It knows no
 about to write, and `psd_core/table.py` sees to it that they are there.
 """
 
+import os
+
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
@@ -51,7 +53,7 @@ cdef extern from "table.h" nogil:
         double scalars[PSD_SCALARS_MAX]
     ctypedef struct psd_table_spec:
         uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
-        int rule, rowwise, init, evicts, catches_up, settles, rests
+        int rule, rowwise, init, evicts, catches_up, settles, rests, is_half
         uint8_t rest_without[PSD_SCALARS_MAX]
         int64_t decay_at
         double a, b
@@ -87,12 +89,12 @@ cdef extern from "table.h" nogil:
         const double *history
         uint64_t entries, scalars
     void psd_mix_all(const uint64_t *, uint64_t *, intptr_t) noexcept
-    uint64_t psd_mix(uint64_t) noexcept
+    uint64_t psd_slots_seed
     void psd_initial_value(const psd_table_spec *, uint64_t, float *) noexcept
     int psd_table_plan(psd_table *) noexcept
     int psd_table_make_lock(psd_table *) noexcept
     void psd_table_drop_lock(psd_table *) noexcept
-    void psd_table_format(psd_table *) noexcept
+    void psd_table_format(psd_table *, uint64_t) noexcept
     const char *psd_table_adopt(psd_table *) noexcept
     int psd_table_lack(const psd_table *, uint64_t, uint64_t, uint64_t *) noexcept
     psd_log_entry *psd_logged(const psd_table *, uint64_t) noexcept
@@ -122,6 +124,7 @@ cdef extern from "table.h" nogil:
     void psd_sums_free(psd_sums *) noexcept
 
 
+psd_slots_seed = int.from_bytes(os.urandom(8), "little")
 RULES_CHECKSUM = <uint32_t>PSD_RULES_CHECKSUM  # of the table of rules that this module was built with
 REMOVED_MAX = PSD_REMOVED_MAX
 LOG_MAX = PSD_LOG_MAX
@@ -191,7 +194,7 @@ cdef class Partition:
 
     def __cinit__(
         self, *, uint64_t dim, uint64_t width, uint64_t rows_max, uint64_t push_max, uint64_t notes, uint64_t seed, int rule,
-        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, bint catches_up, bint settles,
+        bint rowwise, int init, double a, double b, bint evicts, uint64_t admit_after, uint64_t admit_below, tuple flags, tuple slot_at, tuple slot_start, bint is_half, bint catches_up, bint settles,
         tuple rest_without, int64_t decay_at, on_store=None,
     ):
         cdef int i
@@ -201,7 +204,7 @@ cdef class Partition:
         spec.rule, spec.rowwise, spec.init, spec.a, spec.b, spec.evicts = rule, rowwise, init, a, b, evicts
         spec.admit_after, spec.admit_below = admit_after, admit_below
         assert len(rest_without) <= PSD_SCALARS_MAX and -1 <= decay_at < PSD_SCALARS_MAX
-        spec.catches_up, spec.settles, spec.rests, spec.decay_at = catches_up, settles, any(rest_without), decay_at
+        spec.is_half, spec.catches_up, spec.settles, spec.rests, spec.decay_at = is_half, catches_up, settles, any(rest_without), decay_at
         for i in range(len(rest_without)):
             spec.rest_without[i] = rest_without[i]
         for i in range(len(flags)):
@@ -238,8 +241,8 @@ cdef class Partition:
         """Start and size in bytes of each region."""
         return [(region.at, region.size) for region in self.table.region[:PSD_REGIONS]]
 
-    def attach(self, object mapping, bint fresh):
-        """Take over the mapping of a file of zeros, or of what a process has left. Returns what is wrong with it, or None."""
+    def attach(self, object mapping, bint fresh, uint64_t salt):
+        """Take over the mapping of a file of zeros, with this salt, or of what a process has left; returns the problem, or None."""
         cdef const char *problem = NULL
         assert not self.is_attached
         PyObject_GetBuffer(mapping, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
@@ -248,7 +251,7 @@ cdef class Partition:
         self.table.base = <char *>self.view.buf
         with nogil:
             if fresh:
-                psd_table_format(&self.table)
+                psd_table_format(&self.table, salt)
             else:
                 problem = psd_table_adopt(&self.table)
         return problem.decode() if problem != NULL else None

@@ -28,12 +28,13 @@ ROWWISE_ADAGRAD = "rowwise_adagrad"
 DIM_MAX = 1 << 16
 NAME_BYTES_MAX = 256
 ROWS_MAX = 1 << 31
-PUSH_MAX = 1 << 20
+PUSH_MAX = 1 << 24
 """Largest number of ids that a push may have."""
 OVERHEAD_BYTES = 29
 """Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""
 AT_LIMIT = ("evict", "refuse")
 UPDATES = ("lazy", "catch_up")
+DTYPES = ("float32", "bfloat16")
 
 
 class RowLayout(NamedTuple):
@@ -68,6 +69,8 @@ class TableSpec:
             next touched or read, it is brought to where a dense tensor would be: the rule is applied with a gradient of zeros
             and the scalars of that time, for each step that it has missed. The bits are the dense tensor's, at a kernel for
             each such step. See docs/design/tables.md.
+        dtype: how values are stored, "float32" or "bfloat16"; slots are float32, and so is what comes and goes. A value is
+            computed in float32, then rounded to bfloat16 stochastically, by chance that follows from seed, id and step.
 
     Raises:
         ValueError, TypeError: naming the field and its limit.
@@ -87,6 +90,7 @@ class TableSpec:
     push_max: int = PUSH_MAX
     notes: int = 0
     updates: str = "lazy"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > NAME_BYTES_MAX:
@@ -119,7 +123,7 @@ class TableSpec:
                 raise ValueError(f"constants: {name} {problem}")
         if not isinstance(self.init, Initial):
             raise TypeError(f"init: expected one of {', '.join(INITIALS)}, got {self.init!r}")
-        for name, words in (("at_limit", AT_LIMIT), ("updates", UPDATES)):
+        for name, words in (("at_limit", AT_LIMIT), ("updates", UPDATES), ("dtype", DTYPES)):
             if getattr(self, name) not in words:
                 raise ValueError(f"{name}: expected one of {', '.join(words)}, got {getattr(self, name)!r}")
         if self.max_bytes < self.row_bytes:
@@ -150,7 +154,8 @@ class TableSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes that a row takes at most, everything counted."""
-        return 4 * self.layout.width + OVERHEAD_BYTES
+        saved = self.dim // 2 if self.dtype == "bfloat16" else 0
+        return 4 * (self.layout.width - saved) + OVERHEAD_BYTES
 
     @property
     def rows_max(self) -> int:

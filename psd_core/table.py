@@ -79,8 +79,8 @@ class TableStore:
         spec: the declaration.
     """
 
-    def __init__(self, file: files.File, path: Path, spec: TableSpec, *, fresh: bool, crash_point: Any) -> None:
-        """Take over an open and locked file; not for callers."""
+    def __init__(self, file: files.File, path: Path, spec: TableSpec, *, salt: int | None = None, crash_point: Any) -> None:
+        """Take over an open and locked file, a new one if there is a salt; not for callers."""
         self.spec = spec
         self._path = path
         self._file = file
@@ -91,7 +91,7 @@ class TableStore:
         facts = RULES[spec.kernel_rule]
         self._open: _table.Partition | None = _partition_of(spec, crash_point)
         size = self._partition.size
-        if fresh:
+        if salt is not None:
             file.extend(size)
             file.reserve(0, form.SUPERBLOCK_BYTES)
             file.write(spec.pack(), 0)
@@ -99,19 +99,25 @@ class TableStore:
         elif file.size < size:
             raise ArenaCorrupt(f"the file has {file.size} bytes, expected {size}: truncated")
         self._scalars = facts.scalars
-        problem = self._partition.attach(file.map_shared(0, size), fresh)
+        problem = self._partition.attach(file.map_shared(0, size), salt is not None, salt or 0)
         if problem is not None:
             raise ArenaCorrupt(problem)
         self._recover_space()
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], spec: TableSpec, *, crash_point: Callable[[str], None] | None = None
+        cls,
+        path: str | os.PathLike[str],
+        spec: TableSpec,
+        *,
+        salt: int | None = None,
+        crash_point: Callable[[str], None] | None = None,
     ) -> TableStore:
         """Make an empty partition, which appears under its name whole.
 
         Args:
             path: of the file. crash_point: called at each of CRASH_POINTS.
+            salt: of the index's hash, 64 bits; random by default, so that nobody can choose ids that collide.
 
         Raises:
             ArenaError: there is one. ArenaFull: no space; nothing is left of it.
@@ -124,7 +130,8 @@ class TableStore:
             file = files.File(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 file.lock()
-                store = cls(file, final, spec, fresh=True, crash_point=crash_point)
+                salt = int.from_bytes(os.urandom(8), "little") if salt is None else salt
+                store = cls(file, final, spec, salt=salt, crash_point=crash_point)
                 unfinished.rename(final)
             except BaseException:
                 file.close()
@@ -145,7 +152,7 @@ class TableStore:
             file = files.File(final, os.O_RDWR)
             try:
                 file.lock()
-                return cls(file, final, form.unpack(file.read(form.SUPERBLOCK_BYTES, 0)), fresh=False, crash_point=crash_point)
+                return cls(file, final, form.unpack(file.read(form.SUPERBLOCK_BYTES, 0)), crash_point=crash_point)
             except BaseException as error:
                 file.close()
                 if isinstance(error, ArenaCorrupt):
@@ -445,6 +452,7 @@ def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
         flags=tuple(flag in spec.flags for flag in facts.flags),
         slot_at=spec.layout.slots,
         slot_start=spec.layout.starts,
+        is_half=spec.dtype == "bfloat16",
         catches_up=spec.catches_up,
         settles=facts.row.settles,
         rest_without=tuple(name in facts.row.rests_without for name in facts.scalars),

@@ -53,7 +53,7 @@ class Worker:
             ray.get(self._server.push.remote(ids, grads))
 
     def difference(self, pushes: list[int]) -> str:
-        """What is wrong with the rows."""
+        """The fault of the rows."""
         values = ray.get(self._server.pull.remote(self._turn.check.ids))
         return self._turn.check.difference(values, pushes[self._rank])
 

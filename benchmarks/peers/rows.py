@@ -86,7 +86,7 @@ class Check:
             self._grads[number, at] = gradients(batch.ids[where], batch.counts[where], 1)[:, 0]
 
     def difference(self, values: Array, steps: int) -> str:
-        """What is wrong with the rows (n, dim) of `ids` after so many steps; empty: nothing."""
+        """The fault of the rows (n, dim) of `ids` after so many steps; empty: nothing."""
         due, total = np.zeros(len(self.ids), np.float32), np.zeros(len(self.ids), np.float32)
         for step in range(steps):
             grad = self._grads[step % BATCHES]

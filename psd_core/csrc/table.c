@@ -27,7 +27,8 @@ static uint64_t record_bytes(const psd_table *t, uint64_t n)
 
 int psd_table_plan(psd_table *t)
 {
-    const psd_table_spec *const s = &t->spec;
+    psd_table_spec *const s = &t->spec;
+    s->stored = s->width - (s->is_half ? s->dim / 2 : 0);
     const uint64_t most = s->push_max < s->rows_max ? s->push_max : s->rows_max, places = s->rows_max + most;
     if (places > PSD_PLACES_MAX)
         return 0;
@@ -40,7 +41,7 @@ int psd_table_plan(psd_table *t)
         [PSD_INDEX] = index,
         [PSD_OTHER_INDEX] = index,
         [PSD_HEADS] = places * sizeof(psd_head),
-        [PSD_ROWS] = places * s->width * 4,
+        [PSD_ROWS] = places * s->stored * 4,
         [PSD_SPARES] = places * 4,
         [PSD_REMOVALS] = (s->rows_max / 4 + 2 * PSD_REMOVED_MAX) * 8,
         [PSD_LOG] = s->catches_up ? 2 * PSD_LOG_MAX * sizeof(psd_log_entry) : 0,
@@ -51,7 +52,6 @@ int psd_table_plan(psd_table *t)
         at = aligned(at + sizes[i], PSD_REGION_ALIGN);
     }
     t->size = at;
-    t->salt = psd_mix(s->seed ^ 0x5bd1e995u);
     return 1;
 }
 
@@ -80,10 +80,11 @@ static void attach(psd_table *t)
     t->root = root_at(t, *t->commit);
 }
 
-void psd_table_format(psd_table *t)
+void psd_table_format(psd_table *t, uint64_t salt)
 {
     attach(t);
     t->root->buckets = 16;
+    t->root->salt = salt;
     t->root->check = check_of(t, t->root);
 }
 
@@ -200,7 +201,7 @@ int psd_table_lack(const psd_table *t, uint64_t n, uint64_t entries, uint64_t *b
         [PSD_RECORD] = record_bytes(t, n),
         [PSD_SIGHTINGS] = t->region[PSD_SIGHTINGS].size,
         [PSD_HEADS] = taken * sizeof(psd_head),
-        [PSD_ROWS] = taken * t->spec.width * 4,
+        [PSD_ROWS] = taken * t->spec.stored * 4,
         [PSD_SPARES] = (r->spares + n + PSD_REMOVED_MAX) * 4, /* n rows may go, too, to make room */
     };
     needed[PSD_REMOVALS] = (psd_removals(r) + n + PSD_REMOVED_MAX) * 8;

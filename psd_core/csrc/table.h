@@ -11,7 +11,7 @@
  *   index 0, 1  u64 entries: tag << 32 | place + 1; GRAVE in the low half: removed; 0: never used
  *   sightings   u64: 56 bits of the hash of an id that is not admitted, 8 bits: how often it was seen; in buckets, as the index
  *   heads       psd_head by place
- *   rows        value and slots by place, without gaps
+ *   rows        value and slots by place, without gaps; a value of 16 bits a number ends with a float
  *   spares      u32 places, a stack
  *   removals    u64 ids of rows that went, a ring: what went as the n-th lies at n % its length
  *   log         psd_log_entry, a ring likewise: the scalars of past steps, where rows catch up
@@ -55,6 +55,7 @@ typedef struct {
     uint64_t log_first, log_end; /* entries of the log, as numbers that only grow */
     uint64_t still_from;   /* a gradient of zeros changes no row at this step or later */
     uint64_t fresh_moves;  /* 1: it did change a row that nobody has trained */
+    uint64_t salt; /* of tags and sightings: nobody outside knows it, so nobody can choose ids that collide */
 } psd_root;
 
 /* Scalars that held from a step on, until the next entry's. */
@@ -74,7 +75,7 @@ typedef struct {
 
 typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_NORMAL } psd_init;
 
-/* What never changes. Offsets and widths of rows are in floats; the value is at 0. Where rows catch up the last number of a row is the
+/* What never changes. Offsets and widths of rows are in floats, as the caller has them; the value is at 0. Where rows catch up the last number of a row is the
  * step that it is at, the low 32 bits of it as they are. */
 typedef struct {
     uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
@@ -86,6 +87,8 @@ typedef struct {
     psd_hyper flags; /* its scalars are not used */
     int64_t slot_at[PSD_SLOTS_MAX]; /* -1: not kept */
     float slot_start[PSD_SLOTS_MAX];
+    int is_half;     /* values lie in the file as bfloat16 */
+    uint64_t stored; /* width of a row in the file, in floats; set by psd_table_plan */
     int catches_up;
     int settles; /* a gradient of zeros does nothing more the second time */
     int rests;   /* it does nothing at all where all scalars of rest_without are 0 */
@@ -124,7 +127,7 @@ typedef struct {
 typedef struct psd_table {
     psd_table_spec spec;
     psd_region region[PSD_REGIONS];
-    uint64_t size, salt;
+    uint64_t size;
     char *base;
     uint64_t *commit, *applied;
     psd_root *root; /* the valid one */
@@ -149,7 +152,7 @@ static inline uint32_t *psd_spares(const psd_table *t) { return (uint32_t *)(t->
 static inline uint64_t *psd_notes(const psd_table *t) { return (uint64_t *)(t->root + 1); }
 static inline float *psd_row(const psd_table *t, uint64_t place)
 {
-    return (float *)(t->base + t->region[PSD_ROWS].at) + place * t->spec.width;
+    return (float *)(t->base + t->region[PSD_ROWS].at) + place * t->spec.stored;
 }
 static inline uint64_t *psd_entries(const psd_table *t, uint64_t which)
 {
@@ -161,11 +164,22 @@ void psd_mix_all(const uint64_t *in, uint64_t *out, intptr_t n);
 void psd_initial_value(const psd_table_spec *, uint64_t id, float *out);
 void psd_initial_row(const psd_table_spec *, uint64_t id, float *out);
 
+/* table_rows.c: rows between the file and the caller's numbers. `floats`: dim or width. */
+void psd_widen_row(const psd_table *, const float *row, float *out, uint64_t floats);
+static inline void psd_load_row(const psd_table *t, const float *row, float *out, uint64_t floats)
+{
+    if (t->spec.is_half)
+        psd_widen_row(t, row, out, floats);
+    else
+        memcpy(out, row, floats * sizeof *row);
+}
+void psd_store_row(const psd_table *, const float *in, float *row, uint64_t id, uint64_t step);
+
 /* table.c: life of a partition, and its commits. */
 int psd_table_plan(psd_table *); /* sets regions and size from the spec; 0 if there are too many places */
 int psd_table_make_lock(psd_table *); /* 0 or an errno */
 void psd_table_drop_lock(psd_table *);
-void psd_table_format(psd_table *); /* makes a new, empty partition of a file of zeros */
+void psd_table_format(psd_table *, uint64_t salt); /* makes a new, empty partition of a file of zeros */
 const char *psd_table_adopt(psd_table *); /* takes over what a process has left; returns what is wrong, or NULL */
 psd_root *psd_table_next_root(psd_table *);   /* a copy of the valid root, to change and commit */
 psd_record *psd_table_record(psd_table *);
@@ -174,7 +188,7 @@ void psd_table_commit(psd_table *, psd_root *);
 int psd_table_lack(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
 
 /* table_index.c */
-static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->salt) >> 32); }
+static inline uint32_t psd_tag(const psd_table *t, uint64_t id) { return (uint32_t)(psd_mix(id ^ t->root->salt) >> 32); }
 static inline uint64_t psd_home(uint64_t tag, uint64_t buckets) { return tag * buckets >> 32; }
 static inline int psd_is_moved(const psd_table *t, uint64_t tag) { return t->root->next_buckets && tag < t->root->moved; }
 static inline uint64_t *psd_bucket(const psd_table *t, int next, uint64_t bucket)
@@ -244,13 +258,13 @@ static inline psd_log_entry *psd_logged(const psd_table *t, uint64_t number)
 {
     return (psd_log_entry *)(t->base + t->region[PSD_LOG].at) + number % (2 * PSD_LOG_MAX);
 }
-/* Whether steps have passed a row by that would have changed it. Needs the lock, or to be the writer. */
+/* Whether steps have passed a row of the file by that would have changed it. Needs the lock, or to be the writer. */
 static inline int psd_is_behind(const psd_table *t, const float *row)
 {
     uint32_t last;
     if (!t->spec.catches_up || t->root->still_from <= 1)
         return 0;
-    memcpy(&last, row + t->spec.width - 1, sizeof last);
+    memcpy(&last, row + t->spec.stored - 1, sizeof last);
     const int32_t missed = (int32_t)((uint32_t)t->root->step - last);
     return missed > 0 && t->root->step - (uint64_t)missed + 1 < t->root->still_from;
 }
@@ -267,7 +281,10 @@ static inline int psd_is_fresh_behind(const psd_table *t) { return t->spec.catch
 #define PSD_PASSED_OVER ((uint64_t *)1)
 int64_t psd_table_admit(psd_table *);
 
-/* table_scratch.c: the distinct ids of a push and the sums of their gradients. */
+/* table_scratch.c: the distinct ids of a push and the sums of their gradients. The hash tables in ordinary memory have a seed of the
+ * process's own, on which no result depends. */
+extern uint64_t psd_slots_seed;
+static inline uint64_t psd_slot(uint64_t id, uint64_t mask) { return psd_mix(id ^ psd_slots_seed) & mask; }
 int psd_combine(psd_scratch *, const uint64_t *ids, const float *values, intptr_t n, intptr_t width, int distinct, int last);
 void psd_scratch_free(psd_scratch *);
 

@@ -13,7 +13,7 @@
 /* Whether this sighting counts: a function of the table's seed, the id and the step. */
 static int is_counted(const psd_table *t, uint64_t id)
 {
-    return psd_mix(t->salt ^ psd_mix(id + psd_mix(t->root->step + 1))) >> 32 < t->spec.admit_below;
+    return psd_mix(psd_mix(t->spec.seed ^ 0x5bd1e995u) ^ psd_mix(id + psd_mix(t->root->step + 1))) >> 32 < t->spec.admit_below;
 }
 
 /* The word of an id in its bucket, or the one that gives way to it. */
@@ -50,7 +50,7 @@ int64_t psd_table_admit(psd_table *t)
             continue;
         int is_admitted = is_counted(t, s->ids[k]);
         if (is_admitted && t->spec.admit_after > 1) {
-            const uint64_t hash = psd_mix(s->ids[k] ^ t->salt);
+            const uint64_t hash = psd_mix(s->ids[k] ^ t->root->salt);
             const uint64_t *const word = sighting_of(t, hash);
             const uint64_t seen = 1 + ((*word | COUNT) == (hash | COUNT) ? *word & COUNT : 0);
             is_admitted = seen >= t->spec.admit_after;

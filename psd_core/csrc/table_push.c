@@ -52,8 +52,8 @@ PSD_INLINE uint64_t spare_place(const psd_table *t, uint64_t taken)
 PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t place)
 {
     if (word)
-        psd_prefetch_range(psd_row(t, (uint32_t)*word - 1), t->spec.width * 4, 0);
-    psd_prefetch_range(psd_row(t, place), t->spec.width * 4, 1);
+        psd_prefetch_range(psd_row(t, (uint32_t)*word - 1), t->spec.stored * 4, 0);
+    psd_prefetch_range(psd_row(t, place), t->spec.stored * 4, 1);
     psd_prefetch_range(&psd_heads(t)[place], sizeof(psd_head), 1);
 }
 
@@ -62,26 +62,28 @@ static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule,
                       float *row, psd_past *past, const float *first)
 {
     const psd_scratch *const s = &t->scratch;
-    float *const to = psd_row(t, place);
     const float *const old = s->words[k] ? psd_row(t, (uint32_t)*s->words[k] - 1) : NULL;
+    float *const to = t->spec.is_half ? row : psd_row(t, place);
     uint32_t clock = p->clock;
     if (p->whole) {
-        memcpy(to, s->values[k], t->spec.width * 4);
+        psd_store_row(t, s->values[k], psd_row(t, place), s->ids[k], next->step);
         if (p->clocks)
             clock = p->clocks[(uint64_t)(s->values[k] - first) / t->spec.width];
     } else {
-        const int is_behind = old ? psd_is_behind(t, old) : psd_is_fresh_behind(t);
+        const int is_behind = old ? psd_is_behind(t, old) : psd_is_fresh_behind(t), as_it_lies = old && !is_behind && !t->spec.is_half;
         if (!old)
             psd_initial_row(&t->spec, s->ids[k], row);
-        else if (is_behind)
-            memcpy(row, old, t->spec.width * 4);
+        else if (!as_it_lies)
+            psd_load_row(t, old, row, t->spec.width);
         if (is_behind)
             psd_catch_up(past, row, !old);
-        psd_step_row_f32(rule, old && !is_behind ? old : row, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
+        psd_step_row_f32(rule, as_it_lies ? old : row, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
         if (t->spec.catches_up) {
             const uint32_t step = (uint32_t)next->step;
             memcpy(to + t->spec.width - 1, &step, sizeof step);
         }
+        if (t->spec.is_half)
+            psd_store_row(t, row, psd_row(t, place), s->ids[k], next->step);
     }
     psd_heads(t)[place] = (psd_head){s->ids[k], clock, (uint32_t)next->version};
 }

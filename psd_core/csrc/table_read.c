@@ -62,7 +62,7 @@ static int put_off(behind *b, const psd_table *t, const float *row, intptr_t num
     b->numbers[b->count] = number;
     b->is_fresh[b->count] = row == NULL;
     if (row)
-        memcpy(b->rows + (uint64_t)b->count * t->spec.width, row, t->spec.width * sizeof *row);
+        psd_load_row(t, row, b->rows + (uint64_t)b->count * t->spec.width, t->spec.width);
     b->count++;
     return 0;
 }
@@ -88,12 +88,13 @@ static int read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float *out,
 {
     ahead ring[FAR];
     const int is_fresh_behind = psd_is_fresh_behind(t);
+    const uint64_t bytes = (floats - (t->spec.is_half ? t->spec.dim / 2 : 0)) * 4;
     *hits = 0;
     for (intptr_t i = 0; i < n + FAR; i++) {
         if (i < n)
             find_home(t, &ring[i % FAR], ids[i]);
         if (i >= AHEAD && i - AHEAD < n)
-            find_row(t, &ring[(i - AHEAD) % FAR], floats * 4);
+            find_row(t, &ring[(i - AHEAD) % FAR], bytes);
         if (i < FAR - 1)
             continue;
         const intptr_t j = i - (FAR - 1);
@@ -123,7 +124,7 @@ static int read_batch(psd_table *t, const uint64_t *ids, intptr_t n, float *out,
             __atomic_store_n(&head->used, (uint32_t)clock, __ATOMIC_RELAXED);
         const float *const row = psd_row(t, place);
         if (!psd_is_behind(t, row))
-            memcpy(to, row, floats * 4);
+            psd_load_row(t, row, to, floats);
         else if (put_off(late, t, row, j, n))
             return ENOMEM;
     }
@@ -171,7 +172,7 @@ uint64_t psd_table_walk(psd_table *t, uint64_t tag, psd_head *heads, float *rows
         }
         const uint64_t place = (uint32_t)*words[i] - 1;
         heads[i] = psd_heads(t)[place];
-        memcpy(rows + i * t->spec.width, psd_row(t, place), t->spec.width * 4);
+        psd_load_row(t, psd_row(t, place), rows + i * t->spec.width, t->spec.width);
     }
     pthread_rwlock_unlock(&t->lock);
     return tag;

@@ -5,6 +5,8 @@
 #include <errno.h>
 #include <stdlib.h>
 
+uint64_t psd_slots_seed;
+
 static int resize(void **array, size_t bytes)
 {
     void *const bigger = realloc(*array, bytes);
@@ -75,7 +77,7 @@ int psd_combine(psd_scratch *s, const uint64_t *ids, const float *values, intptr
     if (make_slots(s, n, &mask))
         return ENOMEM;
     for (intptr_t i = 0; i < n; i++) {
-        uint64_t slot = psd_mix(ids[i]) & mask;
+        uint64_t slot = psd_slot(ids[i], mask);
         while (s->slots[slot] && s->ids[s->slots[slot] - 1] != ids[i])
             slot = (slot + 1) & mask;
         const intptr_t k = (intptr_t)s->slots[slot] - 1;

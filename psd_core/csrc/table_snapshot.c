@@ -53,7 +53,7 @@ static int make_room(psd_snapshot *s, uint64_t width)
 static void copy_row(const psd_table *t, uint64_t place, psd_head *head, float *row)
 {
     *head = psd_heads(t)[place];
-    memcpy(row, psd_row(t, place), t->spec.width * 4);
+    psd_load_row(t, psd_row(t, place), row, t->spec.width);
 }
 
 void psd_snapshot_save(psd_table *t, const psd_record *record, const psd_flip *flips)

@@ -16,7 +16,7 @@ static int rehash(psd_sums *s, uint64_t size)
     s->slots = slots;
     s->mask = size - 1;
     for (intptr_t k = 0; k < s->count; k++) {
-        uint64_t slot = psd_mix(s->ids[k]) & s->mask;
+        uint64_t slot = psd_slot(s->ids[k], s->mask);
         while (slots[slot])
             slot = (slot + 1) & s->mask;
         slots[slot] = (uint32_t)(k + 1);
@@ -52,8 +52,8 @@ int psd_sums_add(psd_sums *s, const uint64_t *ids, const float *grads, intptr_t 
         return ENOMEM;
     for (intptr_t i = 0; i < c->count; i++) {
         if (i + AHEAD < c->count)
-            PSD_PREFETCH(&s->slots[psd_mix(c->ids[i + AHEAD]) & s->mask]);
-        uint64_t slot = psd_mix(c->ids[i]) & s->mask;
+            PSD_PREFETCH(&s->slots[psd_slot(c->ids[i + AHEAD], s->mask)]);
+        uint64_t slot = psd_slot(c->ids[i], s->mask);
         while (s->slots[slot] && s->ids[s->slots[slot] - 1] != c->ids[i])
             slot = (slot + 1) & s->mask;
         if (s->slots[slot]) {

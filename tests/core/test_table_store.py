@@ -11,7 +11,7 @@ from psd_core import InvalidArray
 from psd_core import _arena_file as files
 from psd_core.arena import ArenaBusy, ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull
 from psd_core.initial import Zeros
-from psd_core.table import ROWWISE_ADAGRAD, TableSpec, TableStore
+from psd_core.table import ROWWISE_ADAGRAD, RowSums, TableSpec, TableStore, mixed
 
 
 @pytest.fixture
@@ -241,3 +241,45 @@ def test_a_file_has_one_owner_and_says_what_is_wrong_with_it(path, rng):
     assert store.spec == spec
     store.close(remove=True)
     assert not path.exists()
+
+
+def of_hash(x):
+    """The ids that have these hashes: SplitMix64's finalizer, backwards."""
+    for shift, factor in ((31, 0x319642B2D24D8EC3), (27, 0x96DE1B173F119089), (30, 1)):
+        x = (x ^ x >> np.uint64(shift) ^ x >> np.uint64(2 * shift)) * np.uint64(factor)
+    return x
+
+
+@pytest.mark.parametrize("half", ["upper", "lower"])
+def test_ids_that_were_chosen_to_collide_do_not(half, path):
+    """One tag for all would be a chain that each push follows to its end and no scan gets past; one slot, a quadratic sum."""
+    numbers, ones = np.arange(20_000, dtype=np.uint64), np.ones((20_000, 1), np.float32)
+    hashes = numbers | np.uint64(5 << 32) if half == "upper" else numbers << np.uint64(32) | np.uint64(5)
+    ids = of_hash(hashes)
+    assert (mixed(ids) == hashes).all()
+    store = TableStore.create(path, TableSpec("t", 1, "sgd", max_bytes=22_000 * 33))
+    for start in range(0, 20_000, 2000):
+        store.push(ids[start : start + 2000], ones[:2000], SGD.named | {"lr": -1.0}, clock=1)
+    sums = RowSums(1)
+    for _ in range(2):
+        sums.add(ids, ones)
+
+    assert rows_of(store).keys() == set(ids.tolist())
+    assert (sums.values == 2).all()
+    store.push(np.arange(4000), np.ones((4000, 1), np.float32), SGD.named, clock=2)
+    assert store.counters()["evicted"] == 2000
+    store.expire(20, 18)
+    assert store.counters()["rows"] == 4000
+
+
+def test_the_salt_of_a_table_decides_where_rows_lie_and_nothing_else(path, rng):
+    grads, found = grads_for(rng, 3000), []
+    for number, salt in enumerate([5, 5, None, None]):
+        store = TableStore.create(path.with_name(str(number)), spec_of(SGD), salt=salt)
+        store.push(np.arange(3000), grads, SGD.named)
+        store.close(remove=False)
+        store = TableStore.open(path.with_name(str(number)))
+        found.append(rows_of(store))
+
+    assert list(found[0]) == list(found[1]) != list(found[2]) != list(found[3])
+    assert found[0] == found[1] == found[2] == found[3]
