@@ -60,7 +60,7 @@ class TableSnapshot:
         partition.notes(self.notes)
         self.history = np.empty((partition.logged, 1 + scalars), np.float64)
         partition.history(self.history)
-        self.step = partition.counters()["step"]
+        self.step = partition.step
         self.count = partition.counters()["rows"]
         version = partition.begin_snapshot(self.is_full, 0 if since is None else since.version & 0xFFFFFFFF)
         self.mark = Mark(version, removals)
