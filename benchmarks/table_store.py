@@ -22,49 +22,24 @@ import mmap
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import _gather
 import _report
 import numpy as np
 from numpy.typing import NDArray
+from peers.rows import draw
 
-import psd_core
 from psd_core.initial import Normal, Zeros
 from psd_core.table import TableSpec, TableStore
 
 SCALARS = {"lr": 0.05, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}
 
 Array = NDArray[Any]
-
-
-def zipf_steps(rows: int, ids: int, steps: int, exponent: float) -> list[Array]:
-    """The distinct ids of each step, in the order of their first appearance. Whether a row is hot does not depend on its id."""
-    rng = np.random.default_rng(1)
-    weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
-    cumulated = np.cumsum(weights)
-    names = rng.permutation(rows)
-    found = []
-    for _ in range(steps):
-        draws = names[np.searchsorted(cumulated, rng.uniform(0, cumulated[-1], ids))]
-        _, first = np.unique(draws, return_index=True)
-        found.append(draws[np.sort(first)].astype(np.int64))
-    return found
-
-
-def reference(directory: Path) -> Any:
-    """The loops in C, built as the kernels are."""
-    library = directory / "gather.so"
-    source = Path(__file__).with_name("_gather.c")
-    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    include = Path(psd_core.__file__).parent / "csrc"
-    flags = ["-O3", f"-I{include}", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library), "-lm"], check=True)
-    return ctypes.CDLL(str(library))
 
 
 def address(array: Array) -> ctypes.c_void_p:
@@ -86,11 +61,11 @@ def measure_speed(args: Any, directory: Path) -> list[dict[str, Any]]:
         mapping = mmap.mmap(file.fileno(), rows * 8 * dim)
     plain = np.frombuffer(mapping, np.float32)
     plain[:] = 1
-    library, out = reference(directory), np.empty((args.ids, dim), np.float32)
+    library, out = ctypes.CDLL(str(_gather.build(directory))), np.empty((args.ids, dim), np.float32)
     figures = []
     for name, exponent in (("zipf 1.05", 1.05), ("zipf 1.2", 1.2), ("uniform", 0.0)):
         _report.progress(name)
-        steps = zipf_steps(rows, args.ids, args.steps, exponent)
+        steps = [batch.ids for batch in draw(rows, args.ids, args.steps, exponent)]
         count = sum(map(len, steps))
         clock = iter(range(1 << 31))
 
@@ -150,7 +125,7 @@ def measure_growth(args: Any, directory: Path) -> dict[str, Any]:
 
     def read() -> None:
         ids = np.arange(64)
-        while not is_over.is_set():
+        while not (is_over.is_set() and times):
             begun = time.perf_counter()
             store.read(ids)
             times.append(time.perf_counter() - begun)

@@ -28,7 +28,7 @@ ROWWISE_ADAGRAD = "rowwise_adagrad"
 DIM_MAX = 1 << 16
 NAME_BYTES_MAX = 256
 ROWS_MAX = 1 << 31
-PUSH_MAX = 1 << 20
+PUSH_MAX = 1 << 24
 """Largest number of ids that a push may have."""
 OVERHEAD_BYTES = 29
 """Largest number of bytes that a row takes beside value and slots: head, and index entry at the lowest load after growth."""

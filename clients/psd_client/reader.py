@@ -60,7 +60,7 @@ class ReadTable:
         self._index = index
 
     def pull(self, ids: Any) -> NDArray[np.float32]:
-        """The rows of ids as they now are on their shards: a new float32 array of shape (*ids.shape, dim).
+        """The rows of ids as they now are on their shards: a new float32 array of shape `(*ids.shape, dim)`.
 
         Each row is whole, and none is made or marked as used. Workers may push meanwhile: rows of different shards may be of
         different steps.

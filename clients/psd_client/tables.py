@@ -137,7 +137,7 @@ class DeclaredTable:
             counts_no_use: for evaluation: the rows are not marked as used, neither for expiry nor for eviction.
 
         Returns:
-            A new float32 array of shape (*ids.shape, dim). This makes no row: one that is not there has its initial values.
+            A new float32 array of shape `(*ids.shape, dim)`. This makes no row: one that is not there has its initial values.
 
         Raises:
             InvalidTensor: the ids are no whole numbers.
@@ -152,7 +152,7 @@ class DeclaredTable:
 
         Args:
             ids: as in `pull`; gradients of repeated ones are summed.
-            grads: (*ids.shape, dim) float32 or float16, which travels as it is.
+            grads: `(*ids.shape, dim)` float32 or float16, which travels as it is.
             weight: samples behind them, for `reduce="mean"`. A worker that sends no gradient for a row counts as zero there.
 
         Raises:

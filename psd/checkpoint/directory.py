@@ -232,9 +232,7 @@ class CheckpointDirectory:
         if doomed:
             for info in kept:
                 self.storage.sync(info.name)
-        for info in sorted(
-            doomed, key=lambda info: (not info.base, info.timeline, info.step)
-        ):  # what others build on goes last
+        for info in sorted(doomed, key=lambda info: (not info.base, info.timeline, info.step)):
             self._remove(info.name)
         return [info.name for info in doomed]
 
@@ -304,14 +302,17 @@ class CheckpointDirectory:
             problems += [problem for part in one.parts for problem in verify_rows(self.storage, one, part, advance)]
         return problems
 
-    def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore) -> None:
-        """Write the parameters as named tensors to a safetensors file at a path or URL; see export.py.
+    def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore, table: str = "") -> None:
+        """Write parameters and tables as named tensors to a safetensors file at a path or URL; see export.py.
+
+        Args:
+            table: write this one alone, which may also be to a Parquet file.
 
         Raises:
             CheckpointCorrupt: a byte of the checkpoint has changed; the file is not written.
-            CheckpointFailed: a file cannot be read or written.
+            CheckpointFailed: a file cannot be read or written, or there is no such table. ConfigError: pyarrow is not there.
         """
-        export_tensors(self.storage, manifest, path, progress)
+        export_tensors(self.storage, manifest, path, progress, table)
 
 
 def _cut_name(name: str) -> CutName:

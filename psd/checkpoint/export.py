@@ -1,23 +1,29 @@
-"""Writes the tensors of a checkpoint as a plain safetensors file, by name, in the declared shapes and dtypes.
+"""Writes the tensors of a checkpoint as a plain safetensors file, by name, in the declared shapes and dtypes, and its tables as
+two tensors each (plain.py); or one table as a Parquet file.
 
-`safetensors.torch.load_file` and `model.load_state_dict` take it. All else stays behind. Tensors held in float32 for
-a worker's float16 or bfloat16 are rounded to nearest even, as the worker's own copy is. The file is streamed, and appears
+`safetensors.torch.load_file` and `model.load_state_dict` take the tensors. All else stays behind. Tensors held in float32 for
+a worker's float16 or bfloat16 are rounded to nearest even, as the worker's own copy is. A file is streamed, and appears
 under its name when it is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.checkpoint import safetensors
+from psd.checkpoint import parquet, safetensors
 from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.plain import IDS_SUFFIX, ROWS_SUFFIX
 from psd.checkpoint.reading import RecordReader, TensorPlace, overlapping, tensor_places
+from psd.checkpoint.row_reading import StoredValues
 from psd.checkpoint.storage import Chunk, FileStore, open_parent
+from psd.contract.errors import CheckpointFailed
 
 ExportProgress = Callable[[int, int], None]
 """A callback that takes the bytes written so far and the total."""
@@ -36,19 +42,59 @@ ELEMENT_TYPES = {
 }
 
 
-def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress) -> None:
+def export_tensors(storage: FileStore, manifest: Manifest, path: str, progress: ExportProgress, table: str = "") -> None:
     """See CheckpointDirectory.export."""
+    tables = _tables(storage, manifest, table)
+    target, file = open_parent(path)
+    if path.endswith(parquet.SUFFIX):
+        if len(tables) != 1 or not table:
+            raise CheckpointFailed(f"{path}: a Parquet file takes one table, and none was named")
+        target.write("", file, parquet.encode(tables[table].rows(), tables[table].dim))
+        return
     # Wide elements first, so that each tensor starts on a multiple of its item size.
-    places = sorted(tensor_places(manifest), key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
-    entries = safetensors.lay_out((p.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places)
+    places = [] if table else tensor_places(manifest)
+    places.sort(key=lambda place: -safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]])
+    entries = safetensors.lay_out(
+        [
+            *((f"{name}{IDS_SUFFIX}", "I64", (values.count,)) for name, values in tables.items()),
+            *((p.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places if _is_wide(p)),
+            *((f"{name}{ROWS_SUFFIX}", "F32", (values.count, values.dim)) for name, values in tables.items()),
+            *((p.name, ELEMENT_TYPES[p.tensor.dtype], p.tensor.shape) for p in places if not _is_wide(p)),
+        ]
+    )
+    _check_names(manifest, entries)
     # "pt" says that the layouts of weights are torch's; the transformers library asks for it.
     header = safetensors.header(entries, {"format": "pt", "psd_checkpoint": manifest.name})
-    target, file = open_parent(path)
-    target.write("", file, _counted(_chunks(storage, manifest, places, header), header, entries, progress))
+    chunks = itertools.chain(
+        [header],
+        (ids.data.cast("B") for values in tables.values() for ids, _ in values.rows()),
+        _tensors(storage, manifest, [place for place in places if _is_wide(place)]),
+        (np.ascontiguousarray(part).data.cast("B") for values in tables.values() for _, part in values.rows()),
+        _tensors(storage, manifest, [place for place in places if not _is_wide(place)]),
+    )
+    target.write("", file, _counted(chunks, header, entries, progress))
 
 
-def _chunks(storage: FileStore, manifest: Manifest, places: list[TensorPlace], header: bytes) -> Iterator[Chunk]:
-    yield header
+def _tables(storage: FileStore, manifest: Manifest, wanted: str) -> dict[str, StoredValues]:
+    names = [table.name for table in manifest.spec.tables]
+    if wanted and wanted not in names:
+        raise CheckpointFailed(f"there is no table {wanted!r} in {manifest.name}; it has {', '.join(names) or 'none'}")
+    return {name: StoredValues(storage, manifest, i) for i, name in enumerate(names) if wanted in ("", name)}
+
+
+def _is_wide(place: TensorPlace) -> bool:
+    """True if its elements have 8 bytes, as ids have."""
+    return safetensors.ITEM_BYTES[ELEMENT_TYPES[place.tensor.dtype]] == 8
+
+
+def _check_names(manifest: Manifest, entries: list[safetensors.Entry]) -> None:
+    names = collections.Counter(entry.name for entry in entries)
+    name, count = names.most_common(1)[0] if names else ("", 1)
+    if count > 1:
+        raise CheckpointFailed(f"{manifest.name} has a tensor {name!r}, which is also what a table's rows are written as")
+
+
+def _tensors(storage: FileStore, manifest: Manifest, places: list[TensorPlace]) -> Iterator[Chunk]:
     full = [place for place in places if place.tensor.size]
     sources = [overlapping(manifest, place.space, place.start, place.tensor.size) for place in full]
     with closing(RecordReader(storage, manifest, sources)) as records:
@@ -61,7 +107,7 @@ def _chunks(storage: FileStore, manifest: Manifest, places: list[TensorPlace], h
 
 
 def _counted(
-    chunks: Iterator[Chunk], header: bytes, entries: list[safetensors.Entry], progress: ExportProgress
+    chunks: Iterable[Chunk], header: bytes, entries: list[safetensors.Entry], progress: ExportProgress
 ) -> Iterator[Chunk]:
     total = len(header) + (entries[-1].stop if entries else 0)
     done = 0

@@ -1,51 +1,53 @@
 """Parameters alone, by name, from the checkpoint of any job or from a plain safetensors file, for another job to begin with.
 
-What must match is each tensor's name and shape. Its dtype is converted, and groups, rules and slots do not matter; tensors that
-the new job does not have stay where they are. Must not know who asks, nor where the numbers go.
+What must match is each tensor's name and shape, and each table's name and dim. Its dtype is converted, and groups, rules and
+slots do not matter; what the new job does not have stays where it is. Must not know who asks, nor where the numbers go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.checkpoint import safetensors
 from psd.checkpoint.cut import CutName
 from psd.checkpoint.directory import CheckpointDirectory
 from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.plain import PlainFile, Run, ValueRows, ValueTable
 from psd.checkpoint.reading import RecordReader, overlapping, tensor_places
-from psd.checkpoint.storage import FileStore, open_parent
+from psd.checkpoint.row_reading import StoredValues
+from psd.checkpoint.storage import FileStore
 from psd.contract.config import SAFETENSORS_SUFFIX
-from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
+from psd.contract.errors import CheckpointFailed, SpecMismatch
 from psd.contract.layout import Block, Layout
-
-_DTYPES = safetensors.NUMPY_DTYPES | {"BOOL": np.dtype("u1"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-
-
-class Run(NamedTuple):
-    """Elements of a tensor, in row-major order."""
-
-    name: str
-    start: int
-    length: int
+from psd.contract.tables import SparseTableSpec
+from psd_core.distinct import shard_of
 
 
 class ParameterSource(Protocol):
-    """Named tensors in files.
+    """Named tensors and tables in files.
 
     Attributes:
-        location: for messages. shapes: by name.
+        location: for messages. shapes: of the tensors, by name.
     """
 
     location: str
     shapes: dict[str, tuple[int, ...]]
 
+    @property
+    def tables(self) -> Sequence[str]:
+        """Names of the tables."""
+        ...
+
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
         """The elements of each run, in the order in which they are asked for."""
+        ...
+
+    def table(self, name: str) -> ValueTable:
+        """The values of a table's rows."""
         ...
 
 
@@ -62,7 +64,7 @@ def open_parameters(url: str) -> ParameterSource:
         CheckpointFailed, CheckpointCorrupt, CheckpointUnsupported: there is none that can be read.
     """
     if url.endswith(SAFETENSORS_SUFFIX):
-        return _File(*open_parent(url))
+        return PlainFile(url)
     directory = directory_at(url)
     manifest = directory.newest()
     if manifest is None:
@@ -74,9 +76,11 @@ def parameter_blocks(source: ParameterSource, layout: Layout, shard_index: int) 
     """The initial values of a shard's blocks, in order, in the dtypes of the masters; a few blocks in memory at a time.
 
     Raises:
-        SpecMismatch: the source lacks a tensor of the job, or has it in another shape. Nothing was read.
+        SpecMismatch: the source lacks a tensor or a table of the job, or has it in another shape. Nothing was read.
         CheckpointCorrupt, CheckpointFailed: it cannot be read.
     """
+    for table in layout.spec.tables:
+        _table_of(source, table)
     names = [_name_of(tensor.name, tensor.aliases, tensor.shape, source) for tensor in layout.spec.tensors]
     blocks = layout.blocks_of(shard_index)
     starts = {
@@ -102,6 +106,34 @@ def parameter_blocks(source: ParameterSource, layout: Layout, shard_index: int) 
         yield block, values
 
 
+def table_values(source: ParameterSource, layout: Layout, shard_index: int) -> Iterator[tuple[int, Iterator[ValueRows]]]:
+    """The values of a shard's rows, for each of its tables: how many there may be, and these, in pieces of some MiB.
+
+    Raises what `parameter_blocks` does.
+    """
+    for spec in layout.spec.tables:
+        table = _table_of(source, spec)
+        share = -(-table.count // layout.shard_count)
+        yield share + share // 8, _of_shard(table, shard_index, layout.shard_count)
+
+
+def _of_shard(table: ValueTable, shard_index: int, shard_count: int) -> Iterator[ValueRows]:
+    for ids, values in table.rows():
+        mask = shard_of(ids, shard_count) == shard_index
+        yield ValueRows(ids[mask], values[mask])
+
+
+def _table_of(source: ParameterSource, spec: SparseTableSpec) -> ValueTable:
+    if spec.name not in source.tables:
+        raise SpecMismatch(f"table {spec.name!r}: is in this worker's declaration, is not in {source.location}")
+    table = source.table(spec.name)
+    if table.dim != spec.dim:
+        raise SpecMismatch(
+            f"dim of table {spec.name!r}: {table.dim} in {source.location}, {spec.dim} in this worker's declaration"
+        )
+    return table
+
+
 def _name_of(name: str, aliases: Sequence[str], shape: tuple[int, ...], source: ParameterSource) -> str:
     found = next((known for known in (name, *aliases) if known in source.shapes), None)
     if found is None:
@@ -113,37 +145,6 @@ def _name_of(name: str, aliases: Sequence[str], shape: tuple[int, ...], source: 
     return found
 
 
-class _File:
-    """A plain safetensors file."""
-
-    def __init__(self, storage: FileStore, file: str) -> None:
-        self.location = f"{storage.location}/{file}"
-        self._storage = storage
-        self._file = file
-        try:
-            length = safetensors.header_length(storage.read("", file, 0, safetensors.PREFIX_BYTES))
-            self._begin = safetensors.PREFIX_BYTES + length
-            entries, _ = safetensors.parse_header(storage.read("", file, safetensors.PREFIX_BYTES, self._begin))
-        except FileNotFoundError:
-            raise CheckpointFailed(f"there is no file {self.location}") from None
-        except ValueError as error:
-            raise CheckpointCorrupt(f"{self.location}: {error}") from None
-        self._entries = {entry.name: entry for entry in entries if entry.dtype in _DTYPES}
-        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
-
-    def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
-        """See ParameterSource."""
-        for run in runs:
-            entry = self._entries[run.name]
-            dtype = _DTYPES[entry.dtype]
-            start = self._begin + entry.start + run.start * dtype.itemsize
-            data = self._storage.read("", self._file, start, start + run.length * dtype.itemsize)
-            if len(data) != run.length * dtype.itemsize:
-                raise CheckpointCorrupt(f"{self.location}: ends in the middle of tensor {run.name!r}")
-            values = np.frombuffer(data, dtype)
-            yield (values.astype(np.uint32) << 16).view(np.float32) if entry.dtype == "BF16" else values
-
-
 class _Checkpoint:
     """A checkpoint of a job that may have been any other one."""
 
@@ -153,6 +154,7 @@ class _Checkpoint:
         self._manifest = manifest
         self._places = {place.name: place for place in tensor_places(manifest)}
         self.shapes = {name: place.tensor.shape for name, place in self._places.items()}
+        self.tables = [table.name for table in manifest.spec.tables]
 
     def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
         """See ParameterSource."""
@@ -164,3 +166,7 @@ class _Checkpoint:
                 yield np.concatenate(
                     [part.parameter[max(0, start - part.offset) : start + length - part.offset] for part in parts]
                 )
+
+    def table(self, name: str) -> ValueTable:
+        """See ParameterSource."""
+        return StoredValues(self._storage, self._manifest, self.tables.index(name))

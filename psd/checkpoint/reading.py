@@ -75,7 +75,7 @@ def _offset(record: Record) -> int:
 
 
 def read_ahead(read: Callable[[Item], Data], items: Iterable[Item]) -> Generator[Data]:
-    """The results of `read` for each item, in their order; a few are read ahead, in threads. Close the iterator to end these."""
+    """The results of `read`, in the order of the items; a few are read ahead, in threads. Close the iterator to end these."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="psd-checkpoint") as pool:
         coming = iter(items)
         ahead: deque[Future[Data]] = deque()

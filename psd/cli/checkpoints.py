@@ -1,4 +1,5 @@
-"""psdctl's commands for checkpoints: lists them, reads every byte, exports a model. Ask no shard; work on the files alone.
+"""psdctl's commands for checkpoints: lists them, reads every byte, exports a model, imports a table. Ask no shard; work on the
+files alone.
 
 What is true of a checkpoint is psd/checkpoint's to say; here it is put into words for people and programs.
 """
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState
+from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState, import_table
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command
 from psd.cli.report import size, table
 from psd.cli.terminal import show
@@ -39,7 +40,11 @@ states:
   url           the directory, without credentials
   newest        name of the newest valid checkpoint, or null
   checkpoints   for each "name", "state", "step", "timeline", "created_at" (seconds since 1970, or null),
-                "shard_count" (or null), "nbytes" and "reason" (why it is not valid)
+                "shard_count" (or null), "nbytes" and "reason" (why it is not valid); "rows" of its tables
+                (null: it has none), and "base", the checkpoint whose rows it needs, too ("": none)
+
+BUILDS ON names the step of the checkpoint that is needed, too: this one has the rows of tables that have
+changed since. It is kept for that.
 
 A timeline begins whenever a job goes back to a checkpoint; a later timeline counts as newer, whatever the step.
 
@@ -49,7 +54,8 @@ exit status:
   2     the options are wrong"""
 
 _VERIFY_DESCRIPTION = """\
-Read every byte of one checkpoint, or of all, and compare it with the checksums written with it."""
+Read every byte of one checkpoint, or of all, and compare it with the checksums written with it. If it builds
+on another one, the rows of that one are read, too."""
 
 _VERIFY_EPILOG = """\
 examples:
@@ -65,12 +71,14 @@ exit status:
 
 _EXPORT_DESCRIPTION = """\
 Write the parameters and buffers of a checkpoint as one plain safetensors file: named tensors in the shapes and
-dtypes that the workers declared. The optimizer's slots stay behind."""
+dtypes that the workers declared. Of a table "user" there are two: "user.ids", (n,) int64, the bits of the ids,
+and "user.rows", (n, dim) float32, in the same order. The optimizer's slots stay behind."""
 
 _EXPORT_EPILOG = """\
 examples:
   psdctl export /data/checkpoints --to model.safetensors
   psdctl export s3://bucket/run-7 timeline-00000-step-000000001200-7f3a --to /tmp/model.safetensors
+  psdctl export /data/checkpoints --table user --to user.parquet       columns "id" and "row"; needs pyarrow
 
 In Python:
   model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
@@ -84,8 +92,33 @@ exit status:
   2     the options are wrong"""
 
 
+_IMPORT_DESCRIPTION = """\
+Make a safetensors file for --from-checkpoint of the ids and rows of a table in another file, so that a job can
+begin with embeddings that another program has trained."""
+
+_IMPORT_EPILOG = """\
+examples:
+  psdctl import user.parquet --table user --to start.safetensors
+  psdctl import vectors.safetensors --ids keys --rows weight --table user --to start.safetensors
+  psdctl import item.parquet --table item --with start.safetensors --to both.safetensors
+
+and then:
+  psd-run ... --from-checkpoint both.safetensors --parameters-only train.py
+
+Such a job takes all its parameters and tables from the file, so --with a file that has the others. Slots and
+clocks begin anew; rows that the file does not have begin as the table's init says.
+
+Of Parquet files the columns are "id", whole numbers, and "row", lists of floating numbers; of safetensors files
+the tensors are NAME.ids, (n,) int64 or uint64, and NAME.rows, (n, dim) floating.
+
+exit status:
+  0     the file is written
+  1     a file cannot be read or written, an id comes twice, or a number is not finite; nothing is written
+  2     the options are wrong"""
+
+
 def add_commands(commands: Commands) -> None:
-    """Add `checkpoints`, `verify` and `export` to psdctl."""
+    """Add `checkpoints`, `verify`, `export` and `import` to psdctl."""
     parser = add_command(commands, "checkpoints", "URL [--json]", _LIST_DESCRIPTION, _LIST_EPILOG)
     _where(parser, None)
     how = parser.add_argument_group("output")
@@ -100,7 +133,19 @@ def add_commands(commands: Commands) -> None:
     _where(parser, "one checkpoint, as psdctl checkpoints shows it (default: the newest valid one)")
     what = parser.add_argument_group("what to write")
     what.add_argument("--to", required=True, metavar="FILE", help="path or URL of the file to write")
+    what.add_argument("--table", default="", metavar="NAME", help="write this table alone, and no tensors")
     _finish(parser, _run_export)
+
+    parser = add_command(commands, "import", "FILE --table NAME --to FILE", _IMPORT_DESCRIPTION, _IMPORT_EPILOG)
+    what = parser.add_argument_group("what to read")
+    what.add_argument("source", metavar="FILE", help="a .parquet file, or path or URL of a safetensors file")
+    what.add_argument("--ids", default="", metavar="NAME", help="the column or tensor of ids (default: see below)")
+    what.add_argument("--rows", default="", metavar="NAME", help="the column or tensor of rows (default: see below)")
+    what = parser.add_argument_group("what to write")
+    what.add_argument("--table", required=True, metavar="NAME", help="name of the table in the job")
+    what.add_argument("--to", required=True, metavar="FILE", help="path or URL of the safetensors file to write")
+    what.add_argument("--with", dest="others", default="", metavar="FILE", help="copy the other tensors of this file")
+    _guard(parser, _run_import)
 
 
 def _where(parser: Parser, name_help: str | None) -> None:
@@ -111,9 +156,13 @@ def _where(parser: Parser, name_help: str | None) -> None:
 
 
 def _finish(parser: Parser, run: Callable[[CheckpointDirectory, argparse.Namespace], int]) -> None:
+    _guard(parser, lambda args: run(CheckpointDirectory(args.url), args))
+
+
+def _guard(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
     def guarded(args: argparse.Namespace) -> int:
         try:
-            return run(CheckpointDirectory(args.url), args)
+            return run(args)
         except ConfigError as error:
             parser.error(str(error))
         except PsdError as error:
@@ -152,6 +201,8 @@ def as_json(location: str, found: Sequence[CheckpointInfo]) -> dict[str, Any]:
                 "shard_count": info.shard_count,
                 "nbytes": info.nbytes,
                 "reason": info.reason,
+                "rows": info.rows,
+                "base": info.base,
             }
             for info in found
         ],
@@ -162,7 +213,10 @@ def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
     """A table for people, and below it the reasons why some checkpoints are not valid; without a final line end."""
     if not found:
         return f"no checkpoints in {location}"
-    rows: list[tuple[str, ...]] = [("CHECKPOINT", "STATE", "STEP", "TIMELINE", "CREATED", "SHARDS", "SIZE")]
+    has_tables = any(info.rows is not None for info in found)
+    heads: tuple[str, ...] = ("CHECKPOINT", "STATE", "STEP", "TIMELINE", "CREATED", "SHARDS", "SIZE")
+    steps = {info.name: f"{info.step}" for info in found}
+    rows = [heads + ("ROWS", "BUILDS ON") * has_tables]
     rows += [
         (
             info.name,
@@ -172,6 +226,7 @@ def as_text(location: str, found: Sequence[CheckpointInfo]) -> str:
             "-" if info.created_at is None else _utc(info.created_at),
             "-" if info.shard_count is None else f"{info.shard_count}",
             size(info.nbytes),
+            *(("-" if info.rows is None else f"{info.rows}", steps.get(info.base, "-")) if has_tables else ()),
         )
         for info in found
     ]
@@ -219,8 +274,20 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
     if manifest is None:
         show(f"psdctl export: error: there is no valid checkpoint in {directory.location}", is_error=True)
         return EXIT_FAILURE
-    directory.export(manifest, args.to, _progress(f"writing {args.to}"))
-    show(f"{args.to}: {len(manifest.spec.tensors)} tensors of step {manifest.step}, from {manifest.name}")
+    directory.export(manifest, args.to, _progress(f"writing {args.to}"), args.table)
+    tables = [args.table] if args.table else [table.name for table in manifest.spec.tables]
+    what = "" if args.table else f"{len(manifest.spec.tensors)} tensors"
+    what += " and " * bool(what and tables) + (f"table{'s' * (len(tables) > 1)} {', '.join(tables)}" if tables else "")
+    show(f"{args.to}: {what} of step {manifest.step}, from {manifest.name}")
+    return EXIT_OK
+
+
+# -- import --
+
+
+def _run_import(args: argparse.Namespace) -> int:
+    found = import_table(args.source, args.to, args.table, ids=args.ids, rows=args.rows, others=args.others)
+    show(f"{args.to}: table {args.table} with {found.count} rows of {found.dim} numbers, from {args.source}")
     return EXIT_OK
 
 

@@ -53,6 +53,7 @@ commands:
   checkpoints   list the checkpoints in a directory
   verify        read every byte of checkpoints and compare it with the checksums
   export        write the parameters of a checkpoint as a plain safetensors file
+  import        make a file to begin a job with of the ids and rows of a table
   credentials   make a certificate and tokens for a job on Kubernetes
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
 

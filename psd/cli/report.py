@@ -177,6 +177,8 @@ def as_text(answers: Sequence[Answer]) -> str:
         parts.append("\n".join(wait_text(merged.wait) for merged in waits))
     if replies:
         parts.append(_traffic_table(replies))
+    if any(reply.tables for reply in replies):
+        parts.append(_tables_table(replies))
     if any(reply.ages for reply in replies):
         parts.append(_age_table(replies))
     if stored := [reply for reply in replies if reply.checkpoint_dir]:
@@ -224,9 +226,10 @@ def _job_line(replies: Sequence[pb.StatusReply], clock: int) -> str:
     job = declared[0]
     quorum = f", quorum {job.quorum}" if 0 < job.quorum < job.world_size else ""
     restored = f", gone on from checkpoint {job.restored_from}" if job.restored_from else ""
+    tables = f"{len(job.tables)} tables, " if job.tables else ""
     return (
         f"run {run_id}: {job.consistency}, {job.reduction}, {job.world_size} workers{quorum}, clock {clock}, "
-        f"{job.tensor_count} tensors, {size(sum(reply.parameter_bytes for reply in replies))} parameters, "
+        f"{job.tensor_count} tensors, {tables}{size(sum(reply.parameter_bytes for reply in replies))} parameters, "
         f"{size(sum(reply.slot_bytes for reply in replies))} slots{restored}"
     )
 
@@ -289,6 +292,24 @@ def _traffic_table(replies: Sequence[pb.StatusReply]) -> str:
         )
         for reply in replies
     ]
+    return table(rows, left={0})
+
+
+TABLE_COLUMNS = ("rows", "bytes", "reads", "hits", "created", "evicted", "expired", "removed", "refused", "unadmitted")
+"""Fields of TableStatus that are shown."""
+
+
+def _tables_table(replies: Sequence[pb.StatusReply]) -> str:
+    """Tables of the job, each with its numbers on all shards together."""
+    sums: dict[str, dict[str, int]] = {}
+    for status in (status for reply in replies for status in reply.tables):
+        total = sums.setdefault(status.name, dict.fromkeys(TABLE_COLUMNS, 0))
+        for column in TABLE_COLUMNS:
+            total[column] += getattr(status, column)
+    rows = [("TABLE", *(column.upper() for column in TABLE_COLUMNS))]
+    for name, total in sums.items():
+        cells = (size(count) if column == "bytes" else f"{count}" for column, count in total.items())
+        rows.append((name, *cells))
     return table(rows, left={0})
 
 

@@ -40,6 +40,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Describe": _ALL,
     _CONTROL + "Status": _ALL,
     _DATA + "Read": _ALL,
+    _DATA + "ReadRows": _ALL,
     # Whoever trains. Rollback: workers bring shards back to one checkpoint when one of them has lost its memory.
     _CONTROL + "Join": _WORKER,
     _CONTROL + "Declare": _WORKER,
@@ -53,6 +54,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "OpenBulk": _WORKER,
     _DATA + "Push": _WORKER,
     _DATA + "Pull": _WORKER,
+    _DATA + "PullRows": _WORKER,
     _DATA + "PushPull": _WORKER,
     _DATA + "PushPullSmall": _WORKER,
     _DATA + "Initialize": _WORKER,

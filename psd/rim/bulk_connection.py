@@ -20,10 +20,11 @@ from google.protobuf.message import DecodeError, Message
 
 from psd.contract.errors import InvalidRequest, LayoutMismatch, PsdError
 from psd.contract.layout import BLOCK_BYTES_MAX
+from psd.contract.rows import parts_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Waiter, forget_frames
-from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsFrames
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
@@ -42,6 +43,7 @@ _HEADS = {
     bulk_pb2.BULK_METHOD_PULL: "pull",
     bulk_pb2.BULK_METHOD_PUSH_PULL: "push",
     bulk_pb2.BULK_METHOD_INITIALIZE: "initialize",
+    bulk_pb2.BULK_METHOD_PULL_ROWS: "pull",
 }
 """The field of BulkCall that says what is to be done, by its method."""
 
@@ -204,7 +206,7 @@ class ServedConnection:
         """Answer one call: with blocks as they become ready, and then its reply or its error."""
         head = _HEADS.get(call.method, "pull")
         sent: _Sent | None = None
-        if head != "pull":
+        if head != "pull" or call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
             sent = _Sent(self._stream, self._scratch, self._attached, self.rank, is_initial=head == "initialize")
         has_payload = not (call.method == bulk_pb2.BULK_METHOD_PULL and call.pull.versions_only)
         reply = bulk_pb2.BulkReply()
@@ -218,6 +220,8 @@ class ServedConnection:
                         reply.push.CopyFrom(item)
                     elif isinstance(item, data_pb2.InitializeReply):
                         reply.initialize.CopyFrom(item)
+                    elif isinstance(item, PulledRows):
+                        self._send_rows(item)
                     elif has_payload:
                         self._plane.counts.count_bytes(sent=item.nbytes)
                         if call.into_memory:
@@ -231,10 +235,9 @@ class ServedConnection:
         except Exception as error:
             if self._has_hung_up:  # there is nobody to be told
                 raise Disconnected from error
-            refusal = self._guard.as_error(error)
+            self._send_error(self._guard.as_error(error))
             if sent is not None:
                 sent.skip_rest()
-            self._send_error(refusal)
         else:
             self._stream.send(Kind.REPLY, reply.SerializeToString())
         finally:
@@ -244,13 +247,15 @@ class ServedConnection:
 
     def _answers(
         self, call: bulk_pb2.BulkCall, sent: _Sent | None
-    ) -> Generator[PulledBlock | data_pb2.PushReply] | Generator[data_pb2.InitializeReply]:
+    ) -> Generator[PulledBlock | data_pb2.PushReply] | Generator[data_pb2.InitializeReply] | Generator[PulledRows]:
         """Begin the call on the data plane."""
         waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
         if sent is None:
             if call.method != bulk_pb2.BULK_METHOD_PULL:
                 raise InvalidRequest(f"method: {call.method} is not one of the bulk lane's")
             return self._plane.pull(call.pull, waiter)
+        if call.method == bulk_pb2.BULK_METHOD_PULL_ROWS:
+            return self._plane.pull_rows(call.pull, sent.rows(), waiter, counts_no_use=call.counts_no_use)
         if call.method == bulk_pb2.BULK_METHOD_INITIALIZE:
             return self._plane.initialize(call.initialize, sent.blocks())
         begin = self._plane.push if call.method == bulk_pb2.BULK_METHOD_PUSH else self._plane.push_pull
@@ -285,11 +290,16 @@ class ServedConnection:
                 return
             if self._has_hung_up:  # a worker that has not waited for this process may use its memory otherwise
                 raise Disconnected("the worker has hung up")
-            np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
+            if answer.nbytes:
+                np.copyto(self._attached().parameter(answer.block, out.place), answer.values)
             if out.is_announced:
                 self._stream.send(Kind.ANSWER, head)
         finally:
             answer.release()
+
+    def _send_rows(self, answer: PulledRows) -> None:
+        head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version).SerializeToString()
+        self._stream.send(Kind.ANSWER, head, *(rows.values for rows in answer.rows))
 
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
@@ -314,7 +324,7 @@ class _Outgoing(NamedTuple):
 
 
 class _Sent:
-    """The blocks of one push, or of initial values, read from the messages after its CALL.
+    """The blocks of one push, or of initial values, or the ids of rows, read from the messages after its CALL.
 
     Args:
         memory: gives what is attached. rank: of the worker. is_initial: parameters, and not gradients.
@@ -343,7 +353,7 @@ class _Sent:
             if len(message.present) not in (0, count):
                 raise InvalidRequest(f"present: has {len(message.present)} entries for {count} blocks")
             if message.in_memory:
-                if self._unread:
+                if self._unread or message.rows:
                     raise InvalidRequest(f"in_memory: the blocks lie in memory, but there are {self._unread} bytes of payload")
                 memory = self._memory()
                 values_of = memory.values if self._is_initial else memory.gradient
@@ -359,9 +369,20 @@ class _Sent:
             else:
                 if count > 1 or (self._unread and not count):
                     raise InvalidRequest(f"blocks: has {count} entries, expected the one whose payload follows")
+                if self._is_initial and message.rows:
+                    raise InvalidRequest("rows: belong to a push, and not to initial values")
                 payload = self._payload()
                 for block in message.blocks:
-                    yield PushedBlock(block, message.present[0] if message.present else b"", payload)
+                    present = message.present[0] if message.present else b""
+                    yield PushedBlock(block, present, payload, rows=message.rows, more=message.more)
+
+    def rows(self) -> RowsFrames:
+        """Yield the frames of a request for rows, up to the last."""
+        while not self._is_last:
+            message = self._next()
+            if message.blocks or message.in_memory:
+                raise InvalidRequest("blocks: belong to a push, and not to a request for rows")
+            yield message.rows, self._payload()
 
     def skip_rest(self) -> None:
         """Read what the worker is still sending of a call that was refused."""

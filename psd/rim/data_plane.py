@@ -8,16 +8,22 @@ messages on the wire, or sockets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.rows import TableRows
 from psd.rim.calls import Waiter
 from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.trained import Trained
 from psd.state.shard import Shard
+from psd.state.tables.block import TablesBlock
 from psd.state.transfers import Found, Pull, Push
 from psd.v1 import data_pb2
+
+_NO_VALUES: NDArray[Any] = np.empty(0, np.float32)
 
 
 class PushedBlock(NamedTuple):
@@ -27,6 +33,7 @@ class PushedBlock(NamedTuple):
         present: as in PushFrame.
         payload: read until the next block is asked for; if `is_lent`, until the call has ended.
         is_followed: the next block is here already: what rounds have for the caller may wait until it is counted, too.
+        rows: of the tables' block: the parts of the payload. more: further rows of the same push follow in another one.
     """
 
     block: int
@@ -34,10 +41,25 @@ class PushedBlock(NamedTuple):
     payload: memoryview
     is_lent: bool = False
     is_followed: bool = False
+    rows: Sequence[data_pb2.RowsPart] = ()
+    more: bool = False
+
+
+RowsFrames = Iterator[tuple[Sequence[data_pb2.RowsPart], memoryview]]
+"""The frames of a request for rows: the parts of each, and its payload, the ids, which are read until the next is asked for."""
+
+
+class PulledRows(NamedTuple):
+    """Rows for the caller, as one frame of its request has asked for them. `version`: updates applied to the tables' block."""
+
+    rows: list[TableRows]
+    version: int
 
 
 class PulledBlock:
     """One block for the caller. Its page is pinned until `release`, which whoever gets the answer calls.
+
+    The tables' block has no page: the answer says its version alone.
 
     Attributes:
         block: index. version: updates applied. values: (n,) the parameters, unchanged until `release`.
@@ -45,25 +67,26 @@ class PulledBlock:
 
     __slots__ = ("_page", "_state", "block", "version")
 
-    def __init__(self, state: BlockState, found: Found) -> None:
+    def __init__(self, state: Trained, found: Found) -> None:
         self._state = state
-        self.version, self._page = found
-        self.block = state.plan.index
+        self.version: int = found[0]
+        self._page: Any = found[1]
+        self.block = state.index
 
     @property
     def values(self) -> NDArray[Any]:
         """The block's parameters."""
-        values: NDArray[Any] = self._page.parameter
-        return values
+        return _NO_VALUES if self._page is None else self._page.parameter
 
     @property
     def nbytes(self) -> int:
         """Bytes of `values`."""
-        return self._state.plan.nbytes
+        return self.values.nbytes
 
     def release(self) -> None:
         """Give the page back. Once."""
-        self._state.unpin(self._page)
+        if self._page is not None and isinstance(self._state, BlockState):
+            self._state.unpin(self._page)
 
 
 class DataPlane:
@@ -96,7 +119,11 @@ class DataPlane:
         push = self._begin(header, waiter)
         for block in self._arriving(push, blocks):
             # Nothing is lent: who only pushes does not wait for the round.
-            while (ticket := self._exchange.push_block(push, block.block, block.present, block.payload)) is not None:
+            while (
+                ticket := self._exchange.push_block(
+                    push, block.block, block.present, block.payload, rows=block.rows, more=block.more
+                )
+            ) is not None:
                 waiter.wait(ticket)
         reply = self._exchange.end_push(push)
         self.counts.count_call("push", self._now() - began)
@@ -113,6 +140,35 @@ class DataPlane:
             yield PulledBlock(block, found)
         self.counts.count_call("pull", self._now() - began)
 
+    def pull_rows(
+        self, request: data_pb2.PullRequest, frames: RowsFrames, waiter: Waiter, *, counts_no_use: bool
+    ) -> Generator[PulledRows]:
+        """See DataService.PullRows: an answer to each frame, in order.
+
+        Args:
+            counts_no_use: the rows are not marked as used.
+        """
+        began = self._now()
+        pull, tables = self._exchange.begin_pull_rows(request)
+        self._pass_gate(pull, pull.clock, waiter)
+        while not isinstance(found := self._exchange.read(tables, pull), tuple):
+            waiter.wait(found)
+        yield from self._rows(tables, frames, clock=None if counts_no_use else pull.clock)
+        self.counts.count_call("pull", self._now() - began)
+
+    def read_rows(self, request: data_pb2.ReadRequest, frames: RowsFrames) -> Generator[PulledRows]:
+        """Answer likewise somebody who is no worker: without waiting, and not as a use of the rows."""
+        yield from self._rows(self._exchange.begin_read_rows(request), frames, clock=None)
+
+    def _rows(self, tables: TablesBlock, frames: RowsFrames, clock: int | None) -> Generator[PulledRows]:
+        asked = 0
+        for parts, payload in frames:
+            version = tables.version
+            rows = self._exchange.read_rows(tables, parts, payload, asked, clock)
+            asked += sum(len(part.ids) for part in rows)
+            self.counts.count_bytes(received=payload.nbytes, sent=sum(part.values.nbytes for part in rows))
+            yield PulledRows(rows, version)
+
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
     ) -> Generator[PulledBlock | data_pb2.PushReply]:
@@ -124,14 +180,16 @@ class DataPlane:
         began = self._now()
         push = self._begin(header, waiter)
         pull = self._exchange.begin_answer(push)
-        pending: deque[BlockState] = deque()
+        pending: deque[Trained] = deque()
         try:
-            for index, present, payload, is_lent, is_followed in self._arriving(push, blocks):
+            for index, present, payload, is_lent, is_followed, rows, more in self._arriving(push, blocks):
                 covered = len(push.covered)
-                while (ticket := self._exchange.push_block(push, index, present, payload, is_lent=is_lent)) is not None:
+                while (
+                    ticket := self._exchange.push_block(push, index, present, payload, is_lent=is_lent, rows=rows, more=more)
+                ) is not None:
                     waiter.wait(ticket)
                 if len(push.covered) > covered:
-                    pending.append(push.job.block(index))
+                    pending.append(push.job.trained(index))
                 if is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
@@ -156,7 +214,8 @@ class DataPlane:
     def _arriving(self, push: Push, blocks: Iterator[PushedBlock]) -> Iterator[PushedBlock]:
         """The blocks of a push, each counted when the next one is asked for."""
         for block in blocks:
-            self._exchange.check_arrival(push)
+            if not block.more:
+                self._exchange.check_arrival(push)
             yield block
             self.counts.count_bytes(received=block.payload.nbytes)
 

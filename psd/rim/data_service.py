@@ -6,6 +6,7 @@ longer than it takes to copy it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -15,14 +16,18 @@ import grpc
 
 from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
+from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
-from psd.rim.data_plane import DataPlane, PulledBlock, PushedBlock
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.durability.cuts import Done
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 
 SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
+
+ROWS_FRAMES_MAX = 16
+"""Frames of rows in one SmallPush."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -50,6 +55,12 @@ class DataService:
                 "Pull": grpc.unary_stream_rpc_method_handler(guard.stream(self.pull), message_parser(pull)),
                 "Read": grpc.unary_stream_rpc_method_handler(guard.stream(self.read), message_parser(data_pb2.ReadRequest)),
                 "PushPull": grpc.stream_stream_rpc_method_handler(guard.stream(bounded(self.push_pull)), frame_parser(push)),
+                "PullRows": grpc.stream_stream_rpc_method_handler(
+                    guard.stream(bounded(self.pull_rows)), frame_parser(data_pb2.RowsRequest)
+                ),
+                "ReadRows": grpc.stream_stream_rpc_method_handler(
+                    guard.stream(bounded(self.read_rows)), frame_parser(data_pb2.RowsRequest)
+                ),
                 "PushPullSmall": grpc.unary_unary_rpc_method_handler(
                     guard.unary(self.push_pull_small),
                     message_parser(data_pb2.SmallPush),
@@ -90,11 +101,17 @@ class DataService:
 
     def read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See DataService.Read."""
+        with self._reading():
+            yield from self._read(request, context)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count a reader's call; refuse it if there are too many."""
         if not self._reads.acquire(blocking=False):
             limit = self._shard.config.limits.reads_max
             raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
         try:
-            yield from self._read(request, context)
+            yield
         finally:
             self._reads.release()
 
@@ -130,12 +147,28 @@ class DataService:
                 else:
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
 
+    def pull_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See DataService.PullRows."""
+        first = _first_rows(requests, "pull")
+        pull, counts_no_use = first.head.pull, first.head.counts_no_use
+        waiter = Waiter(self._shard, context)
+        yield from map(_rows_frame, self._plane.pull_rows(pull, _rows(first, requests), waiter, counts_no_use=counts_no_use))
+
+    def read_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See DataService.ReadRows."""
+        del context
+        with self._reading():
+            first = _first_rows(requests, "read")
+            yield from map(_rows_frame, self._plane.read_rows(first.head.read, _rows(first, requests)))
+
     def push_pull_small(self, request: data_pb2.SmallPush, context: grpc.ServicerContext) -> data_pb2.SmallAnswer:
         """See DataService.PushPullSmall."""
         job = self._shard.job  # None while a checkpoint is loaded; then the push is refused for that
-        count_max = max(1, len(job.blocks)) if job is not None else len(request.frames)
+        count_max = len(request.frames)
+        if job is not None:
+            count_max = max(1, len(job.blocks) + (ROWS_FRAMES_MAX if job.tables is not None else 0))
         if len(request.frames) > count_max:
-            raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, the shard's blocks")
+            raise InvalidRequest(f"frames: has {len(request.frames)} entries, the limit is {count_max}, for the shard's blocks")
         if [frame.last for frame in request.frames] != [False] * (len(request.frames) - 1) + [True]:
             raise InvalidRequest("last: must stand on the last frame of a push, and on no other")
         frames_in = (Frame(frame, memoryview(frame.payload)) for frame in request.frames)
@@ -190,9 +223,34 @@ class DataService:
 def _next(requests: Iterator[Frame]) -> Frame:
     frame = next(requests, None)
     if frame is None:
-        raise InvalidRequest("last: the stream ended before the last frame of a push")
+        raise InvalidRequest("last: the stream ended before the last frame")
     found: Frame = checked(frame)
     return found
+
+
+def _first_rows(requests: Iterator[Frame], field: str) -> Frame:
+    first = _next(requests)
+    if not first.head.HasField(field):
+        raise InvalidRequest(f"{field}: the first frame of a request for rows must have it")
+    return first
+
+
+def _rows(first: Frame, requests: Iterator[Frame]) -> RowsFrames:
+    """The frames of a request for rows, from its first to its last."""
+    frame = first
+    while True:
+        yield frame.head.rows, frame.payload
+        if frame.head.last:
+            return
+        frame = _next(requests)
+        for field in ("pull", "read"):
+            if frame.head.HasField(field):
+                raise InvalidRequest(f"{field}: stands on a frame that is not the first")
+
+
+def _rows_frame(answer: PulledRows) -> bytes:
+    head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version)
+    return frames.join(head.SerializeToString(), *(rows.values for rows in answer.rows))
 
 
 def _initial_blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
@@ -225,8 +283,8 @@ def _blocks(first: Frame, requests: Iterator[Frame]) -> Iterator[PushedBlock]:
     while True:
         head, payload = frame
         if head.HasField("block"):
-            yield PushedBlock(head.block, head.present, payload)
-        elif payload.nbytes or head.present:
+            yield PushedBlock(head.block, head.present, payload, rows=head.rows, more=head.more)
+        elif payload.nbytes or head.present or head.rows:
             raise InvalidRequest("block: absent, but the frame has a payload")
         if head.last:
             return

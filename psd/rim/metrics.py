@@ -1,8 +1,8 @@
 """The shard's counts as Prometheus metrics, read at each scrape, so that counting costs nothing here.
 
 Names follow Prometheus' conventions: base units at their end, `_total` for what only grows. Labels are bounded: lanes, calls,
-states, classes of errors, and at most WORKERS_MAX workers. Must not know HTTP or sockets; the only module that imports
-prometheus_client.
+states, classes of errors, and at most WORKERS_MAX workers and TABLES_MAX tables. Must not know HTTP or sockets; the only module
+that imports prometheus_client.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from psd.state.counts import SECONDS, Histogram
 from psd.state.job import Job
 from psd.state.shard import Shard
 from psd.state.status import ShardState, ShardStatus
+from psd.state.tables.block import TableCounts
 from psd.state.tickets import WaitKind
 from psd.state.workers.membership import Worker, WorkerState
 
@@ -28,6 +29,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 WORKERS_MAX = 128
 """Workers with a series of their own, by rank; the others share one, of the worker "other"."""
+
+TABLES_MAX = 128
+"""Tables with series of their own, the job's first; the others share one, of the table "other"."""
 
 OTHER = "other"
 
@@ -83,6 +87,8 @@ class _ShardCollector(Collector):
         yield from self._workers(now)
         if now.job is not None:
             yield from self._job(now.job)
+            if now.job.tables is not None:
+                yield from self._tables(_by_table(now.job.tables.counts))
         yield from self._checkpoints()
         yield from self._bulk()
 
@@ -241,6 +247,38 @@ class _ShardCollector(Collector):
             ((), arena.held_bytes),
         )
 
+    def _tables(self, tables: Sequence[TableCounts]) -> Iterator[Metric]:
+        label = ("table",)
+        yield self._gauge("psd_table_rows", "Rows of a table.", *((t[:1], t.rows) for t in tables), labels=label)
+        yield self._gauge(
+            "psd_table_bytes",
+            "Size of a table's rows, with slots and index.",
+            *((t[:1], t.bytes) for t in tables),
+            labels=label,
+        )
+        yield self._counter(
+            "psd_table_reads_total",
+            "Rows that were asked for; those that were there (hit), and others, whose initial values were computed (miss).",
+            *(((t.name, "hit"), t.hits) for t in tables),
+            *(((t.name, "miss"), t.reads - t.hits) for t in tables),
+            labels=("table", "result"),
+        )
+        yield self._counter(
+            "psd_table_rows_created_total", "Rows that were created.", *((t[:1], t.created) for t in tables), labels=label
+        )
+        yield self._counter(
+            "psd_table_rows_removed_total",
+            "Rows that were removed: evicted for others, expired, or on request.",
+            *(((t.name, why), getattr(t, why)) for t in tables for why in ("evicted", "expired", "removed")),
+            labels=("table", "reason"),
+        )
+        yield self._counter(
+            "psd_table_gradients_dropped_total",
+            "Gradients of ids without a row: refused at the limit, or of ids that were not seen often enough.",
+            *(((t.name, why), getattr(t, why)) for t in tables for why in ("refused", "unadmitted")),
+            labels=("table", "reason"),
+        )
+
     def _checkpoints(self) -> Iterator[Metric]:
         progress = self._progress()
         if progress is None:
@@ -291,6 +329,15 @@ def _cumulative(bounds: Sequence[float], counts: list[int]) -> list[tuple[str, f
         so_far += count
         buckets.append((bound, float(so_far)))
     return buckets
+
+
+def _by_table(tables: Sequence[TableCounts]) -> list[TableCounts]:
+    """The numbers of each of the first TABLES_MAX tables, and of all others together."""
+    others = tables[TABLES_MAX:]
+    if not others:
+        return [*tables]
+    sums = [sum(numbers) for numbers in zip(*(each[1:] for each in others), strict=True)]
+    return [*tables[:TABLES_MAX], TableCounts(OTHER, *sums)]
 
 
 def _by_worker(

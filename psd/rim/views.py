@@ -86,7 +86,7 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
     if job is not None:
         reply.parameter_bytes = job.parameter_bytes
         reply.slot_bytes = job.slot_bytes
-        reply.block_count = len(job.blocks)
+        reply.block_count = job.block_count
         reply.tensor_count = len(job.spec.tensors)
         reply.version_min = job.version_min
         reply.version_max = job.version_max
@@ -99,6 +99,8 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         reply.restored_from = now.restored_from
         reply.arena_bytes = job.arena.used_bytes
         reply.ages.extend(job.ages)
+        if job.tables is not None:
+            reply.tables.extend(control_pb2.TableStatus(**counts._asdict()) for counts in job.tables.counts)
         reply.state_dir = str(now.directory)
     if progress is not None:
         reply.checkpoint_dir = progress.location

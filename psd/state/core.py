@@ -28,13 +28,15 @@ from psd.contract.errors import (
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.state import locks
-from psd.state.aggregation.block import BlockState
+from psd.state.aggregation.trained import Trained
 from psd.state.counts import Counters
 from psd.state.durability.client_states import ClientStates
 from psd.state.durability.storage import Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
+from psd.state.tables.block import notes_count
+from psd.state.tables.stores import partition_specs
 from psd.state.tickets import Ticket, Waiting, WaitKind
 from psd.state.workers.barriers import Barriers
 from psd.state.workers.initial import InitialValues
@@ -42,6 +44,7 @@ from psd.state.workers.loads import Loads
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import job_pb2, storage_pb2
 from psd_core.arena import Arena, BlockShape
+from psd_core.table import TableStore
 
 UNNAMED_RUN = re.compile(r"run-[0-9a-f]{16}")
 """A run name made by shard 0, from the first session that it issued, because nobody has given one. Until somebody reads the
@@ -69,7 +72,7 @@ class ShardCore:
         life: what the shard holds, and may do with it. Changed by `become`.
         timeline, restored_from: see JoinReply.
         lost_round: EXACT: why the shard is DAMAGED; see Restoration.
-        now: monotonic seconds.
+        now: monotonic seconds. wall: seconds since 1970.
         rules: the users' own that jobs may name, by import path.
         has_checkpoints: there is a place for them, and so perhaps one to go back to.
     """
@@ -81,11 +84,13 @@ class ShardCore:
         now: Callable[[], float],
         incarnation: int | None,
         *,
+        wall: Callable[[], float],
         has_checkpoints: bool,
     ) -> None:
         self.config = config
         self.storage = storage
         self.now = now
+        self.wall = wall
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
         self.rules = load_rules(config.rules, config.rule_dir)
@@ -135,6 +140,8 @@ class ShardCore:
         Raises:
             OutOfSpace: there is no room for it; nothing was made.
         """
+        count, limits = self.config.shard_count, self.config.limits
+        specs = partition_specs(spec, count, notes_count(spec.world_size), limits, self.storage.free_bytes)
         stored = storage_pb2.StoredJob(
             run_id=self.run_id,
             shard_index=self.config.shard_index,
@@ -147,7 +154,7 @@ class ShardCore:
             stored.layout_digest = layout.digest
             return self.storage.create(stored, shapes, spec.world_size)
 
-        return self._job(spec, members, arena_of)
+        return self._job(spec, members, arena_of, lambda: self.storage.create_tables(specs))
 
     def take_job(self, job: Job, members: Membership) -> None:
         """Begin to serve a job that was made."""
@@ -219,7 +226,7 @@ class ShardCore:
                     now=self.now(),
                 )
         try:
-            job = self._job(spec, members, lambda *_: arena)
+            job = self._job(spec, members, lambda *_: arena, lambda: self.storage.open_tables(len(spec.tables)))
         except InvalidRequest as error:
             raise ConfigError(f"--rule: {self.storage.directory} holds a job that needs it: {error}") from error
         if job.layout.digest != stored.layout_digest:
@@ -240,17 +247,26 @@ class ShardCore:
         self.client_states.recover(self.storage.load_client_states())
         return True
 
-    def _job(self, spec: JobSpec, members: Membership, arena_of: Callable[[Layout, list[BlockShape]], Arena]) -> Job:
+    def _job(
+        self,
+        spec: JobSpec,
+        members: Membership,
+        arena_of: Callable[[Layout, list[BlockShape]], Arena],
+        stores_of: Callable[[], list[TableStore]],
+    ) -> Job:
         return Job(
             spec,
             shard_index=self.config.shard_index,
             shard_count=self.config.shard_count,
             membership=members,
             arena_of=arena_of,
+            stores_of=stores_of,
+            limits=self.config.limits,
             on_lost=self._on_lost,
             rules=self.rules,
             storage=self.storage,
             now=self.now,
+            wall=self.wall,
         )
 
     def _on_lost(self, error: StateLost) -> bool:
@@ -354,7 +370,7 @@ class ShardCore:
             self.members.check_session(worker.rank, session)
             return self.waiting.add(Ticket(worker.rank, session, kind, clock, self.now(), missing, name))
 
-    def when(self, block: BlockState, version: int, worker: Worker, session: int, kind: WaitKind) -> Ticket:
+    def when(self, block: Trained, version: int, worker: Worker, session: int, kind: WaitKind) -> Ticket:
         """A ticket that resolves when the block reaches a version."""
         round_ = version - 1
         ticket = self.ticket(worker, session, kind, round_, lambda: block.missing_in(round_))

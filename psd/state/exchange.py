@@ -5,6 +5,7 @@ push: begin_push -> gate -> push_block for every block -> end_push        pull: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,19 @@ import psd_core
 from psd.contract import frames
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import JobSpec
+from psd.contract.rows import TableRows
 from psd.contract.rules import check_weight
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.rounds import Contribution, Outcome
+from psd.state.aggregation.trained import Trained
 from psd.state.buffers import wants_buffers
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.durability.client_states import check_client_state
 from psd.state.durability.cuts import Cuts, check_cuts
 from psd.state.durability.schedule import CutSchedule
 from psd.state.job import Job
+from psd.state.tables.block import TablesBlock
 from psd.state.tickets import Ticket, WaitKind
 from psd.state.transfers import Found, Pull, Push
 from psd.state.workers.membership import WorkerState
@@ -142,45 +146,47 @@ class Exchange:
     def check_arrival(self, push: Push) -> None:
         """Note that a block has come; InvalidRequest if there are far more than the shard has: the push might never end."""
         push.arrived += 1
-        limit = 2 * len(push.job.blocks)
+        limit = 2 * push.job.block_count
         if push.arrived > limit:
             raise InvalidRequest(f"block: the push has brought more than {limit} blocks, twice as many as the shard has")
 
     def push_block(
-        self, push: Push, index: int, present: bytes, payload: memoryview, *, is_lent: bool = False
+        self,
+        push: Push,
+        index: int,
+        present: bytes,
+        payload: memoryview,
+        *,
+        is_lent: bool = False,
+        rows: Sequence[data_pb2.RowsPart] = (),
+        more: bool = False,
     ) -> Ticket | None:
         """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
 
         Args:
             is_lent: the payload stays as it is until the push's loan has ended.
+            rows, more: see PushedBlock.
         """
         job = push.job
-        block = job.block(index)
-        plan = block.plan
-        if not plan.trained:
-            raise InvalidRequest(f"block: {index} belongs to static group {plan.group}, to which nothing is pushed")
-        mask = frames.present_mask(present, len(plan.segment_ends))
-        values: NDArray[Any] | None = None
-        if mask is not None and not mask.any():
-            if payload.nbytes:
-                raise InvalidTensor(
-                    f"block {index}: payload has {payload.nbytes} bytes, but present says that there is nothing"
-                )
+        block = job.trained(index)
+        values: Any
+        scalars: Sequence[Any]
+        if isinstance(block, BlockState):
+            values, mask = self._gradient(push, block, present, payload)
+            scalars = push.scalars[block.plan.group]
+        elif more:
+            block.checks.stage(push.staged, rows, payload)
+            return None
         else:
-            values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {index}")
+            values, mask, scalars = block.checks.gradients(push.staged, rows, payload), None, push.scalars
             if job.spec.nan_policy != "allow" and not push.is_finite:
-                whose = f"the gradient of worker {push.worker.rank}"
-                self._core.check_finite(values, index, whose, push.worker.rank, push.clock)
-            if mask is not None:
-                lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
-                if np.any(psd_core.widened(values)[np.repeat(mask, lengths) == 0]):
-                    raise InvalidTensor(f"block {index}: payload must be zero where present is 0")
+                block.checks.check_finite(values, push.worker.rank, push.clock)
         if not push.is_entered:
             self._enter(push, job)
         else:
             self._check_session(push)
         push.worker.last_seen = self._core.now()
-        scalars, read = push.scalars[plan.group], push.versions.get(index)
+        read = push.versions.get(index)
         part = Contribution(
             push.worker.rank,
             push.begun_as,
@@ -201,6 +207,7 @@ class Exchange:
             raise self._core.gone_back() from None
         if outcome is Outcome.EARLY:
             return self._core.when(block, push.clock, push.worker, push.session, WaitKind.EARLIER_ROUND)
+        push.staged.clear()
         if index not in push.covered:
             push.covered.add(index)
             push.outcomes[outcome] += 1
@@ -209,14 +216,35 @@ class Exchange:
                     job.agreement.on_counted(push.clock, push.worker.rank)
         return None
 
+    def _gradient(
+        self, push: Push, block: BlockState, present: bytes, payload: memoryview
+    ) -> tuple[NDArray[Any] | None, NDArray[np.uint8] | None]:
+        """A block's gradient, None if it is empty, and the mask of its segments that have one, None if all have."""
+        plan = block.plan
+        mask = frames.present_mask(present, len(plan.segment_ends))
+        if mask is not None and not mask.any():
+            if payload.nbytes:
+                raise InvalidTensor(
+                    f"block {plan.index}: payload has {payload.nbytes} bytes, but present says that there is nothing"
+                )
+            return None, mask
+        values = frames.numbers(payload, plan.gradient_dtype, plan.length, f"block {plan.index}")
+        if push.job.spec.nan_policy != "allow" and not push.is_finite:
+            whose = f"the gradient of worker {push.worker.rank}"
+            self._core.check_finite(values, plan.index, whose, push.worker.rank, push.clock)
+        if mask is not None:
+            lengths = np.diff(plan.segment_ends, prepend=np.uint32(0))
+            if np.any(psd_core.widened(values)[np.repeat(mask, lengths) == 0]):
+                raise InvalidTensor(f"block {plan.index}: payload must be zero where present is 0")
+        return values, mask
+
     def end_push(self, push: Push) -> data_pb2.PushReply:
         """Finish a push whose blocks have all come; moves the worker's clock."""
         job = push.job
         if len(push.covered) < job.trained_count:
-            lacking = min(i for i, b in job.blocks.items() if b.plan.trained and i not in push.covered)
             raise InvalidRequest(
-                f"block: {lacking} is missing; the push of clock {push.clock} ended after {len(push.covered)} of "
-                f"{job.trained_count} blocks"
+                f"block: {job.lacking(push.covered)} is missing; the push of clock {push.clock} ended after "
+                f"{len(push.covered)} of {job.trained_count} blocks"
             )
         counted, late, staged = (push.outcomes[i] for i in (Outcome.COUNTED, Outcome.LATE, Outcome.STAGED))
         clock = push.clock + 1
@@ -251,15 +279,15 @@ class Exchange:
 
     # -- pull ----------------------------------------------------------------------------------------------------------
 
-    def begin_pull(self, request: data_pb2.PullRequest) -> tuple[Pull, list[BlockState]]:
+    def begin_pull(self, request: data_pb2.PullRequest) -> tuple[Pull, list[Trained]]:
         """Check a pull; return it with the blocks to read, in the order requested."""
         with self._core.lock:
             worker = self._core.check_caller(request.caller)
             job = self._core.initialized()
             job.check_digest(request.layout_digest)
-            if len(request.blocks) > len(job.blocks):
-                raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {len(job.blocks)}")
-            blocks = [job.block(i) for i in request.blocks] if request.blocks else list(job.blocks.values())
+            if len(request.blocks) > job.block_count:
+                raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for, the shard has {job.block_count}")
+            blocks = job.read_from(request.blocks)
             decisions = job.participant.check(request.decisions)
             verdict = job.participant.verdict_of(request)
             if verdict is not None and not verdict.is_final:
@@ -289,20 +317,47 @@ class Exchange:
             self._core.counters.pulls += 1
         return Pull(push.job, push.worker, push.session, push.clock + 1, push.worker.rank)
 
-    def read(self, block: BlockState, pull: Pull) -> Found | Ticket:
+    def begin_pull_rows(self, request: data_pb2.PullRequest) -> tuple[Pull, TablesBlock]:
+        """Check a pull of rows; return it with the tables' block, to be read before any rows are."""
+        if request.blocks:
+            raise InvalidRequest(f"blocks: {len(request.blocks)} are asked for with rows, expected none")
+        pull, _ = self.begin_pull(request)
+        return pull, tables_of(pull.job)
+
+    def begin_read_rows(self, request: data_pb2.ReadRequest) -> TablesBlock:
+        """Check a read of rows by somebody who is no worker."""
+        self._core.check_run(request.run_id)
+        job = self._core.initialized()
+        job.check_digest(request.layout_digest)
+        if request.HasField("cut"):
+            raise InvalidRequest(f"cut: rows are read as they are now, not at cut {request.cut.id!r}")
+        return tables_of(job)
+
+    def read_rows(
+        self, tables: TablesBlock, parts: Sequence[data_pb2.RowsPart], payload: memoryview, before: int, clock: int | None
+    ) -> list[TableRows]:
+        """The rows that a frame asks for; see RowChecks.rows and TablesBlock.fill."""
+        rows = tables.checks.rows(parts, payload, before, has_values=False)
+        try:
+            tables.fill(rows, clock)
+        except ArenaClosed:
+            raise self._core.gone_back() from None
+        return rows
+
+    def read(self, block: Trained, pull: Pull) -> Found | Ticket:
         """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.
 
         The caller gives the page back with `BlockState.unpin`.
         """
         self._check_session(pull)
-        version_min = pull.clock if pull.has_rounds and block.plan.trained else 0
+        version_min = pull.clock if pull.has_rounds and block.is_trained else 0
         try:
             found = block.read(version_min, pull.reader)
         except ArenaClosed:
             raise self._core.gone_back() from None
         return found if found is not None else self._core.when(block, version_min, pull.worker, pull.session, WaitKind.ROUND)
 
-    def peek(self, block: BlockState, pull: Pull) -> Found | None:
+    def peek(self, block: Trained, pull: Pull) -> Found | None:
         """Look up as `read` does, but return None instead of a ticket; for answers that leave early while more of a push
         arrives."""
         if not pull.has_rounds and pull.job.policy.lag(pull.clock) != 0:
@@ -311,6 +366,13 @@ class Exchange:
             return block.read(pull.clock, None) if pull.has_rounds else block.read(0, pull.reader)
         except ArenaClosed:
             raise self._core.gone_back() from None
+
+
+def tables_of(job: Job) -> TablesBlock:
+    """The job's tables; InvalidRequest if it has none."""
+    if job.tables is None:
+        raise InvalidRequest("rows: the job has no tables")
+    return job.tables
 
 
 def check_scale(header: data_pb2.PushHeader, spec: JobSpec) -> float:

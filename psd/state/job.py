@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.config import Limits
 from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import BlockOutOfRange, InvalidRequest, LayoutMismatch, StateLost
 from psd.contract.jobspec import JobSpec
@@ -27,26 +28,32 @@ from psd.state.aggregation.rounds import FastRound
 from psd.state.aggregation.rules import BoundRule, check_listed
 from psd.state.aggregation.settlement import Coordinator, Participant
 from psd.state.aggregation.staleness import bound_rule
+from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import Histogram, RoundTimes, total
 from psd.state.durability.storage import Storage
+from psd.state.tables.block import TablesBlock, counted_in
+from psd.state.tables.pushes import RowChecks
 from psd.state.workers.membership import Membership
 from psd_core.arena import Arena, BlockShape, Page
+from psd_core.table import TableSnapshot, TableStore
 
 
 class Job:
     """A declared job on one shard.
 
     Args:
-        arena_of: makes, or finds again, the arena for blocks of these shapes. on_lost: see BlockServices.
+        arena_of: makes, or finds again, the arena for blocks of these shapes. stores_of: likewise the tables' stores.
+        on_lost: see RoundServices.
         rules: the users' own rules that are listed on this shard.
         storage: keeps verdicts beside the arena.
-        now: monotonic seconds.
+        now: monotonic seconds. wall: seconds since 1970.
 
     Raises:
         InvalidRequest: the job names a rule that is not.
 
     Attributes:
-        blocks: this shard's blocks by index. trained_count: those that every push must cover.
+        blocks: this shard's blocks by index. tables: the block that stands for its part of the tables; None without any.
+        trained_count: those that every push must cover.
         buffer_blocks: those of them that workers compute. wants_buffers: some worker is to call StoreBuffers.
         wants_all_buffers: each of them is.
         agreement: SYNC: the scalars of the open rounds.
@@ -61,10 +68,13 @@ class Job:
         shard_count: int,
         membership: Membership,
         arena_of: Callable[[Layout, list[BlockShape]], Arena],
+        stores_of: Callable[[], list[TableStore]],
+        limits: Limits,
         on_lost: Callable[[StateLost], bool],
         rules: Mapping[str, ListedRule],
         storage: Storage,
         now: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
         check_listed(spec, rules)
         self.spec = spec
@@ -85,14 +95,13 @@ class Job:
                 for plan in plans
             ],
         )
+        rounds = RoundServices(membership, self.policy, spec.reduction == "mean", on_lost)
+        on_awaited = partial(_add_awaited, membership)
         services = BlockServices(
             self.arena,
-            membership,
-            self.policy,
+            rounds,
             MeasuredRound if spec.has_verdicts else ExactRound if self.is_exact else FastRound,
-            is_mean=spec.reduction == "mean",
-            on_lost=on_lost,
-            tensor_at=self.layout.tensor_at,
+            self.layout.tensor_at,
         )
         self.blocks = {
             plan.index: BlockState(
@@ -100,19 +109,27 @@ class Job:
                 slot,
                 bound[plan.group],
                 services,
-                RoundTimes(now, partial(_add_awaited, membership) if plan is first else None),
+                RoundTimes(now, on_awaited if plan is first else None),
                 self._ratio_places(plan),
                 Offered() if "mean" in spec.groups[plan.group].flags and spec.groups[plan.group].is_of_buffers else None,
             )
             for slot, plan in enumerate(plans)
         }
-        self._trained = [b for b in self.blocks.values() if b.plan.trained]
+        trained_blocks = [b for b in self.blocks.values() if b.plan.trained]
+        self._trained: list[Trained] = [*trained_blocks]
+        self.tables: TablesBlock | None = None
+        self._tables_index = self.layout.tables_block(shard_index)
+        if self._tables_index is not None:
+            times = RoundTimes(now, on_awaited if first is None else None)
+            checks = RowChecks(spec, shard_index, shard_count, limits)
+            self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall)
+            self._trained.append(self.tables)
         self.trained_count = len(self._trained)
         self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
         self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
         self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
         self._first_gradients: dict[int, bytes] = {}  # digests by rank
-        self.participant = Participant(spec, self._trained)
+        self.participant = Participant(spec, self._trained, trained_blocks)
         self.coordinator: Coordinator | None = None
         if self.is_exact and shard_index == 0:
             measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
@@ -142,8 +159,38 @@ class Job:
             return self.blocks[index]
         except KeyError:
             total = len(self.layout.blocks)
+            if index == self._tables_index:
+                raise BlockOutOfRange(f"block: {index} is the tables' block, which has rows and no values") from None
             where = f"there are {total}" if index >= total else f"shard {self.layout.shard_of(index)} owns it"
             raise BlockOutOfRange(f"block: {index} is not on shard {self._shard_index}; {where}") from None
+
+    def trained(self, index: int) -> BlockState | TablesBlock:
+        """The block of that index, or the tables' block, as what is pushed to.
+
+        Raises:
+            BlockOutOfRange: it is not this shard's. InvalidRequest: nothing is pushed to it.
+        """
+        if self.tables is not None and index == self._tables_index:
+            return self.tables
+        block = self.block(index)
+        if not block.plan.trained:
+            raise InvalidRequest(f"block: {index} belongs to static group {block.plan.group}, to which nothing is pushed")
+        return block
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of this shard, the tables' block among them."""
+        return len(self.blocks) + (self.tables is not None)
+
+    def read_from(self, indexes: Sequence[int]) -> list[Trained]:
+        """The blocks of these indexes, in their order; all, if there are none."""
+        if not indexes:
+            return [*self.blocks.values(), *([] if self.tables is None else [self.tables])]
+        return [self.tables if self.tables is not None and i == self._tables_index else self.block(i) for i in indexes]
+
+    def lacking(self, covered: Collection[int]) -> int:
+        """The first index of what a push has not covered and must."""
+        return min(block.index for block in self._trained if block.index not in covered)
 
     def check_scalars(self, scalars: Scalars) -> None:
         """Raise InvalidRequest unless there is one entry per group, each fit for its rule."""
@@ -176,7 +223,7 @@ class Job:
             raise InvalidRequest(
                 f"versions: expected one per trained block of the shard, {len(self._trained)}, got {len(versions)}"
             )
-        return {block.plan.index: version for block, version in zip(self._trained, versions, strict=False)}
+        return {block.index: version for block, version in zip(self._trained, versions, strict=False)}
 
     @property
     def ages(self) -> list[int]:
@@ -244,10 +291,12 @@ class Job:
         """The last push of a rank that counts in the first block here; others may be a round behind or ahead. Takes no lock."""
         return self._trained[0].last_counted(rank)
 
-    def counted_on(self, of_blocks: Mapping[int, Page]) -> list[Counted]:
-        """The last push of each rank that some of these pages, of all blocks, count."""
-        trained = [of_blocks[block.plan.index] for block in self._trained]
-        return pages.counted(trained) if trained else [(0, 0)] * self.spec.world_size
+    def counted_on(self, of_blocks: Mapping[int, Page], of_tables: Collection[TableSnapshot]) -> list[Counted]:
+        """The last push of each rank that some of these pages, of all blocks, or these snapshots count."""
+        trained = [of_blocks[index] for index, block in self.blocks.items() if block.plan.trained]
+        found = [pages.counted(trained)] if trained else []
+        found += [counted_in(snapshot.notes) for snapshot in of_tables]
+        return [max(counted) for counted in zip(*found, strict=True)] or [(0, 0)] * self.spec.world_size
 
     def settle(self) -> None:
         """Close every round that is complete now that somebody left, expired or skipped rounds."""
@@ -255,19 +304,23 @@ class Job:
             for block in self._trained:
                 block.settle()
 
-    def pin_all(self, but: Collection[int] = ()) -> dict[int, Page]:
-        """The pages of all blocks at one instant, but for some, pinned, by block."""
+    def take_all(self, but: Collection[int] = (), *, with_tables: bool) -> tuple[dict[int, Page], list[TableSnapshot] | None]:
+        """The pages of all blocks at one instant, but for some, pinned, by block; and the tables' snapshots, None if others are
+        under way."""
         pages: dict[int, Page] = {}
+        tables: list[TableSnapshot] | None = []
         with contextlib.ExitStack() as locks:
-            for block in self.blocks.values():
+            for block in self.read_from(()):
                 locks.enter_context(block.lock)
             try:
                 for index in self.blocks.keys() - but:
                     pages[index] = self.blocks[index].pin()
+                if with_tables and self.tables is not None:
+                    tables = self.tables.snapshots()
             except BaseException:
                 self.unpin_all(pages)
                 raise
-        return pages
+        return pages, tables
 
     def unpin_all(self, pages: Mapping[int, Page]) -> None:
         """Give pinned pages back."""
@@ -276,7 +329,7 @@ class Job:
 
     def give_back_pages(self) -> None:
         """Give back the pages kept for what workers have read: nobody will send a gradient any more."""
-        for block in self._trained:
+        for block in self.blocks.values():
             block.forget_readers()
 
     @property
@@ -287,7 +340,7 @@ class Job:
     def on_gone(self, rank: int) -> None:
         """Forget what mattered only while a session of the rank lived."""
         self.agreement.on_gone(rank)
-        for block in self._trained:
+        for block in self.blocks.values():
             block.forget_reader(rank)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ gRPC, sockets, flags or the environment.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from copy import copy
@@ -34,6 +35,7 @@ from psd.state.tickets import Ticket, WaitKind
 from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_core.arena import ArenaClosed
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
@@ -74,13 +76,15 @@ class Shard:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         incarnation: int | None = None,
-        crash_point: Callable[[str], None] = lambda _: None,
+        crash_point: Callable[[str], None] | None = None,
         directory: CheckpointDirectory | None = None,
     ) -> None:
         self.config = config
         self.now = now
         has_checkpoints = directory is not None or bool(config.from_checkpoint and not config.parameters_only)
-        self._core = ShardCore(config, Storage(config, crash_point), now, incarnation, has_checkpoints=has_checkpoints)
+        self._core = ShardCore(
+            config, Storage(config, crash_point), now, incarnation, wall=wall, has_checkpoints=has_checkpoints
+        )
         self.cuts = Cuts(self._describe)
         self.restoration = Restoration(self._core, self.cuts, directory)
         self.is_recovered = self._core.recover()
@@ -123,8 +127,8 @@ class Shard:
             self._core.loads.on_withdraw(ticket)
 
     def tick(self) -> list[Worker]:
-        """Expire leases, handle the consequences, retry updates that lacked room, and announce a cut if one is due; to be
-        called every `tick_s`.
+        """Expire leases and rows, handle the consequences, retry updates that lacked room, and announce a cut if one is due;
+        to be called every `tick_s`.
 
         Returns:
             The workers that expired.
@@ -137,6 +141,9 @@ class Shard:
         job = self._core.job
         if expired or (job is not None and job.lacks_space):
             self._core.settle()
+        if job is not None and job.tables is not None:
+            with contextlib.suppress(ArenaClosed):  # the job goes back meanwhile
+                job.tables.expire()
         self.restoration.give_up_lost_round()
         self.schedule.announce_due()
         self.cuts.on_tick(self.now(), self.config.lease_s)
@@ -183,7 +190,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
-        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages)))
+        snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages, snapshot.tables)))
 
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, after the last request. Without `keep` it is removed."""

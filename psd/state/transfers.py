@@ -12,12 +12,13 @@ from psd.state.aggregation.agreement import Scalars, Voice
 from psd.state.aggregation.lent import Loan
 from psd.state.aggregation.rounds import Outcome
 from psd.state.job import Job
+from psd.state.tables.pushes import StagedRows
 from psd.state.workers.membership import Worker
 from psd.v1 import data_pb2
 from psd_core.arena import Page
 
-Found = tuple[int, Page]
-"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`."""
+Found = tuple[int, Page] | tuple[int, None]
+"""A block's version, and its page, pinned: to be given back by `BlockState.unpin`. The tables' block has no page."""
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Push:
         since: see Voice. first_gradient: see PushHeader.
         versions: by block, of the parameters that the worker had read; empty: not known, or pointless.
         loan: of the gradient that blocks may read where the worker has it.
+        staged: rows of the tables' block whose last frame has not come.
         arrived: blocks that have come, also those that were covered before. outcomes: how many blocks had each Outcome.
     """
 
@@ -51,6 +53,7 @@ class Push:
     is_entered: bool = False
     versions: Mapping[int, int] = field(default_factory=dict)
     loan: Loan = field(default_factory=Loan)
+    staged: StagedRows = field(default_factory=StagedRows)
     covered: set[int] = field(default_factory=set)
     arrived: int = 0
     outcomes: list[int] = field(default_factory=([0] * len(Outcome)).copy)

@@ -1,4 +1,4 @@
-"""psdctl checkpoints, verify, export: what they print and how they end."""
+"""psdctl checkpoints, verify, export, import: what they print and how they end."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ def test_checkpoints_when_asked_for_json_then_the_newest_valid_one_is_named(plac
         "shard_count",
         "nbytes",
         "reason",
+        "rows",
+        "base",
     }
 
 
@@ -132,7 +134,7 @@ def test_export_when_it_cannot_then_one_line_says_why(place, tmp_path, capsys):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("command", ["checkpoints", "verify", "export"])
+@pytest.mark.parametrize("command", ["checkpoints", "verify", "export", "import"])
 def test_main_when_asked_for_help_then_it_explains(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])

@@ -285,3 +285,18 @@ def test_as_text_when_a_job_has_come_from_a_checkpoint_and_a_shard_waits_then_bo
 )
 def test_as_text_when_the_life_cycle_says_more_than_the_state_then_it_is_shown(state, life, text):
     assert text in as_text(answers(shard(0, state=state, life=life)))
+
+
+def test_as_text_when_there_are_tables_then_each_is_shown_with_all_its_shards():
+    """Rows and counts are sums; a program gets each shard's own."""
+    status = [
+        pb.TableStatus(name="user", rows=10, bytes=2048, reads=40, hits=30, created=12, evicted=2),
+        pb.TableStatus(name="item", refused=5, unadmitted=6),
+    ]
+
+    lines = as_text(answers(shard(0, tables=status), shard(1, tables=status))).splitlines()
+
+    assert ", 2 tables," in lines[0]
+    at = lines.index("TABLE  ROWS    BYTES  READS  HITS  CREATED  EVICTED  EXPIRED  REMOVED  REFUSED  UNADMITTED")
+    assert lines[at + 1].split() == ["user", "20", "4.0", "KiB", "80", "60", "24", "4", "0", "0", "0", "0"]
+    assert lines[at + 2].split() == ["item", "0", "0", "B", "0", "0", "0", "0", "0", "0", "10", "12"]

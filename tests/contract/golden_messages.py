@@ -11,7 +11,7 @@ from pathlib import Path
 from google.protobuf.message import Message
 
 from psd.contract import frames
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -75,6 +75,27 @@ MESSAGES |= {
     ),
     "measure_reply": (control_pb2.MeasureReply(is_closed=True, measure=MEASURE), None),
     "pull_request_verdict": (data_pb2.PullRequest(caller=CALLER, clock=42, layout_digest=DIGEST, verdict=VERDICT), None),
+}
+
+
+ROWS = [data_pb2.RowsPart(table=1, rows=2, dtype=job_pb2.DTYPE_FLOAT16), data_pb2.RowsPart(rows=1, dtype=job_pb2.DTYPE_FLOAT32)]
+IDS = struct.pack("<3Q", 0, 2**64 - 1, 7)
+NUMBERS = struct.pack("<2e1f", 1.5, -2.0, 3.25)
+PULL = data_pb2.PullRequest(caller=CALLER, clock=42, layout_digest=DIGEST)
+MESSAGES |= {
+    "push_frame_rows": (data_pb2.PushFrame(block=12, rows=ROWS, more=True), IDS + NUMBERS),
+    "push_frame_no_rows": (data_pb2.PushFrame(push=PUSH_HEADER, block=12, last=True), b""),
+    "rows_request": (data_pb2.RowsRequest(pull=PULL, rows=ROWS, counts_no_use=True, last=True), IDS),
+    "rows_request_read": (
+        data_pb2.RowsRequest(read=data_pb2.ReadRequest(run_id="run-1", layout_digest=DIGEST), rows=ROWS),
+        IDS,
+    ),
+    "rows_frame": (data_pb2.RowsFrame(rows=ROWS, version=1 << 40), NUMBERS),
+    "bulk_blocks_rows": (bulk_pb2.BulkBlocks(blocks=[12], rows=ROWS, last=True), None),
+    "bulk_call_rows": (
+        bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL_ROWS, timeout_s=60.0, pull=PULL, counts_no_use=True),
+        None,
+    ),
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from psd.contract.config import ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd.contract.rows import TableRows, parts_of
+from psd.contract.tables import SparseTableSpec
 from psd.state.aggregation.rounds import FastRound
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
@@ -95,6 +98,19 @@ def job_spec(
     )
 
 
+def tables_spec(
+    world_size: int = 2, *, tables: int = 2, blocks: int = 0, dim: int = 3, table: Any = (), **fields: Any
+) -> JobSpec:
+    """A job of so many tables, of one group, under SGD; `table` has further fields of each."""
+    spec = job_spec(world_size, blocks=max(1, blocks), **fields)
+    return dataclasses.replace(
+        spec,
+        tensors=spec.tensors[:blocks],
+        groups=(*spec.groups[:blocks], GroupSpec("sgd", ())),
+        tables=tuple(SparseTableSpec(f"s{i}", dim, blocks, **dict(table)) for i in range(tables)),
+    )
+
+
 class Driver:
     """One shard and the calls on it, as plain values."""
 
@@ -126,6 +142,9 @@ class Driver:
         _open_shards.remove(self.shard)
         if self.core.storage.arena is not None:
             self.core.storage.arena._directory.close()
+        for store in self.core.storage.tables:
+            store._file.close()
+            store._open = None
 
     def restart(self, *seats: Seat, **arguments: Any) -> None:
         """Kill the process and start it again on its state directory, where these workers resume."""
@@ -269,6 +288,54 @@ class Driver:
     def push_block(self, push: Push, block: int, value: Any, present: bytes = b"") -> Ticket | None:
         payload = b"" if value is None else self.gradient(block, value).tobytes()
         return self.shard.exchange.push_block(push, block, present, memoryview(payload))
+
+    def push_rows(
+        self, seat: Seat, clock: int, rows: Mapping[int, tuple[Any, Any]], *, frames: int = 1, **header: Any
+    ) -> data_pb2.PushReply:
+        """A whole push, of ids and one number for each by table, and of zeros for the blocks; it need not wait."""
+        push = self.begin_push(seat, clock, **header)
+        for plan in self.layout.blocks_of(self.config.shard_index):
+            assert self.push_block(push, plan.index, 0.0) is None
+        assert self.push_tables(push, rows, frames=frames) is None
+        return self.shard.exchange.end_push(push)
+
+    def push_tables(self, push: Push, rows: Mapping[int, tuple[Any, Any]], *, frames: int = 1) -> Ticket | None:
+        """Push to the tables' block, in so many frames; where a number stands for a row, the row is full of it."""
+        index = self.layout.tables_block(self.config.shard_index)
+        assert index is not None
+        ticket = None
+        cut = [self.table_rows(table, ids, values) for table, (ids, values) in rows.items()]
+        for frame in range(frames):
+            share = [TableRows(t, ids[frame::frames], values[frame::frames].copy()) for t, ids, values in cut]
+            payload = memoryview(b"".join([r.ids.tobytes() for r in share] + [r.values.tobytes() for r in share]))
+            more = frame < frames - 1
+            ticket = self.shard.exchange.push_block(push, index, b"", payload, rows=parts_of(share), more=more)
+        return ticket
+
+    def table_rows(self, table: int, ids: Any, values: Any) -> TableRows:
+        """Rows as they travel, of ids and a number or a row for each."""
+        dim = self.spec.tables[table].dim
+        keys = np.array(ids, np.uint64)
+        numbers = np.asarray(values, np.float32).reshape(-1, 1) if np.ndim(values) < 2 else np.asarray(values, np.float32)
+        return TableRows(table, keys, np.ascontiguousarray(np.broadcast_to(numbers, (len(keys), dim))))
+
+    def pull_rows(self, seat: Seat, clock: int, table: int, ids: Any, *, counts_no_use: bool = False) -> Any:
+        """The rows of a table, or the ticket that a pull of them waits for."""
+        exchange = self.shard.exchange
+        request = data_pb2.PullRequest(caller=seat.caller, clock=clock, layout_digest=self.layout.digest)
+        pull, tables = exchange.begin_pull_rows(request)
+        found = exchange.gate(pull, clock) or exchange.read(tables, pull)
+        if isinstance(found, Ticket):
+            return found
+        keys = np.array(ids, np.uint64)
+        parts = [data_pb2.RowsPart(table=table, rows=len(keys), dtype=job_pb2.DTYPE_FLOAT32)]
+        (rows,) = exchange.read_rows(tables, parts, memoryview(keys.tobytes()), 0, None if counts_no_use else clock)
+        return rows.values
+
+    def rows(self, table: int, ids: Any) -> list[float]:
+        """The first numbers of rows, whatever the round."""
+        store = self.core.declared().tables.partitions[table].store
+        return store.read(np.array(ids, np.uint64))[:, 0].tolist()
 
     def gradient(self, block: int, value: Any) -> NDArray[Any]:
         """A block's gradient as workers have it; of bfloat16, which must be able to hold the value, the bits."""

@@ -16,7 +16,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import NotDeclared, StateLost
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.exact_rounds import ExactRound
-from psd.state.aggregation.rounds import Contribution, FastRound
+from psd.state.aggregation.rounds import Contribution
 from psd.state.life import Life
 
 
@@ -37,7 +37,7 @@ def test_a_round_that_closes_while_a_reader_asks_for_it_is_no_defect():
     assert due.is_due
 
     del block.__dict__["_round"]
-    opened = FastRound(1, block._setting)
+    opened = block._open_round(1)
     block.__dict__["rounds"] = [due, opened, opened]
     block.__class__ = GoneAtASecondLook
 
@@ -97,7 +97,7 @@ def test_who_is_missing_from_a_round_can_be_asked_while_gradients_come_and_go():
     block = driver.core.job.blocks[0]
     workers = 200
     waited = (1 << workers) - 1
-    setting = replace(block._setting, accumulators=FreshArrays(), members=SimpleNamespace(waited_in=lambda _: waited))
+    setting = replace(block._round._setting, accumulators=FreshArrays(), members=SimpleNamespace(waited_in=lambda _: waited))
     round_ = ExactRound(0, setting)
     done = threading.Event()
     faults: list[Exception] = []

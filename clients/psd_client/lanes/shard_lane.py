@@ -203,14 +203,14 @@ class ShardLane(Lane):
         """See Lane."""
         connection = self._connection(request.caller, call)
         if connection is None:
-            return self._asked(data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
+            return self._asked("PullRows", data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
         method = bulk_pb2.BULK_METHOD_PULL_ROWS
         message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
         return connection.pull_rows(message, WantedRows(self._name, wanted), call)
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """See Lane."""
-        return self._asked(data_pb2.RowsRequest(read=request), wanted, call)
+        return self._asked("ReadRows", data_pb2.RowsRequest(read=request), wanted, call)
 
     def read(self, request: data_pb2.ReadRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
@@ -249,11 +249,11 @@ class ShardLane(Lane):
             self.traffic.received_bytes += answer.received_bytes
         return answer.complete()
 
-    def _asked(self, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
+    def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
         rows = WantedRows(self._name, wanted)
         try:
-            for frame in self._channel.stream_in(f"{_DATA}PullRows", self._rows_frames(rows, first), call):
+            for frame in self._channel.stream_in(f"{_DATA}{method}", self._rows_frames(rows, first), call):
                 head, payload = frames.split(frame, "RowsFrame")
                 rows.fill(data_pb2.RowsFrame.FromString(head), payload)
         finally:

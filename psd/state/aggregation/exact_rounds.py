@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.errors import StateLost
@@ -31,7 +30,7 @@ class ExactRound(Round):
         self.is_staging = True
         self._decided: int | None = None  # mask of the workers that count; None: not known here yet
         self._parts: dict[int, Contribution] = {}
-        self._sum: NDArray[Any] | None = None
+        self._sum: Any = None
 
     def decide(self, members: int) -> None:
         """See Round."""
@@ -63,12 +62,14 @@ class ExactRound(Round):
 
     def _keep(self, part: Contribution) -> None:
         values = self._values(part)
-        kept = None
-        if values is not None:
-            kept = self._setting.accumulators.lend()
-            psd_core.scaled_copy(kept, values)
+        kept = None if values is None else self._copied(values)
         self._drop(part.rank)
         self._parts[part.rank] = part._replace(values=kept, loan=None)
+
+    def _copied(self, values: Any) -> Any:
+        kept = self._setting.accumulators.lend()
+        psd_core.scaled_copy(kept, values)
+        return kept
 
     def is_complete(self) -> bool:
         """See Round."""
@@ -87,17 +88,20 @@ class ExactRound(Round):
             touched = self._grown(touched, part)
         total_weight = sum(part.weight for part in counted)
         summands = [(values, self._weight(part)) for part in counted if (values := self._values(part)) is not None]
-        final, weight = summands.pop() if summands else (None, 0.0)
-        sum_ = None
-        if summands:
-            if self._sum is None:
-                self._sum = self._setting.accumulators.lend()
-            sum_ = self._sum
-            psd_core.scaled_copy(sum_, *summands[0])
-            for summand in summands[1:]:
-                psd_core.accumulate(sum_, *summand)
-        gradient = self._reduced(sum_, final, weight, total_weight, touched)
+        gradient = self._reduced(*self._summed(summands), total_weight, touched)
         return Update(gradient, scalars, {part.rank: part.session for part in counted})
+
+    def _summed(self, summands: list[tuple[Any, float]]) -> tuple[Any, Any, float]:
+        """The weighted sum of all but the last, and the last with its weight."""
+        final, weight = summands.pop() if summands else (None, 0.0)
+        if not summands:
+            return None, final, weight
+        if self._sum is None:
+            self._sum = self._setting.accumulators.lend()
+        psd_core.scaled_copy(self._sum, *summands[0])
+        for summand in summands[1:]:
+            psd_core.accumulate(self._sum, *summand)
+        return self._sum, final, weight
 
     def missing(self) -> int:
         """See Round."""
@@ -129,7 +133,10 @@ class ExactRound(Round):
     def _drop(self, rank: int) -> None:
         part = self._parts.pop(rank, None)
         if part is not None and part.values is not None:
-            self._setting.accumulators.give_back(part.values)
+            self._give_back(part.values)
+
+    def _give_back(self, kept: Any) -> None:
+        self._setting.accumulators.give_back(kept)
 
 
 class MeasuredRound(ExactRound):
@@ -198,7 +205,7 @@ class MeasuredRound(ExactRound):
             self._whole = found._replace(gradient=gradient)
         return self._whole
 
-    def _reduced_to_one(self, found: Gradient) -> NDArray[Any] | None:
+    def _reduced_to_one(self, found: Gradient) -> Any:
         values, last = found.accumulator, found.last
         if last is None or (values is None and (found.weight, found.scale) == (1.0, 1.0)):
             return values if last is None else last

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 import psd_core
-from psd.state.aggregation.pages import BlockAccumulators
+from psd.state.aggregation.pages import Lender
 
 HALF_BYTES = 2
 """Bytes of an element that a sum cannot have: gradients of 16 bits are widened as they are added."""
@@ -54,9 +54,9 @@ class Sum:
     The first is read in place if a sum could begin with it as it is: it is not widened, and its weight is 1.
     """
 
-    def __init__(self, accumulators: BlockAccumulators) -> None:
+    def __init__(self, accumulators: Lender) -> None:
         self._accumulators = accumulators
-        self._sum: NDArray[Any] | None = None
+        self._sum: Any = None
         self._first: _Lent | None = None  # stands for the sum, as long as there is none
         self._last: _Lent | None = None
 

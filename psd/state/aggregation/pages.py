@@ -7,7 +7,7 @@ Must not know rounds, rules or locks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,18 @@ def counted(pages: Sequence[Page]) -> list[Counted]:
     sessions = np.max([page.sessions for page in pages], axis=0)
     clocks = np.max([np.where(page.sessions == sessions, page.clocks, 0) for page in pages], axis=0)
     return list(zip(sessions.tolist(), clocks.tolist(), strict=True))
+
+
+class Lender(Protocol):
+    """Memory to sum the gradients of a round in."""
+
+    def lend(self) -> Any:
+        """An accumulator with undefined contents."""
+        ...
+
+    def give_back(self, lent: Any, /) -> None:
+        """Give it back."""
+        ...
 
 
 class BlockAccumulators:

@@ -21,7 +21,7 @@ from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent import Loan, Sum
-from psd.state.aggregation.pages import BlockAccumulators
+from psd.state.aggregation.pages import Lender
 from psd.state.aggregation.rules import Gradient, Rule
 from psd.state.workers.membership import Membership
 from psd_core.arena import Page
@@ -33,8 +33,9 @@ class Contribution(NamedTuple):
     Attributes:
         weight: samples behind it; 0 takes part and adds nothing.
         values: (n,) gradient in the block's gradient_dtype, zero where not present; None: no gradient in this block at all.
+            For the tables' block, Gradients: see psd/state/tables/pushes.py.
         present: (k,) uint8, the segments with a gradient; None: all.
-        scalars: of the block's group.
+        scalars: of the block's group; of all groups, for the tables' block.
         version_read: of the parameters that the gradient was computed from; None: not known.
         scale: without rounds: by which the gradient is multiplied.
         loan: by which the values may be read later, where they lie; None: they are the call's, and gone when it goes on.
@@ -46,9 +47,9 @@ class Contribution(NamedTuple):
     session: int
     clock: int
     weight: float
-    values: NDArray[Any] | None
+    values: Any
     present: NDArray[np.uint8] | None
-    scalars: Sequence[float]
+    scalars: Sequence[Any]
     version_read: int | None = None
     scale: float = 1.0
     loan: Loan | None = None
@@ -91,7 +92,7 @@ class Update(NamedTuple):
     """The update by a round: its gradient, the scalars that hold, and by rank the sessions whose pushes it counts."""
 
     gradient: Gradient
-    scalars: Sequence[float]
+    scalars: Sequence[Any]
     sessions: Mapping[int, int]
 
 
@@ -117,7 +118,7 @@ class RoundSetting:
     rule: Rule
     is_mean: bool
     policy: Policy
-    accumulators: BlockAccumulators
+    accumulators: Lender
     members: Membership
     ratio_places: NDArray[np.intp] | None = None
 
@@ -206,7 +207,7 @@ class Round(ABC):
     def _weight(self, part: Contribution) -> float:
         return part.weight if self._setting.is_mean else 1.0
 
-    def _values(self, part: Contribution) -> NDArray[Any] | None:
+    def _values(self, part: Contribution) -> Any:
         return part.values if part.weight else None
 
     def _grown(self, touched: NDArray[np.uint8], part: Contribution) -> NDArray[np.uint8]:
@@ -216,8 +217,8 @@ class Round(ABC):
 
     def _reduced(
         self,
-        accumulator: NDArray[Any] | None,
-        last: NDArray[Any] | None,
+        accumulator: Any,
+        last: Any,
         weight: float,
         total_weight: float,
         touched: NDArray[np.uint8],
@@ -248,7 +249,10 @@ class FastRound(Round):
         self._contributors = 0
         self._voice: Voice | None = None  # the one that holds, of the contributors
         self._total_weight = 0.0
-        self._sum = Sum(setting.accumulators)
+        self._sum = self._new_sum()
+
+    def _new_sum(self) -> Sum:
+        return Sum(self._setting.accumulators)
 
     def standing(self, part: Contribution) -> Outcome | None:
         """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""
@@ -272,12 +276,15 @@ class FastRound(Round):
             self.is_due = True
         else:
             return Taken.LAST
+        self._note(part)
+        return Taken.DUE if self.is_due else Taken.OPEN
+
+    def _note(self, part: Contribution) -> None:
         self._touched = self._grown(self._touched, part)
         self._contributors |= 1 << part.rank
         self._voice = self._voice_with(part)
         self._total_weight += part.weight
         self.sessions[part.rank] = part.session
-        return Taken.DUE if self.is_due else Taken.OPEN
 
     def _voice_with(self, part: Contribution) -> Voice:
         return part.voice if self._voice is None else min(self._voice, part.voice)

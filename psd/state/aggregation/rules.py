@@ -19,7 +19,7 @@ from psd.contract.custom_rules import ListedRule, describe
 from psd.contract.errors import InvalidRequest, RuleFailed
 from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.verdicts import Squares
-from psd.state.aggregation.pages import BlockAccumulators
+from psd.state.aggregation.pages import Lender
 from psd_core.arena import Page
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Gradient:
     """The reduced gradient of a block, not yet summed: scale * (accumulator + weight * last).
+
+    Of arrays for a block; of rows for the tables' block, see psd/state/tables/rounds.py.
 
     The last contribution of a round is added in the same pass that applies the rule; a single one is not accumulated at all.
 
@@ -41,8 +43,8 @@ class Gradient:
         ratios: (k,) float64, for a layer-wise rule: the trust ratio of each segment's tensor.
     """
 
-    accumulator: NDArray[Any] | None
-    last: NDArray[Any] | None
+    accumulator: Any
+    last: Any
     weight: float
     scale: float
     touched: NDArray[np.uint8]
@@ -164,7 +166,7 @@ class Layerwise(Elementwise):
         gradient: Gradient,
         segment_ends: NDArray[np.uint32],
         scalars: Sequence[float],
-        accumulators: BlockAccumulators,
+        accumulators: Lender,
     ) -> Squares:
         """Sums of squares, two for each segment: of its parameters and of its direction; zeros where nothing is touched."""
         sums = [0] * (2 * len(segment_ends))

@@ -26,6 +26,7 @@ from psd.state import locks
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.consistency import Policy, ranks_in
 from psd.state.aggregation.rounds import Unmeasured
+from psd.state.aggregation.trained import Trained
 from psd.state.durability.storage import Storage
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership, Worker
@@ -216,11 +217,12 @@ class Participant:
     """Each shard's part: it tells its blocks what has been settled, measures them, and counts pushes as they turn out.
 
     Args:
-        blocks: those that every push must cover.
+        trained: what every push must cover. blocks: of these, those that can be measured.
     """
 
-    def __init__(self, spec: JobSpec, blocks: Sequence[BlockState]) -> None:
+    def __init__(self, spec: JobSpec, trained: Sequence[Trained], blocks: Sequence[BlockState]) -> None:
         self._spec = spec
+        self._trained = trained
         self._blocks = blocks
         self._decided_round = self._judged_round = -1
         self._staged: dict[int, int] = {}  # by round, the workers whose whole push has come, and may not count
@@ -270,16 +272,16 @@ class Participant:
             # since; therefore the last one is told again.
             if round_ >= self._decided_round:
                 self._decided_round = round_
-                for block in self._blocks:
+                for block in self._trained:
                     block.decide(round_, members)
         if verdict is not None and verdict.round >= self._judged_round:
             self._check_round("verdict.round", verdict.round)
             self._judged_round = verdict.round
-            for block in self._blocks:
+            for block in self._trained:
                 block.judge(verdict)
 
     def _check_round(self, field: str, round_: int) -> None:
-        furthest = max((block.version for block in self._blocks), default=round_)
+        furthest = max((block.version for block in self._trained), default=round_)
         if round_ > furthest + KEPT:
             raise InvalidRequest(f"{field}: {round_} is far beyond this shard's {furthest}")
 

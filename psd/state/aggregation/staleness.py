@@ -130,22 +130,25 @@ class Readers:
         for rank in list(self._pages):
             self.keep(rank, None)
 
-    def look_up(self, rank: int, version_read: int | None, version: int) -> tuple[int | None, NDArray[Any] | None]:
-        """The age of a gradient, None if its worker does not name the version it read; and the parameters of that version, if
-        they are kept.
+    def age(self, rank: int, version_read: int | None, version: int) -> int | None:
+        """The age of a gradient; None if its worker does not name the version it read.
 
         Raises:
             InvalidRequest: nobody can have read that version yet.
         """
         if version_read is None:
-            return None, None
+            return None
         if version_read > version:
             raise InvalidRequest(
                 f"versions: worker {rank} says that it has read version {version_read} of block {self._block}, which is at "
                 f"{version}"
             )
+        return version - version_read
+
+    def backup(self, rank: int, version_read: int | None) -> NDArray[Any] | None:
+        """The parameters of the version that a worker has read, if they are kept."""
         page = self._pages.get(rank)
-        return version - version_read, page.parameter if page is not None and page.version == version_read else None
+        return page.parameter if page is not None and page.version == version_read else None
 
     def count(self, age: int | None) -> None:
         """Note that a gradient of this age was applied."""

@@ -11,6 +11,7 @@ from there in a thread of its own. Nobody is called back, since pages come under
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import weakref
@@ -25,6 +26,7 @@ from psd.state import locks
 from psd.state.job import Job
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed, Page
+from psd_core.table import TableSnapshot
 
 AHEAD = 3
 """Rounds between announcing a cut and its version. If the announcing shard is in round r, every worker hears of it with the
@@ -42,6 +44,10 @@ GOES_BACK = "the job goes back to a checkpoint"
 """The reason when a cut is missed because the job goes back."""
 
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
+
+
+_NO_TABLES: list[TableSnapshot] = []
+"""Stands for no news of the tables."""
 
 
 def new_id() -> str:
@@ -69,6 +75,8 @@ class Snapshot:
         done: where the snapshot is put, once, when all pages are there or cannot be had.
         why_missed: why they cannot; empty if they are there.
         pages: pinned, by block; whoever takes the snapshot unpins them. is_complete: all were there.
+        tables: of a cut to be stored: a snapshot of each table, begun; ended with the pages.
+        awaits_tables: they have not been begun. lacks_tables: they cannot, because those of an earlier cut are being written.
         worker_clocks, client_states: by rank.
         awaits_buffers: no round says when they are there, and they have not been brought. since: when that was noticed.
     """
@@ -81,6 +89,9 @@ class Snapshot:
     since: float | None = None
     timeline: int = 0
     pages: dict[int, Page] = field(default_factory=dict)
+    tables: list[TableSnapshot] = field(default_factory=list)
+    awaits_tables: bool = False
+    lacks_tables: bool = False
     is_complete: bool = False
     worker_clocks: dict[int, int] = field(default_factory=dict)
     client_states: dict[int, bytes] = field(default_factory=dict)
@@ -158,6 +169,7 @@ class Cuts:
         """Collect the pages of a cut: as the blocks reach its version, or now if there are no rounds."""
         job = snapshot.job
         is_ruled_by_rounds = job.policy.has_rounds and job.trained_count > 0
+        snapshot.awaits_tables = snapshot.done is self._to_store and job.tables is not None
         snapshot.awaits_buffers = snapshot.done is self._to_store and bool(job.buffer_blocks) and not is_ruled_by_rounds
         with self._lock:
             is_gone = job in self._gone
@@ -168,7 +180,8 @@ class Cuts:
             elif job.policy.has_rounds:
                 self._wait_for_versions(snapshot)
             else:
-                self._add(snapshot, job.pin_all(but=job.buffer_blocks))
+                pages, tables = job.take_all(but=job.buffer_blocks, with_tables=snapshot.awaits_tables)
+                self._add(snapshot, pages, tables)
         except ArenaClosed:  # since a moment ago
             self._miss(snapshot, GOES_BACK)
 
@@ -197,16 +210,18 @@ class Cuts:
     def take_final(self, job: Job, cut: data_pb2.Cut) -> None:
         """Take the blocks as they are, now that nothing changes them any more."""
         assert self._to_store is not None
-        snapshot = Snapshot(cut, job, self._to_store)
-        pages = job.pin_all()
-        versions = {page.version for index, page in pages.items() if job.blocks[index].plan.trained}
+        snapshot = Snapshot(cut, job, self._to_store, awaits_tables=job.tables is not None)
+        versions = {*job.trained_versions}
+        pages, tables = job.take_all(with_tables=snapshot.awaits_tables)
         with self._lock:
             self._open[snapshot] = None
         if job.policy.has_rounds and not versions <= {cut.step}:
-            job.unpin_all(pages)
+            self._drop(job, pages, tables or [])
             self._miss(snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
-        else:
+        elif tables is None:  # an earlier cut is being written; nothing changes until that is done
             self._add(snapshot, pages)
+        else:
+            self._add(snapshot, pages, tables)
 
     def abandon(self, snapshot: Snapshot) -> None:
         """Drop a snapshot that nobody waits for any more, and its pages."""
@@ -220,6 +235,11 @@ class Cuts:
         snapshot.job.arena.trim()
         with self._lock:
             self._unwritten -= 1
+            waiting = [other for other in self._open if other.awaits_tables and len(other.pages) == len(other.job.blocks)]
+        for other in waiting:
+            assert other.job.tables is not None
+            with contextlib.suppress(ArenaClosed):
+                self._add(other, {}, other.job.tables.snapshots())
 
     def forget(self, job: Job, why: str = GOES_BACK) -> None:
         """Drop all open cuts, also those begun later: the job ends here."""
@@ -232,7 +252,8 @@ class Cuts:
 
     def _wait_for_versions(self, snapshot: Snapshot) -> None:
         blocks = snapshot.job.blocks
-        if len(blocks) == len(snapshot.job.buffer_blocks):
+        tables = snapshot.job.tables
+        if len(blocks) == len(snapshot.job.buffer_blocks) and not snapshot.awaits_tables:
             self._add(snapshot, {})
         for index, block in blocks.items():
 
@@ -246,25 +267,34 @@ class Cuts:
             elif not block.at_version(snapshot.cut.step, snapshot, take):
                 self._miss(snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
                 return
+        if tables is None or not snapshot.awaits_tables:
+            return
+        if not tables.at_version(snapshot.cut.step, snapshot, lambda begun: self._add(snapshot, {}, begun)):
+            self._miss(snapshot, f"the tables are at version {tables.version}, beyond the cut's {snapshot.cut.step}")
 
-    def _add(self, snapshot: Snapshot, pages: Mapping[int, Page]) -> None:
-        """Take pages for an open snapshot, and with the last ones hand it over; give them back if it is not open any more."""
+    def _add(self, snapshot: Snapshot, pages: Mapping[int, Page], tables: list[TableSnapshot] | None = _NO_TABLES) -> None:
+        """Take pages, or the tables' snapshots, for an open snapshot, and with the last ones hand it over; give them back if it
+        is not open any more. tables: None: they cannot be begun."""
         is_to_store = snapshot.done is self._to_store
         is_taken = True
         with self._lock:
             is_open = snapshot in self._open
             if is_open:
                 snapshot.pages.update(pages)
+                if tables is not _NO_TABLES:
+                    snapshot.awaits_tables, snapshot.lacks_tables = False, tables is None
+                    snapshot.tables = tables or []
                 buffers = snapshot.job.buffer_blocks
                 if len(snapshot.pages) + len(buffers) == len(snapshot.job.blocks) and not snapshot.awaits_buffers:
                     snapshot.pages.update({index: block.pin() for index, block in buffers.items()})
-                snapshot.is_complete = len(snapshot.pages) == len(snapshot.job.blocks)
+                snapshot.is_complete = len(snapshot.pages) == len(snapshot.job.blocks) and not snapshot.awaits_tables
             if snapshot.is_complete and is_open:
                 del self._open[snapshot]
                 is_taken = not is_to_store or self._unwritten < UNWRITTEN_MAX or snapshot.cut.id == FINAL_ID
+                is_taken = is_taken and not snapshot.lacks_tables
                 self._unwritten += is_to_store and is_taken
         if not is_open:
-            snapshot.job.unpin_all(pages)
+            self._drop(snapshot.job, pages, tables or [])
         elif not is_taken:
             self._hand_over(snapshot, "earlier ones are not written yet: the storage is too slow for this pace")
         elif snapshot.is_complete:
@@ -287,7 +317,16 @@ class Cuts:
     def _give_back(self, snapshot: Snapshot) -> None:
         with self._lock:
             pages, snapshot.pages = snapshot.pages, {}
+            tables, snapshot.tables = snapshot.tables, []
         # Or whoever names distant cuts and hangs up, again and again, would fill the blocks' memory.
         for index in () if snapshot.is_complete else snapshot.job.blocks.keys() - pages.keys():
             snapshot.job.blocks[index].not_at_version(snapshot.cut.step, snapshot)
-        snapshot.job.unpin_all(pages)
+        if snapshot.awaits_tables and snapshot.job.tables is not None:
+            snapshot.job.tables.not_at_version(snapshot.cut.step, snapshot)
+        self._drop(snapshot.job, pages, tables)
+
+    @staticmethod
+    def _drop(job: Job, pages: Mapping[int, Page], tables: Iterable[TableSnapshot]) -> None:
+        job.unpin_all(pages)
+        for table in tables:
+            table.close()

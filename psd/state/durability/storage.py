@@ -1,4 +1,5 @@
-"""The place and owner of a shard's arena: makes it when a job is declared, finds it again after the process has died.
+"""The place and owner of a shard's arena and of its tables' files: makes them when a job is declared, finds them again after
+the process has died.
 
 With --state-dir the directory is the operator's, and a shard that is restarted there continues where it was killed. Without,
 it is a private one in memory (/dev/shm), removed at the end; what killed shards have left there, the next one clears away.
@@ -30,8 +31,10 @@ from google.protobuf.message import DecodeError
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.environment import memory_directory
 from psd.contract.errors import InternalError, OutOfSpace, PsdError
+from psd.state.tables.stores import close_stores, create_stores, open_stores, remove_stores
 from psd.v1 import storage_pb2
-from psd_core.arena import NO_SPACE, Arena, ArenaBusy, ArenaCorrupt, ArenaFull, BlockShape
+from psd_core.arena import NO_SPACE, Arena, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
+from psd_core.table import TableSpec, TableStore
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +52,16 @@ _MAKING_S_MAX = 60.0
 class Storage:
     """The place of one shard's arena."""
 
-    def __init__(self, config: ServerConfig, crash_point: Callable[[str], None]) -> None:
+    def __init__(self, config: ServerConfig, crash_point: Callable[[str], None] | None) -> None:
         self._config = config
-        self._crash_point = crash_point
+        self._crash_point = crash_point or (lambda _: None)
+        self._tables_crash_point = crash_point  # a store that has none need not call Python
         self._is_private = not config.state_dir
         self.directory = (
             memory_directory() / f"{_PRIVATE_PREFIX}{secrets.token_hex(6)}" if self._is_private else Path(config.state_dir)
         )
         self.arena: Arena | None = None
+        self.tables: list[TableStore] = []
         self._clean_up: weakref.finalize[..., Storage] | None = None
 
     def recover(self) -> tuple[storage_pb2.StoredJob, Arena] | None:
@@ -157,9 +162,44 @@ class Storage:
                 arena.close(remove=True)
                 raise
         else:  # also when the shard is dropped without being closed
-            self._clean_up = weakref.finalize(self, arena.abandon)
+            self._clean_up = weakref.finalize(self, _abandon, arena, self.directory)
         self.arena = arena
         return arena
+
+    @property
+    def free_bytes(self) -> int:
+        """Space where the files lie, or will."""
+        place = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        return shutil.disk_usage(place).free
+
+    def create_tables(self, specs: Sequence[TableSpec]) -> list[TableStore]:
+        """Make the stores of a job's tables, beside the new arena.
+
+        Raises:
+            OutOfSpace: the directory has no room for them; the arena has gone, too.
+        """
+        try:
+            self.tables = create_stores(self.directory, specs, self._tables_crash_point)
+        except BaseException:
+            self.close(keep=False)
+            raise
+        return self.tables
+
+    def open_tables(self, count: int) -> list[TableStore]:
+        """Take over the stores of a job's tables with the arena that was found.
+
+        Raises:
+            ConfigError: one of them cannot be used.
+        """
+        try:
+            self.tables = open_stores(self.directory, count, self._tables_crash_point)
+        except (ArenaError, OSError) as error:
+            if self.arena is not None:
+                self.arena.close(remove=False)
+            raise ConfigError(
+                f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
+            ) from error
+        return self.tables
 
     def save_barriers(self, opened: bytes) -> None:
         """Store the opened barriers beside the arena; does nothing before there is an arena.
@@ -242,9 +282,13 @@ class Storage:
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
+                if self.tables:  # whoever finds the arena without them is to take it for one that was never complete
+                    self.arena.set_word("initialized", 0)
                 _remove_notes(self.directory)
             else:
                 self._note_closed(self.arena)
+            close_stores(self.tables, remove=is_removed)
+            self.tables = []
             self.arena.close(remove=is_removed)
             self.arena = None
             if self._clean_up is not None:
@@ -253,6 +297,8 @@ class Storage:
     def _note_closed(self, arena: Arena) -> None:
         try:
             arena.sync()
+            for store in self.tables:
+                store.sync()
             self._note_boot(_CLOSED)
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all
@@ -292,7 +338,14 @@ def _boot_id() -> bytes:
         return b""
 
 
+def _abandon(arena: Arena, directory: Path) -> None:
+    remove_stores(directory)
+    arena.abandon()
+
+
 def _remove_notes(directory: Path) -> None:
+    """Delete what lies beside an arena."""
+    remove_stores(directory)
     for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
         for path in (directory / name, directory / f"{name}.new"):
             path.unlink(missing_ok=True)

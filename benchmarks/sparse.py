@@ -1,0 +1,199 @@
+"""Measures a step on a sparse table: workers pull the rows of a batch's ids, and push a gradient for each; the rule is Adagrad.
+
+    python benchmarks/sparse.py [--transports shm,tcp,grpc] [--workers 1,2] [--rows 1000000] [--dim 64] [--ids 10000]
+
+psd over each transport, synchronous, runs against other systems that do the same step:
+
+    gather/scatter     loops in C over memory that the workers share: no server, no index, nothing that survives a kill
+    raw tcp            the same bytes over loopback, and no rows
+    torch rpc          a server by torch.distributed.rpc, over TCP
+    ray                a server actor, over Ray's own RPC
+    tensorflow         a variable on a tf.distribute.Server, over TensorFlow's gRPC
+
+Ids are drawn by Zipf's law from rows that all exist. psd gets them as they are drawn, with repetitions, and sorts them out;
+the others get each distinct id once, and their workers do not wait for each other. Ray and TensorFlow are used if this
+interpreter has them, or name one that does with --ray-python, --tensorflow-python. What each system has computed is verified.
+
+ms/step is the time from the last worker's begin to the last worker's end. Then, over the first transport of psd that is
+measured: many small tables in one step against one table of the same rows, and how evenly the bytes of a step with hot ids are
+spread over four shards.
+Exit status: 1 if psd failed or was wrong; the criteria do not decide.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import _gather
+import _report as report
+import _row_contenders as contenders
+from _contenders import Contender, interpreter_with
+from _processes import Shard, cleanly, start_all
+from _report import Criterion, ratio
+from _row_contenders import psd
+from _turns import Match, usable
+from peers.rows import Shape
+
+LIMITS_MS = {("psd shm", 1): 2.0, ("psd tcp", 1): 4.0, ("psd grpc", 1): 6.0, ("psd shm", 2): 3.0}
+SKEW_SHARDS = 4
+
+
+def arguments() -> Namespace:
+    """Parse the command line."""
+    parser = report.parser(__doc__, transports="shm,tcp,grpc")
+    parser.add_argument("--workers", type=report.whole_numbers, default="1,2", metavar="W,W", help="default: %(default)s")
+    parser.add_argument("--shards", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--consistency", choices=("sync", "async"), default="sync", help="of psd (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=64, help="numbers of a row (default: %(default)s)")
+    parser.add_argument("--ids", type=int, default=10_000, help="drawn for a step (default: %(default)s)")
+    parser.add_argument("--zipf", type=float, default=1.05, help="exponent of Zipf's law (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each system (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn (default: %(default)s)")
+    parser.add_argument("--without", type=report.words, default="", metavar="NAMES", help="references that are left out")
+    parser.add_argument("--distinct", action="store_true", help="psd, too, gets each distinct id once")
+    parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
+    parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
+    return parser.parse_args()
+
+
+def references(args: Namespace, workers: int, shape: Shape, library: Path) -> dict[str, contenders.Starter]:
+    """References that can run here, by name."""
+    starters = {
+        "gather/scatter": contenders.shared_memory(workers, shape, library),
+        "raw tcp": contenders.raw_tcp(workers, shape),
+    }
+    if interpreter_with("torch", None) is not None:
+        starters["torch rpc"] = contenders.torch_rpc(workers, shape)
+    for name, python in (("ray", args.ray_python), ("tensorflow", args.tensorflow_python)):
+        interpreter = interpreter_with(name, python)
+        if interpreter is not None:
+            starters[name] = getattr(contenders, name)(interpreter, workers, shape)
+    return {name: starter for name, starter in starters.items() if name not in args.without}
+
+
+def facts(contender: Contender) -> dict[str, Any]:
+    """The figures of one contender."""
+    return {
+        "system": contender.name,
+        "workers": contender.workers,
+        "step_s_median": report.median(contender.seconds),
+        "step_s_fastest": min(contender.seconds),
+        "step_s_p90": report.quantile(contender.seconds, 0.9),
+        "server_cpu_s_per_step": contender.server_cpu_s / contender.all_steps if contender.server_pids else None,
+        "steps_s": contender.seconds,
+    }
+
+
+def run(match: Match, args: Namespace) -> list[dict[str, Any]]:
+    """Let all take turns; returns their figures."""
+    results = [facts(contender) for contender in match.run(args.rounds, args.steps)]
+    match.close()
+    return results
+
+
+def measure_tables(args: Namespace, transport: str, stack: ExitStack) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure 26 tables, of dim 16 and 2,048 ids each, against one table of the same rows; returns also what has failed."""
+    many = Shape(26, max(1, args.rows // 26), 16, max(1, args.ids * 2048 // 10_000), args.zipf)
+    one = Shape(1, many.rows * many.tables, many.dim, many.ids * many.tables, args.zipf)
+    match = Match(stack)
+    for name, shape in (("26 tables", many), ("1 table", one)):
+        # Distinct ids, so that both move the same number of rows but for chance.
+        match.add(name, psd(name, transport, 1, args.shards, shape, "sync", is_distinct=True))
+    return run(match, args), match.failed
+
+
+def measure_skew(args: Namespace, transport: str) -> list[int]:
+    """Bytes that each of four shards has received and sent, of steps with ids by Zipf's law of exponent 1.2."""
+    with ExitStack() as stack:
+        shards = [Shard("--lease", "120", "--insecure", index=i, count=SKEW_SHARDS) for i in range(SKEW_SHARDS)]
+        start_all(stack, shards)
+        shape = Shape(1, args.rows, args.dim, args.ids, 1.2)
+        contender = contenders.join(stack, "skew", transport, 1, shards, shape, "sync")
+        contender.take_turn(0, args.steps)
+        found = [shard.status() for shard in shards]
+        return [status.bytes_received + status.bytes_sent for status in found]
+
+
+def print_table(results: list[dict[str, Any]], title: str) -> None:
+    """Print one table of figures."""
+    rows = [
+        [
+            r["system"],
+            *(report.number(1e3 * r[f"step_s_{which}"]) for which in ("median", "fastest", "p90")),
+            report.number(None if r["server_cpu_s_per_step"] is None else 1e3 * r["server_cpu_s_per_step"]),
+        ]
+        for r in results
+    ]
+    print(f"\n{title}\n")
+    print(report.table(["system", "ms/step", "fastest", "p90", "server CPU ms"], rows))
+
+
+def criteria(by_workers: dict[int, list[dict[str, Any]]], tables: list[dict[str, Any]], skew: list[int]) -> list[Criterion]:
+    """The project's criteria, and ratios to the references."""
+    time_of = {(r["system"], workers): 1e3 * r["step_s_median"] for workers, rows in by_workers.items() for r in rows}
+    found = []
+    for (system, workers), limit in LIMITS_MS.items():
+        if workers in by_workers:
+            found.append(Criterion(3, f"{system}, W = {workers}: ms/step", time_of.get((system, workers)), limit))
+    for system, reference in (("shm", "torch rpc"), ("tcp", "torch rpc"), ("grpc", "torch rpc"), ("tcp", "raw tcp")):
+        for workers in by_workers:
+            value = ratio(time_of.get((f"psd {system}", workers)), time_of.get((reference, workers)))
+            # No more than a server of torch's; the wire alone is a bound that nobody reaches.
+            found.append(
+                Criterion(3, f"{system}, W = {workers}: step / {reference}", value, 1.0 if reference != "raw tcp" else 2.0)
+            )
+    of = {r["system"]: r["step_s_median"] for r in tables}
+    found.append(Criterion(3, "26 tables / 1 table of the same rows", ratio(of.get("26 tables"), of.get("1 table")), 1.5))
+    busiest = max(skew) / (sum(skew) / len(skew)) if skew else None
+    found.append(Criterion(3, "Zipf 1.2, 4 shards: busiest shard's bytes / mean", busiest, 1.15))
+    return found
+
+
+def main() -> int:
+    """Print the figures."""
+    args = arguments()
+    about = report.machine()
+    transports, left_out = usable(args.transports)
+    shape = Shape(1, args.rows, args.dim, args.ids, args.zipf)
+    by_workers: dict[int, list[dict[str, Any]]] = {}
+    failed: list[str] = []
+    with cleanly() as stack:
+        library = _gather.build(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psd-benchmark-"))))
+        for workers in args.workers:
+            report.progress(f"W = {workers}: starting")
+            match = Match(stack)
+            for transport in transports:
+                name, told = f"psd {transport}", (transport, workers, args.shards, shape, args.consistency)
+                match.add(name, psd(name, *told, is_distinct=args.distinct))
+            for name, starter in references(args, workers, shape, library).items():
+                match.add(name, starter)
+            by_workers[workers] = run(match, args)
+            failed += match.failed
+            left_out |= {f"{name}, W = {workers}": why for name, why in match.left_out.items()}
+        tables, skew = [], []
+        if transports:
+            report.progress("26 tables")
+            tables, more = measure_tables(args, transports[0], stack)
+            failed += [f"psd: {name}" for name in more]
+            report.progress("skew")
+            skew = measure_skew(args, transports[0])
+    sizes = f"{args.rows} rows of {args.dim} float32, {args.ids} ids a step by Zipf's law of exponent {args.zipf}"
+    print(f"{sizes}; psd {args.consistency}; medians of {args.rounds * args.steps} steps")
+    print(report.machine_line(about))
+    for workers, results in by_workers.items():
+        print_table(results, f"W = {workers}")
+    print_table(tables, f"many tables, psd {transports[0] if transports else '-'}, W = 1")
+    figures = {"machine": about, "shape": shape._asdict(), "consistency": args.consistency, "tables": tables, "skew": skew}
+    figures["results"] = [r for rows in by_workers.values() for r in rows]
+    is_failed = any(name.startswith("psd") for name in failed)
+    return report.conclude(args.json, figures, criteria(by_workers, tables, skew), left_out, is_failed=is_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

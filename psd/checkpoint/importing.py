@@ -1,0 +1,52 @@
+"""Makes a file for --from-checkpoint of a table's ids and rows in another file, safetensors or Parquet.
+
+Must not know checkpoints, nor jobs: whether a table fits is found when a job begins with the file.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psd.checkpoint import parquet, plain
+from psd.checkpoint.storage import open_parent
+from psd.contract.errors import CheckpointFailed
+from psd_core import first_nonfinite
+
+
+def import_table(source: str, to: str, name: str, *, ids: str = "", rows: str = "", others: str = "") -> plain.ValueTable:
+    """Write a table to a safetensors file; return it.
+
+    Args:
+        source: path or URL of a safetensors file, or path of a Parquet file.
+        name: of the table. ids, rows: names of the tensors or columns, if they are not the usual ones.
+        others: a safetensors file whose tensors and other tables are to be in the new one, too.
+
+    Raises:
+        CheckpointFailed: a file cannot be read or written, an id comes twice, or a number is not finite. Nothing is written.
+        CheckpointCorrupt: a file is not what its name says. ConfigError: pyarrow is not there.
+    """
+    table: plain.ValueTable
+    if source.endswith(parquet.SUFFIX):
+        table = parquet.ParquetTable(source, ids or parquet.IDS, rows or parquet.ROWS)
+    else:
+        table = plain.PlainTable(
+            plain.PlainFile(source), ids or f"{name}{plain.IDS_SUFFIX}", rows or f"{name}{plain.ROWS_SUFFIX}"
+        )
+    _check(table)
+    plain.write_file(*open_parent(to), table, name, plain.PlainFile(others) if others else None)
+    return table
+
+
+def _check(table: plain.ValueTable) -> None:
+    keys = []
+    for ids, values in table.rows():
+        keys.append(ids)
+        element = first_nonfinite(np.ascontiguousarray(values).reshape(-1))
+        if element >= 0:
+            raise CheckpointFailed(f"{table.location}: the row of id {ids[element // table.dim]} holds NaN or infinity")
+    if not keys:
+        return
+    found = np.sort(np.concatenate(keys))
+    twice = found[1:][found[1:] == found[:-1]]
+    if len(twice):
+        raise CheckpointFailed(f"{table.location}: id {twice[0]} comes twice")

@@ -1,0 +1,174 @@
+"""Plain safetensors files, as any program writes them: named tensors, and tables as two tensors each.
+
+    user.ids     (n,) I64 or U64: the ids' bits
+    user.rows    (n, dim) F32, F16, BF16 or F64: the value of each
+
+Numbers are read in pieces. Must not know checkpoints, nor who wants the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.checkpoint import safetensors
+from psd.checkpoint.storage import FileStore, open_parent
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
+
+IDS_SUFFIX, ROWS_SUFFIX = ".ids", ".rows"
+
+PIECE_BYTES = 4 << 20
+
+DTYPES = safetensors.NUMPY_DTYPES | {"BOOL": np.dtype("u1"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+class Run(NamedTuple):
+    """Elements of a tensor, in row-major order."""
+
+    name: str
+    start: int
+    length: int
+
+
+class ValueRows(NamedTuple):
+    """Values of rows. `ids`: (n,) uint64; `values`: (n, dim) float32."""
+
+    ids: NDArray[np.uint64]
+    values: NDArray[np.float32]
+
+
+class ValueTable(Protocol):
+    """A table in some file, without slots. Each `rows()` reads it anew.
+
+    Attributes:
+        count: of rows, at least as many as come. dim: numbers of a row. location: for messages.
+    """
+
+    count: int
+    dim: int
+    location: str
+
+    def rows(self) -> Iterator[ValueRows]:
+        """All rows, in pieces of some MiB."""
+        ...
+
+
+class PlainFile:
+    """A safetensors file.
+
+    Raises:
+        CheckpointFailed: there is none, or it cannot be read. CheckpointCorrupt: it is not one.
+
+    Attributes:
+        location: for messages. entries: its tensors, but those of types that psd does not know. shapes: by name.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._storage, self._file = open_parent(url)
+        self.location = f"{self._storage.location}/{self._file}"
+        try:
+            length = safetensors.header_length(self._read(0, safetensors.PREFIX_BYTES))
+            self._begin = safetensors.PREFIX_BYTES + length
+            entries, _ = safetensors.parse_header(self._read(safetensors.PREFIX_BYTES, self._begin))
+        except FileNotFoundError:
+            raise CheckpointFailed(f"there is no file {self.location}") from None
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{self.location}: {error}") from None
+        self.entries = {entry.name: entry for entry in entries if entry.dtype in DTYPES}
+        self.shapes = {name: entry.shape for name, entry in self.entries.items()}
+
+    def _read(self, start: int, stop: int) -> bytes:
+        return self._storage.read("", self._file, start, stop)
+
+    def raw(self, run: Run) -> NDArray[Any]:
+        """Elements as they are stored; bfloat16 as its bits."""
+        entry = self.entries[run.name]
+        dtype = DTYPES[entry.dtype]
+        start = self._begin + entry.start + run.start * dtype.itemsize
+        data = self._read(start, start + run.length * dtype.itemsize)
+        if len(data) != run.length * dtype.itemsize:
+            raise CheckpointCorrupt(f"{self.location}: ends in the middle of tensor {run.name!r}")
+        return np.frombuffer(data, dtype)
+
+    def read(self, runs: Sequence[Run]) -> Iterator[NDArray[Any]]:
+        """See ParameterSource."""
+        for run in runs:
+            values = self.raw(run)
+            yield (values.astype(np.uint32) << 16).view(np.float32) if self.entries[run.name].dtype == "BF16" else values
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables."""
+        names = [name.removesuffix(IDS_SUFFIX) for name in self.entries if name.endswith(IDS_SUFFIX)]
+        return [name for name in names if f"{name}{ROWS_SUFFIX}" in self.entries]
+
+    def table(self, name: str) -> PlainTable:
+        """The table of that name; raises what PlainTable does."""
+        return PlainTable(self, f"{name}{IDS_SUFFIX}", f"{name}{ROWS_SUFFIX}")
+
+
+class PlainTable:
+    """A table in a safetensors file, by the names of its two tensors; see ValueTable.
+
+    Raises:
+        CheckpointFailed: one of them is not there, or is no such tensor.
+    """
+
+    def __init__(self, file: PlainFile, ids: str, rows: str) -> None:
+        self.location = file.location
+        self._file = file
+        self._names = ids, rows
+        for name in self._names:
+            if name not in file.entries:
+                raise CheckpointFailed(f"{file.location}: there is no tensor {name!r}")
+        (ids_type, ids_shape), (rows_type, rows_shape) = (file.entries[name][1:3] for name in self._names)
+        if len(ids_shape) != 1 or ids_type not in ("I64", "U64"):
+            raise CheckpointFailed(f"{file.location}: {ids!r}: expected ids, (n,) int64 or uint64, got {ids_shape} {ids_type}")
+        if len(rows_shape) != 2 or rows_shape[0] != ids_shape[0] or rows_type not in _FLOATS:
+            raise CheckpointFailed(
+                f"{file.location}: {rows!r}: expected rows, ({ids_shape[0]}, dim) floating, got {rows_shape} {rows_type}"
+            )
+        self.count, self.dim = rows_shape
+
+    def rows(self) -> Iterator[ValueRows]:
+        """See ValueTable."""
+        ids, rows = self._names
+        step = max(1, PIECE_BYTES // (8 * max(1, self.dim)))
+        for first in range(0, self.count, step):
+            n = min(step, self.count - first)
+            keys = self._file.raw(Run(ids, first, n)).view(np.uint64)
+            (values,) = self._file.read([Run(rows, first * self.dim, n * self.dim)])
+            with np.errstate(over="ignore"):  # what is too large becomes infinity, and is refused as such
+                yield ValueRows(keys, values.astype(np.float32, copy=False).reshape(n, self.dim))
+
+
+def write_file(target: FileStore, file: str, table: ValueTable, name: str, others: PlainFile | None) -> None:
+    """Write a table by name, and all other tensors of another file, as one safetensors file. Streamed; whole or not at all.
+
+    Raises:
+        CheckpointFailed: a file cannot be read or written.
+    """
+    own = {f"{name}{IDS_SUFFIX}": ("I64", (table.count,)), f"{name}{ROWS_SUFFIX}": ("F32", (table.count, table.dim))}
+    kept = {} if others is None else {e.name: (e.dtype, e.shape) for e in others.entries.values() if e.name not in own}
+    tensors = sorted((own | kept).items(), key=lambda item: -safetensors.ITEM_BYTES[item[1][0]])
+    entries = safetensors.lay_out((name, *facts) for name, facts in tensors)
+
+    def chunks() -> Iterator[memoryview | bytes]:
+        yield safetensors.header(entries, {"format": "pt"})
+        for entry in entries:
+            if entry.name in own:
+                for ids, values in table.rows():
+                    array = ids if entry.dtype == "I64" else values
+                    yield np.ascontiguousarray(array).data.cast("B")
+                continue
+            assert others is not None
+            item_bytes = safetensors.ITEM_BYTES[entry.dtype]
+            size = (entry.stop - entry.start) // item_bytes
+            for first in range(0, size, PIECE_BYTES // item_bytes):
+                yield others.raw(Run(entry.name, first, min(PIECE_BYTES // item_bytes, size - first))).data.cast("B")
+
+    target.write("", file, chunks())

@@ -1,0 +1,120 @@
+"""Rows as they come in frames: their checks, and one push's rows put together from several frames.
+
+Must not know rounds, sessions or stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+import psd_core
+from psd.contract.config import Limits
+from psd.contract.errors import BlockOutOfRange, InvalidRequest, NonFiniteGradient
+from psd.contract.jobspec import JobSpec
+from psd.contract.rows import TableRows, rows_in
+from psd.v1 import data_pb2
+from psd_core.distinct import shard_of
+from psd_core.table import PUSH_MAX
+
+Gradients: TypeAlias = dict[int, TableRows]
+"""The gradients of one push for the rows of one shard, by table; a table that is not there has none."""
+
+
+@dataclass(slots=True)
+class StagedRows:
+    """Rows of a push whose last frame has not come. `ids`: how many."""
+
+    rows: list[TableRows] = field(default_factory=list)
+    ids: int = 0
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.rows, self.ids = [], 0
+
+
+class RowChecks:
+    """The checks of what a shard is sent about rows."""
+
+    def __init__(self, spec: JobSpec, shard_index: int, shard_count: int, limits: Limits) -> None:
+        self._names = [table.name for table in spec.tables]
+        self._dims = [table.dim for table in spec.tables]
+        self._shard = shard_index
+        self._shards = shard_count
+        self._ids_max = limits.push_ids_max
+        # The sum of a round is pushed to a store at once.
+        self._table_ids_max = PUSH_MAX // spec.world_size if spec.consistency.has_rounds else PUSH_MAX
+
+    def rows(
+        self, parts: Sequence[data_pb2.RowsPart], payload: memoryview, before: int, *, has_values: bool
+    ) -> list[TableRows]:
+        """The rows of a frame; see rows_in.
+
+        Args:
+            before: ids that the same call has brought in earlier frames.
+
+        Raises:
+            InvalidRequest, InvalidTensor: the frame is wrong, or has too many. BlockOutOfRange: an id is another shard's.
+        """
+        count = before + sum(part.rows for part in parts)
+        if count > self._ids_max:
+            raise InvalidRequest(f"rows: {count} ids are above the shard's --max-push-ids {self._ids_max}")
+        rows = rows_in(parts, payload, self._dims, has_values=has_values)
+        if self._shards > 1:
+            for table, ids, _ in rows:
+                owners = shard_of(ids, self._shards)
+                if (owners != self._shard).any():
+                    at = int(np.flatnonzero(owners != self._shard)[0])
+                    raise BlockOutOfRange(
+                        f"rows: id {ids[at]} of table {self._names[table]!r} is not on shard {self._shard}; shard {owners[at]} "
+                        "owns it"
+                    )
+        return rows
+
+    def stage(self, staged: StagedRows, parts: Sequence[data_pb2.RowsPart], payload: memoryview) -> None:
+        """Copy the rows of a frame that others follow."""
+        rows = self.rows(parts, payload, staged.ids, has_values=True)
+        count = sum(len(part.ids) for part in rows)
+        if not count:
+            raise InvalidRequest("more: stands on a frame without rows")
+        staged.rows += [TableRows(table, ids.copy(), values.copy()) for table, ids, values in rows]
+        staged.ids += count
+
+    def gradients(self, staged: StagedRows, parts: Sequence[data_pb2.RowsPart], payload: memoryview) -> Gradients:
+        """The rows of a push, with those of its last frame, which are read where they lie."""
+        pieces: dict[int, list[TableRows]] = {}
+        for rows in staged.rows + self.rows(parts, payload, staged.ids, has_values=True):
+            pieces.setdefault(rows.table, []).append(rows)
+        found = {table: rows[0] if len(rows) == 1 else _joined(rows) for table, rows in pieces.items()}
+        for table, ids, _ in found.values():
+            if len(ids) > self._table_ids_max:
+                raise InvalidRequest(
+                    f"rows: {len(ids)} ids of table {self._names[table]!r} are above {self._table_ids_max}: the workers of a "
+                    f"round may have {PUSH_MAX} together"
+                )
+        return found
+
+    def check_finite(self, gradients: Gradients, rank: int, clock: int) -> None:
+        """Raise NonFiniteGradient, naming worker, table and id, if some number is not finite."""
+        for table, ids, values in gradients.values():
+            element = psd_core.first_nonfinite(values.reshape(-1))
+            if element >= 0:
+                name, number = self._names[table], psd_core.widened(values.reshape(-1))[element]
+                raise NonFiniteGradient(
+                    f"payload: the gradient of worker {rank} at step {clock} has {number} in table {name!r} "
+                    f"(id {ids[element // self._dims[table]]})",
+                    rank=rank,
+                    tensor=name,
+                    clock=clock,
+                )
+
+
+def _joined(pieces: Sequence[TableRows]) -> TableRows:
+    values: list[NDArray[Any]] = [piece.values for piece in pieces]
+    if len({part.dtype for part in values}) > 1:
+        values = [psd_core.widened(part.reshape(-1)).reshape(part.shape) for part in values]
+    return TableRows(pieces[0].table, np.concatenate([piece.ids for piece in pieces]), np.concatenate(values))

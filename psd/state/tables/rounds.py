@@ -1,0 +1,100 @@
+"""The open round of a shard's part of the tables: as for blocks, but its gradients are of rows, and summed by id.
+
+A worker that has no gradient for a row counts as a zero. Used under the lock of the tables' block. Must not know versions,
+workers' leases or stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from psd.contract.rows import TableRows
+from psd.state.aggregation.exact_rounds import ExactRound
+from psd.state.aggregation.lent import Sum
+from psd.state.aggregation.rounds import Contribution, FastRound, Taken
+from psd.state.tables.pushes import Gradients
+from psd_core.table import RowSums
+
+
+class TableSums:
+    """Sums of gradients by table and id."""
+
+    def __init__(self, dims: Sequence[int]) -> None:
+        self.tables = [RowSums(dim) for dim in dims]
+
+    def add(self, gradients: Gradients, weight: float) -> None:
+        """Add weighted gradients."""
+        for table, ids, values in gradients.values():
+            self.tables[table].add(ids, values, weight)
+
+    def clear(self) -> None:
+        """Forget them, and keep the memory."""
+        for sums in self.tables:
+            sums.clear()
+
+
+class SumsPool:
+    """Memory to sum a round's gradients in; it stays for the next round."""
+
+    def __init__(self, dims: Sequence[int]) -> None:
+        self._dims = dims
+        self._free: list[TableSums] = []
+
+    def lend(self) -> TableSums:
+        """Empty sums."""
+        return self._free.pop() if self._free else TableSums(self._dims)
+
+    def give_back(self, lent: TableSums) -> None:
+        """Give them back."""
+        lent.clear()
+        self._free.append(lent)
+
+
+class _RowsSum(Sum):
+    """Adds all gradients as they come: rows are not lent."""
+
+    def add(self, values: Any, weight: float, loan: object = None) -> None:
+        """See Sum."""
+        del loan
+        if values is not None:
+            if self._sum is None:
+                self._sum = self._accumulators.lend()
+            self._sum.add(values, weight)
+
+
+class FastRowsRound(FastRound):
+    """See FastRound."""
+
+    def _new_sum(self) -> Sum:
+        return _RowsSum(self._setting.accumulators)
+
+    def take(self, part: Contribution) -> Taken:
+        """See Round. The last of several is added to the sum, from which it cannot be taken back; so it counts at once, whether
+        there is space for the update or not."""
+        is_last = self._setting.policy.closes(self._contributors | 1 << part.rank, self.waited())
+        if is_last and not self._contributors:
+            return Taken.LAST
+        self._sum.add(self._values(part), self._weight(part))
+        self._note(part)
+        return Taken.COMPLETE if is_last else Taken.OPEN
+
+
+class ExactRowsRound(ExactRound):
+    """See ExactRound."""
+
+    def _copied(self, values: Gradients) -> Gradients:
+        return {rows.table: TableRows(rows.table, rows.ids.copy(), rows.values.copy()) for rows in values.values()}
+
+    def _give_back(self, kept: Gradients) -> None:
+        kept.clear()
+
+    def _summed(self, summands: list[tuple[Any, float]]) -> tuple[Any, Any, float]:
+        if len(summands) < 2:
+            return super()._summed(summands)
+        if self._sum is None:
+            self._sum = self._setting.accumulators.lend()
+        self._sum.clear()
+        for gradients, weight in summands:
+            self._sum.add(gradients, weight)
+        return self._sum, None, 0.0

@@ -1,0 +1,160 @@
+"""Tables in plain files: exported, imported, and read back by the parameters' own reader, by name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers_tables import ShardTables, tables_spec
+
+from psd.checkpoint import CheckpointDirectory, open_parameters, table_values
+from psd.cli.ctl import main
+from psd.contract.errors import SpecMismatch
+from psd.contract.layout import Layout
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
+IDS = np.array([5, 2**63 + 7, 2**64 - 1, 0, 77], np.uint64)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A checkpoint of tables on 2 shards, and one that builds on it."""
+    tables = ShardTables(tmp_path / "stores", 2)
+    directory = CheckpointDirectory(str(tmp_path / "run"))
+    tables.write(0, np.arange(2000), 0.25)
+    tables.write(1, IDS, 1.5)
+    full, marks = tables.store(directory, 7)
+    tables.write(0, np.arange(50), 0.75)
+    tables.remove(0, np.arange(50, 100))
+    tables.store(directory, 8, base=full.name, since=marks)
+    return tmp_path
+
+
+def values_of(url, shard_count=3):
+    """The values of table 0, by id, as the shards of a job begin with them."""
+    found = {}
+    layout = Layout(tables_spec(), shard_count)
+    source = open_parameters(str(url))
+    for index in range(shard_count):
+        (_, user), _ = table_values(source, layout, index)
+        for ids, values in user:
+            found |= dict(zip(ids.tolist(), values[:, 0].tolist(), strict=True))
+    return found
+
+
+EXPECTED = {key: key + (0.75 if key < 50 else 0.25) for key in range(2000) if not 50 <= key < 100}
+
+
+def test_an_export_has_ids_and_rows_of_each_table(place, capsys):
+    target = place / "model.safetensors"
+
+    assert main(["export", str(place / "run"), "--to", str(target)]) == 0
+
+    assert "1 tensors and tables user, item of step 8" in capsys.readouterr().out
+    found = safetensors.numpy.load_file(target)
+    assert {name: array.dtype.name for name, array in found.items()} == {
+        "w": "float32",
+        "user.ids": "int64",
+        "user.rows": "float32",
+        "item.ids": "int64",
+        "item.rows": "float32",
+    }
+    assert found["user.rows"].shape == (1950, 3)
+    assert dict(zip(found["user.ids"].tolist(), found["user.rows"][:, 2].tolist(), strict=True)) == EXPECTED
+    assert set(found["item.ids"].view(np.uint64).tolist()) == set(IDS.tolist())
+
+
+def test_a_job_can_begin_with_a_checkpoint_or_with_what_was_exported(place):
+    main(["export", str(place / "run"), "--to", str(place / "model.safetensors")])
+
+    assert values_of(place / "run") == EXPECTED
+    assert values_of(place / "model.safetensors") == EXPECTED
+
+
+def test_a_table_goes_to_parquet_and_back(place, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    target, start = str(place / "user.parquet"), str(place / "start.safetensors")
+    main(["export", str(place / "run"), "--to", str(place / "model.safetensors")])
+
+    assert main(["export", str(place / "run"), "--table", "user", "--to", target]) == 0
+    command = ["import", target, "--table", "user", "--with", str(place / "model.safetensors"), "--to", start]
+    assert main(command) == 0
+
+    found = parquet.read_table(target)
+    assert found.schema.names == ["id", "row"]
+    assert found.num_rows == 1950
+    assert values_of(start) == EXPECTED
+    assert "table user with 1950 rows of 3 numbers" in capsys.readouterr().out
+    assert set(safetensors.numpy.load_file(start)) == {"w", "user.ids", "user.rows", "item.ids", "item.rows"}
+
+
+def test_ids_and_rows_of_other_names_and_dtypes_are_imported(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
+    safetensors.numpy.save_file({"keys": IDS, "weight": rows}, tmp_path / "a.safetensors")
+    start = tmp_path / "start.safetensors"
+
+    command = ["import", str(tmp_path / "a.safetensors"), "--table", "user", "--ids", "keys", "--rows", "weight"]
+    assert main([*command, "--to", str(start)]) == 0
+
+    found = safetensors.numpy.load_file(start)
+    np.testing.assert_array_equal(found["user.ids"].view(np.uint64), IDS)
+    np.testing.assert_array_equal(found["user.rows"], rows.astype(np.float32))
+
+
+ROWS = np.ones((5, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"user.ids": IDS}, "there is no tensor 'user.rows'"),
+        ({"user.ids": IDS.astype(np.float32), "user.rows": ROWS}, "'user.ids': expected ids, (n,) int64 or uint64"),
+        ({"user.ids": IDS[:4], "user.rows": ROWS}, "'user.rows': expected rows, (4, dim) floating, got (5, 3) F32"),
+        ({"user.ids": IDS[[0, 1, 2, 3, 0]], "user.rows": ROWS}, "id 5 comes twice"),
+        ({"user.ids": IDS, "user.rows": ROWS * np.float32(np.nan)}, "the row of id 5 holds NaN or infinity"),
+    ],
+)
+def test_what_is_no_table_is_not_imported(tmp_path, tensors, words, capsys):
+    safetensors.numpy.save_file(tensors, tmp_path / "a.safetensors")
+
+    assert main(["import", str(tmp_path / "a.safetensors"), "--table", "user", "--to", str(tmp_path / "b.safetensors")]) == 1
+
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_a_table_that_is_missing_or_of_another_dim_is_refused_before_anything_is_read(tmp_path):
+    tensors = {"w": np.zeros(9000, np.float32), "user.ids": IDS, "user.rows": ROWS}
+    for more, words in (
+        ({}, "table 'item': is in this worker's declaration, is not in .*start.safetensors"),
+        ({"item.ids": IDS, "item.rows": ROWS}, r"dim of table 'item': 3 in .*start.safetensors, 1 in this worker's"),
+    ):
+        safetensors.numpy.save_file(tensors | more, tmp_path / "start.safetensors")
+        with pytest.raises(SpecMismatch, match=words):
+            values_of(tmp_path / "start.safetensors")
+
+
+def test_the_list_shows_rows_and_what_a_checkpoint_builds_on(place, capsys):
+    assert main(["checkpoints", str(place / "run")]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-3:] == ["ROWS", "BUILDS", "ON"]
+    assert [line.split()[-2:] for line in lines[1:3]] == [["1955", "7"], ["2005", "-"]]
+    main(["checkpoints", str(place / "run"), "--json"])
+    newest = json.loads(capsys.readouterr().out)["checkpoints"][0]
+    assert (newest["rows"], newest["base"][-2:]) == (1955, "a7")
+
+
+def test_an_export_that_cannot_be_says_why(place, capsys):
+    run, file = str(place / "run"), str(place / "x.parquet")
+
+    assert main(["export", run, "--table", "nobody", "--to", file]) == 1
+    assert main(["export", run, "--to", file]) == 1
+
+    errors = capsys.readouterr().err.splitlines()
+    assert "there is no table 'nobody' in" in errors[0]
+    assert errors[0].endswith("it has user, item")
+    assert "a Parquet file takes one table, and none was named" in errors[1]
