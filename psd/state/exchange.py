@@ -169,6 +169,10 @@ class Exchange:
         """
         job = push.job
         block = job.trained(index)
+        if isinstance(block, BlockState) and (rows or more):
+            raise InvalidRequest(f"rows: block {index} is not the tables' block")
+        if present and not isinstance(block, BlockState):
+            raise InvalidRequest("present: the tables' block has no tensors")
         values: Any
         scalars: Sequence[Any]
         if isinstance(block, BlockState):
