@@ -19,6 +19,7 @@ class Sums:
 class Partition:
     size: int
     regions: list[tuple[int, int]]
+    step: int
     is_moving: bool
     def __init__(
         self,

@@ -300,6 +300,11 @@ cdef class Partition:
             psd_index_move(&self.table, n)
 
     @property
+    def step(self):
+        """Updates of the table."""
+        return self.table.root.step
+
+    @property
     def is_moving(self):
         """True while the index grows."""
         return self.table.root.next_buckets != 0

@@ -99,6 +99,7 @@ class TableStore:
         elif file.size < size:
             raise ArenaCorrupt(f"the file has {file.size} bytes, expected {size}: truncated")
         self._scalars = facts.scalars
+        self._scalar_names = frozenset(facts.scalars)
         problem = self._partition.attach(file.map_shared(0, size), salt is not None, salt or 0)
         if problem is not None:
             raise ArenaCorrupt(problem)
@@ -231,10 +232,9 @@ class TableStore:
         Raises:
             ArenaFull: no space; nothing has changed.
         """
-        missing = [name for name in self._scalars if name not in scalars]
-        if missing or len(scalars) != len(self._scalars):
+        if scalars.keys() != self._scalar_names:
             raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
-        numbers = tuple(float(scalars[name]) for name in self._scalars)
+        numbers = tuple([float(scalars[name]) for name in self._scalars])
         values = as_values("grads", grads, len(ids), self.spec.dim)
         self._change(ids, values, clock, notes, scalars=numbers, scale=scale, distinct=distinct, whole=False)
 
@@ -264,7 +264,7 @@ class TableStore:
         clocks = clock if isinstance(clock, np.ndarray) else None
         if clocks is not None and (clocks.dtype != np.uint32 or clocks.shape != (len(ids),)):
             raise psd_core.InvalidArray(f"clock: expected {len(ids)} uint32, got {clocks.shape} of {clocks.dtype}")
-        if history is not None:
+        if history is not None and len(history) > 0:
             history = as_history(history, len(self._scalars) if self.spec.catches_up else None)
         how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
         how["history"] = history
@@ -281,15 +281,21 @@ class TableStore:
         with self._writing:
             self._make_room(len(keys), 1 if how.get("history") is None else len(how["history"]))
             if clock is None:
-                clock = self._partition.counters()["step"] + (not how["whole"])
+                clock = self._partition.step + (not how["whole"])
             created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
-            # A step moves 1024 buckets; the index has grown when a tenth more rows have come. If there is no space for
-            # that now, a later push says so: this one is done.
-            with contextlib.suppress(ArenaFull):
-                for _ in range(1 + created // 400):
-                    if self._partition.is_moving:
-                        self._make_room(0)
-                        self._move(0)
+            if self._partition.is_moving:
+                self._move_on(1 + created // 400)
+
+    def _move_on(self, steps: int) -> None:
+        """Let the index grow by some steps, each of 1024 buckets: so it has grown when a tenth more rows have come.
+
+        If there is no space for that now, a later push says so: the one before this has been made.
+        """
+        with contextlib.suppress(ArenaFull):
+            for _ in range(steps):
+                if self._partition.is_moving:
+                    self._make_room(0)
+                    self._move(0)
 
     def reserve(self, rows: int) -> None:
         """Let the index grow at once to what so many rows more will need; for whoever writes the rows of a snapshot.

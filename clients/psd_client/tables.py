@@ -205,6 +205,8 @@ def _row_gradients(
     checked = as_row_ids(of_ids, ids)
     array = np.asarray(grads) if hasattr(grads, "dtype") else np.asarray(grads, np.float32)
     shape = (*checked.shape, spec.dim)
+    if not array.size and not hasattr(grads, "dtype"):  # an empty list has no shape of its own
+        array = array.reshape(array.shape if checked.size else shape)
     if array.shape != shape:
         raise InvalidTensor(
             f"{of_grads}: shape must be {shape}, that of the ids and the dim of table {spec.name!r}, got {array.shape}"

@@ -81,10 +81,11 @@ class Job:
         self.layout = Layout(spec, shard_count)
         self.policy = policy_of(spec)
         self.is_exact = spec.aggregation == "exact"
-        bound = [
-            BoundRule(bound_rule(group, rules), group.rule, group.info.slot_starts(group.flags, group.constants))
-            for group in spec.groups
-        ]
+        bound = {
+            index: BoundRule(bound_rule(group, rules), group.rule, group.info.slot_starts(group.flags, group.constants))
+            for index, group in enumerate(spec.groups)
+            if index not in {table.group for table in spec.tables}
+        }
         self._infos = [group.info for group in spec.groups]
         plans = self.layout.blocks_of(shard_index)
         first = next((plan for plan in plans if plan.trained), None)  # by which we say who is late; all see much the same

@@ -111,6 +111,10 @@ class FaultyLane(ShardLane):
         with self._faults.around("push_pull", self.shard):
             return super().push_pull(*args)
 
+    def pull_rows(self, *args: Any, **options: Any) -> Any:
+        with self._faults.around("pull_rows", self.shard):
+            return super().pull_rows(*args, **options)
+
 
 class Restartable:
     """Two shards with state directories, each to be stopped and started again at its address."""

@@ -14,7 +14,7 @@ from psd.contract.jobspec import TensorSpec
 from psd.contract.tables import SparseTableSpec
 from psd_client import SGD, Adagrad, Normal, RowwiseAdagrad, Table, Zeros
 from psd_client.client import worker_of
-from psd_client.optimizers import spec_of
+from psd_client.optimizers import scalar_values, spec_of
 
 torch = pytest.importorskip("torch")
 
@@ -66,7 +66,7 @@ def train_all_rules(ps: psd_client.ParameterServer, aggregation: str) -> tuple[A
         for index, name in enumerate(RULES)
     ]
     worker.declare_tensors(tensors, groups, initial=lambda buffers: None, aggregation=aggregation, tables=tables)
-    scalars = [list(rule.scalars().values()) for rule in rules] * 2
+    scalars = [scalar_values(spec_of(rule), rule.scalars(), 0) for rule in rules] * 2
     every_id = {index: np.arange(ROWS)[::-1] for index in range(len(tables))}
     for step in range(STEPS):
         ids, grads = batch(step, ps.rank)
@@ -126,12 +126,9 @@ def train_with_torch(world_size: int, rows: Any, optimizer: Callable[..., Any], 
     for step in range(STEPS):
         parts = [batch(step, rank) for rank in range(world_size)]
         ids, grads = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        if ids.size:
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch warns unless told one or the other
             rule.zero_grad()
             (embedding(torch.tensor(ids)) * torch.tensor(grads)).sum().div(world_size).backward()
-        else:
-            embedding.weight.grad = torch.zeros_like(embedding.weight)
-        if ids.size or not is_sparse:
             rule.step()
     return embedding.weight.detach().numpy()
 
@@ -153,7 +150,7 @@ def test_training_equals_one_process_of_torch(run_workers: Callable[..., Any], w
         for first, last, (rule, updates, optimizer, is_sparse) in zip(begin, end, OPTIMIZERS, strict=True):
             expected = train_with_torch(world_size, first, optimizer, is_sparse=is_sparse)
             assert np.abs(expected - first).max() > 0.1
-            np.testing.assert_allclose(last, expected, rtol=1e-5, atol=1e-6, err_msg=f"{rule} {updates}")
+            np.testing.assert_allclose(last, expected, rtol=1e-5, atol=5e-5, err_msg=f"{rule} {updates}")
 
 
 def test_rowwise_adagrad_equals_its_definition(run_workers: Callable[..., Any]) -> None:

@@ -288,7 +288,7 @@ class WorkerProcess:
         walker.walk((program.steps_made, program.errors, self._versions))
         ps = program.ps
         if ps is not None and hasattr(ps, "_session"):
-            walker.walk([ps._session, ps._exchange, ps._feed, ps._untold, ps._last_failed])
+            walker.walk([ps._session, ps._exchange, ps._turn, ps._untold, ps._last_failed])
         for fiber in sorted(self._fibers.alive, key=lambda fiber: (fiber.thread, repr(_place(fiber)))):
             walker.fiber(fiber)
         return walker

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,28 @@ class Fuse:
         self.steps -= 1
         if self.steps == 0:
             raise Killed
+
+
+class Copier:
+    """A crash point that copies a directory `steps` steps after that has been set: what the next process would find there.
+
+    For tables: nothing can be raised through their C code.
+    """
+
+    steps = 0
+
+    def __init__(self, directory: Path) -> None:
+        self.copy = directory.with_name("copy")
+        self._directory = directory
+
+    def __call__(self, _: str) -> None:
+        self.steps -= 1
+        if self.steps == 0:
+            shutil.copytree(self._directory, self.copy)
+
+    @property
+    def has_copied(self) -> bool:
+        return self.copy.exists()
 
 
 @dataclass
@@ -146,9 +170,12 @@ class Driver:
             store._file.close()
             store._open = None
 
-    def restart(self, *seats: Seat, **arguments: Any) -> None:
-        """Kill the process and start it again on its state directory, where these workers resume."""
+    def restart(self, *seats: Seat, copy: Path | None = None, **arguments: Any) -> None:
+        """Kill the process and start it again on its state directory, or on a copy of it, where these workers resume."""
         self.kill()
+        if copy is not None:
+            shutil.rmtree(self.config.state_dir)
+            copy.rename(self.config.state_dir)
         self.incarnation += 1
         self._start(**arguments)
         for seat in seats:
@@ -417,7 +444,7 @@ class Driver:
     def fingerprint(self, *, but: int = -1) -> Any:
         """All that a refused request must leave as it is: pages, rounds, dedup windows, and the other workers' clocks."""
         job = self.core.job
-        blocks = []
+        blocks: list[Any] = []
         for state in job.blocks.values() if job is not None else ():
             page, round_ = job.arena.current(state._slot), state._round
             blocks.append(
@@ -443,5 +470,7 @@ class Driver:
             for w in (self.core.membership.workers if self.core.membership is not None else [])
             if w.rank != but
         ]
+        if job is not None and job.tables is not None:
+            blocks += [(p.version, p.notes.tobytes(), p.store.counters()["version"]) for p in job.tables.partitions]
         scalars = None if job is None else job.agreement.known()
         return blocks, workers, scalars, self.core.life.has_values, self.core.run_id

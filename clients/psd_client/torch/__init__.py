@@ -5,7 +5,8 @@ apply the rule, and the new parameters are copied back into the model in place (
 strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the
 last two the shards hold a float32 master).
 
-declaration.py decides what is declared, groups.py what travels with each push; schedule.py keeps a schedule of learning rates
+declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
+shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates
 at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
@@ -38,13 +39,23 @@ from psd_client.torch.declaration import (
     read_declaration,
     state_values,
 )
+from psd_client.torch.embedding import Embedding, EmbeddingBag, EmbeddingCollection, table_modules
 from psd_client.torch.gradients import Gradients, Overlap
 from psd_client.torch.groups import SharedGroups, without_slots
-from psd_client.torch.parameters import Parameters, as_tensors
+from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
+from psd_client.torch.tables import Tables
 from psd_core.optimizer import Optimizer
 
-__all__ = ["distribute", "scheduler", "DistributedOptimizer", "DistributedScheduler"]
+__all__ = [
+    "distribute",
+    "scheduler",
+    "DistributedOptimizer",
+    "DistributedScheduler",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
+]
 
 
 def __dir__() -> list[str]:
@@ -76,7 +87,7 @@ def distribute(
 
     Args:
         model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
-            workers once, and are never pushed.
+            workers once, and are never pushed. Embedding and EmbeddingBag in it declare their tables, and are joined to them.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
             Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
             or CustomRule for one of your own; its options are then in the result's param_groups.
@@ -145,12 +156,12 @@ def distribute(
     for group in optimizer.param_groups:
         for scalar, value in stale_scalars.items():
             group.setdefault(scalar, value)
+    _add_handles(model, optimizer)
     declaration = read_declaration(model, optimizer, replace(template, staleness=stale), always, buffers)
     connection = ps if ps is not None else connect(**connect_args)
 
     def initialize(flat: FlatBuffers) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
+        copy_all(as_tensors(flat)[: len(declaration.parameters)], declaration.parameters)
         Buffers(declaration, flat).write()
 
     try:
@@ -164,15 +175,23 @@ def distribute(
             aggregation=aggregation,
             clip_norm=clip_norm,
             nan_policy=nan_policy,
+            tables=declaration.tables.specs,
         )
     except BaseException:
         if ps is None:
             connection.close()
         raise
-    with torch.no_grad():
-        values = as_tensors(worker_of(connection).parameters)
-        torch._foreach_copy_(declaration.parameters, values[: len(declaration.parameters)])
+    copy_all(declaration.parameters, as_tensors(worker_of(connection).parameters)[: len(declaration.parameters)])
     return DistributedOptimizer(optimizer, connection, declaration, overlap=overlap)
+
+
+def _add_handles(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have the handles of embeddings with a rule of their own in the param_groups, where zero_grad and a GradScaler look."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for embedding in table_modules(model):
+        if embedding.optimizer is not None and id(embedding.handle) not in known:
+            optimizer.param_groups[0]["params"].append(embedding.handle)
+            known.add(id(embedding.handle))
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -211,7 +230,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if overlap:
             in_background = overlap == "forward"
             leaving = Overlap(self._prepare_push, worker.begin_feed, worker.forget_failure, in_background=in_background)
+        self._tables = Tables(worker, declaration.tables.members, has_feeds=bool(overlap))
         self._gradients = Gradients(declaration, worker.gradients, leaving)
+
+    @property
+    def table_groups(self) -> dict[str, dict[str, Any]]:
+        """Numbers of the tables' rules by name of the table, such as {"user": {"lr": 0.05, ...}}, which the program may change.
+
+        Of an embedding without an optimizer of its own it is the entry of param_groups.
+        """
+        return self._declaration.tables.by_name
 
     @property
     def rank(self) -> int:
@@ -274,16 +302,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Push the gradients, and pull into the model."""
         torch_amp.check(grad_scaler, self, self.ps.nan_policy)
         self._parameters.check_unchanged()
+        self._tables.settle()
         if self._overlap:
             self._finish_overlapped(size)
         else:
             scalars = self._groups.scalars_now(self.param_groups)
             is_infinite = grad_scaler is not None and torch_amp.unscale(grad_scaler, self)
             present = self._gradients.gather()
-            self._worker.push_pull_flat(scalars, size, present, skip=is_infinite)
+            self._worker.push_pull_flat(scalars, size, present, self._tables.gradients(), skip=is_infinite)
             self._parameters.copy()
             if grad_scaler is not None:
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
+        self._tables.on_step()
 
     def pull(self) -> None:
         """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
@@ -313,9 +343,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.settle()
         count = len(self._declaration.parameters)
 
-        @torch.no_grad()
         def write(flat: FlatBuffers) -> None:
-            torch._foreach_copy_(as_tensors(flat)[:count], values[:count])
+            copy_all(as_tensors(flat)[:count], values[:count])
 
         self._worker.set_parameters(write)
         self._parameters.copy()
@@ -352,7 +381,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "the optimizer's attribute batch_size, before backward()"
                 )
             try:
-                self._gradients.finish(self._take_parameters)
+                self._gradients.finish(self._take_parameters, self._worker.rows_by_shard(self._tables.gradients()))
             finally:
                 self._sent = None  # of a step without back-propagation
 

@@ -7,7 +7,7 @@ know connections, gradients or steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import GroupSpec, TensorSpec
 from psd.contract.rules import BUFFERS, STATIC
 from psd_client.optimizers import group_spec
+from psd_client.torch.embedding import table_modules
 from psd_client.torch.options import check_no_slots, check_options, rule_of
+from psd_client.torch.table_declaration import TableDeclaration, declare_tables
 from psd_core.optimizer import Optimizer
 
 _DTYPES = {
@@ -47,6 +49,7 @@ class TorchDeclaration:
         tensors: the specs of both, in the same order.
         always: flags that the optimizer's class stands for.
         trained: indices of those that are pushed. frozen: of those that the optimizer has, but that need no gradient.
+        tables: of the embeddings, whose groups are the last ones.
     """
 
     parameters: list[torch.Tensor]
@@ -57,6 +60,7 @@ class TorchDeclaration:
     trained: list[int]
     frozen: list[int]
     local_buffers: frozenset[str] = frozenset()
+    tables: TableDeclaration = field(default_factory=TableDeclaration)
 
 
 class Options(torch.optim.Optimizer):
@@ -76,9 +80,12 @@ def read_declaration(
 ) -> TorchDeclaration:
     """Read and check the declaration. `template`: the rule. `buffers`: "first", "mean" or "local"."""
     groups = [group_spec(template, always, group) for group in optimizer.param_groups]
-    every_name = _plain_names(model.named_parameters(remove_duplicate=False), _named_buffers(model))
+    embeddings = table_modules(model)
+    handles = {id(embedding.handle) for embedding in embeddings}
+    dense = [pair for pair in model.named_parameters(remove_duplicate=False) if id(pair[1]) not in handles]
+    every_name = _plain_names(dense, _named_buffers(model))
     named, aliases = _distinct(every_name[0])
-    known = {id(parameter) for _, parameter in named}
+    known = {id(parameter) for _, parameter in named} | handles
     group_of: dict[int, int] = {}
     for number, options in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(options["params"]):
@@ -99,7 +106,7 @@ def read_declaration(
             frozen.append(index)
         group = group_of[id(parameter)] if is_trained else static
         tensors.append(TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype], group, aliases[name]))
-    if not trained:
+    if not trained and not embeddings:
         raise InvalidRequest("optimizer: none of its parameters has requires_grad=True, so there is nothing to train")
     _check_memory(named)
     if len(trained) < len(tensors):
@@ -109,8 +116,17 @@ def read_declaration(
     if kept:
         groups.append(GroupSpec(BUFFERS.name, ("mean",) if buffers == "mean" else ()))
     local = frozenset(name for name, _ in every_name[1] if buffers == "local")
+    tables = declare_tables(embeddings, optimizer.param_groups, group_of, groups, template.staleness)
     return TorchDeclaration(
-        [parameter for _, parameter in named], [buffer for _, buffer in kept], tensors, groups, always, trained, frozen, local
+        [parameter for _, parameter in named],
+        [buffer for _, buffer in kept],
+        tensors,
+        groups + tables.groups,
+        always,
+        trained,
+        frozen,
+        local,
+        tables,
     )
 
 

@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest, InvalidTensor, NonFiniteGradient, RolledBack
+from psd.contract.rows import TableRows
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
-from psd_client.torch.parameters import as_tensors, is_alike
+from psd_client.torch.parameters import as_tensors, copy_all, is_alike
 from psd_client.torch.places import Places
 
 
@@ -115,15 +116,15 @@ class Gradients:
                 sources.append(gradient)
                 targets.append(view)
         self._check_frozen()
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
         return self._buffers.present_but(missing)
 
-    def finish(self, take: Callable[[Callable[[bool], int | None]], None]) -> None:
+    def finish(self, take: Callable[[Callable[[bool], int | None]], None], tables: Sequence[Sequence[TableRows]] = ()) -> None:
         """Overlap: send what has not left yet, and take the parameters.
 
         Args:
             take: asks the function that it is given for the blocks of the parameters, see `_Push.next_block`.
+            tables: gradients of rows, by shard.
 
         Raises:
             InvalidRequest: a gradient was changed after it had been sent.
@@ -142,7 +143,7 @@ class Gradients:
                     view.zero_()
                 else:  # a gradient that back-propagation did not make, or made under no_sync
                     self._send(number, push)
-            push.feed.finish(self._buffers.present_but(missing))
+            push.feed.finish(self._buffers.present_but(missing), tables)
         self._push, self._going_on = None, push
         push.sent.clear()  # not to keep the gradients' memory through the next forward pass
         with self._noted_failure(push):
@@ -284,7 +285,8 @@ class Gradients:
         name = self._declaration.tensors[index].name
         if gradient.layout is not torch.strided:
             raise InvalidTensor(
-                f"parameter {name!r}: its gradient is sparse, which psd does not support yet; build the layer with sparse=False"
+                f"parameter {name!r}: its gradient is sparse; build the layer with sparse=False, or use "
+                "psd_client.torch.Embedding, whose rows are on the shards and travel alone"
             )
         if torch.promote_types(gradient.dtype, view.dtype) != view.dtype and gradient.numel():
             raise InvalidTensor(

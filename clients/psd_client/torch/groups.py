@@ -101,7 +101,8 @@ class SharedGroups:
                     f"param_groups[{index}]: {now.info.constants[0]} was {specs[index].constants[0]} when the job "
                     "was declared and cannot change; set it before distribute()"
                 )
-        groups = [*own, *({} for _ in specs[len(own) :])]
+        of_tables = self._declaration.tables.options
+        groups = [*own, *({} for _ in specs[len(own) + len(of_tables) :]), *of_tables]
         return [scalar_values(spec, group, index) for index, (spec, group) in enumerate(zip(specs, groups, strict=True))]
 
 

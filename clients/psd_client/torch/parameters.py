@@ -29,6 +29,13 @@ def as_tensors(buffers: FlatBuffers) -> list[torch.Tensor]:
     ]
 
 
+@torch.no_grad()
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors, of which there may be none."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def is_alike(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     """True if a view of the flat buffer could take the place of the parameter, or of its gradient."""
     return parameter.device == view.device and parameter.dtype == view.dtype and parameter.is_contiguous()
@@ -123,15 +130,13 @@ class Parameters:
 
     def _copy(self, tensors: Iterable[int]) -> None:
         pairs = [self._pairs[index] for index in tensors]
-        if pairs:
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [view for _, view in pairs])
+        copy_all([parameter for parameter, _ in pairs], [view for _, view in pairs])
 
     def _copy_block(self, block: int, apart: set[int]) -> None:
         """Copy a block, except the pieces of the tensors `apart`."""
         pieces = [(*self._pairs[tensor], elements) for tensor, elements in self._pieces[block] if tensor not in apart]
-        if pieces:
-            targets = [parameter.view(-1)[elements] for parameter, _, elements in pieces]
-            torch._foreach_copy_(targets, [view.view(-1)[elements] for _, view, elements in pieces])
+        targets = [parameter.view(-1)[elements] for parameter, _, elements in pieces]
+        copy_all(targets, [view.view(-1)[elements] for _, view, elements in pieces])
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:

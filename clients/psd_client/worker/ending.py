@@ -27,7 +27,7 @@ class Endable(Protocol):
     def close(self, error: BaseException | None = None) -> None:
         """End as one that has finished, or failed by `error`. Idempotent."""
 
-    def abort_feed(self) -> None:
+    def abort_turn(self) -> None:
         """Let go of the threads of a push whose gradient nobody will complete."""
 
 
@@ -74,7 +74,7 @@ def _begin_end() -> None:
     if _has_failed_as_child():
         _child_error = ChildFailed()
     for worker in list(_open_workers):
-        worker.abort_feed()
+        worker.abort_turn()
 
 
 def _has_failed_as_child() -> bool:

@@ -23,7 +23,7 @@ from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.rows import Gradients, RowGradients
-from psd_client.worker.worker import ONE_JOB, WorkerConnection
+from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
 
 
 class FlatCalls(WorkerConnection):
@@ -144,14 +144,17 @@ class FlatCalls(WorkerConnection):
         with self.operation("pull"):
             self.declared.pull()
 
-    def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
+    def pull_rows(
+        self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False, turn: Turn | None = None
+    ) -> dict[int, NDArray[np.float32]]:
         """Pull rows of tables, in one round trip to each shard: new arrays of shape (*ids.shape, dim), by table.
 
         Args:
             wanted: by index of the table, ids: int64 or uint64, of any shape. Each distinct one travels once.
             counts_no_use: the rows are not marked as used: for evaluation.
+            turn: in a thread of the caller's, for which `take_turn` has reserved the connection.
         """
-        with self.operation("pull of rows"):
+        with self.operation("pull of rows", turn=turn):
             return self.declared.pull_rows(wanted, counts_no_use=counts_no_use)
 
     def rows_by_shard(self, rows: Gradients) -> list[list[TableRows]]:
@@ -179,9 +182,13 @@ class FlatCalls(WorkerConnection):
         with self.operation("push_pull"):
             self.declared.push_pull(scalars, weight, present, rows, skip=skip)
 
+    def take_turn(self, turn: Turn) -> None:
+        """Reserve the connection, before the thread begins that makes the call: later calls come after it."""
+        self._turn = turn
+
     def begin_feed(self, feed: Feed) -> None:
         """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
-        self._feed, self._untold = feed, None
+        self._turn, self._untold = feed, None
 
     def push_pull_feed(
         self,
@@ -202,7 +209,7 @@ class FlatCalls(WorkerConnection):
             versions_read: by block, of the parameters that the gradients were computed from; None: all that were received.
         """
         try:
-            with self.operation("push_pull", feed=feed):
+            with self.operation("push_pull", turn=feed):
                 self.parameters.on_received = on_received
                 try:
                     self.declared.push_pull(scalars, weight, None, feed=feed, versions_read=versions_read)
@@ -212,8 +219,8 @@ class FlatCalls(WorkerConnection):
             self._untold = None if isinstance(error, Aborted) else error
             raise
         finally:
-            if self._feed is feed:
-                self._feed = None
+            if self._turn is feed:
+                self._turn = None
             feed.ended.set()
 
     def forget_failure(self) -> None:

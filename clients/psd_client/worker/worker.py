@@ -13,11 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from psd.contract import arguments
 from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
-from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
 from psd_client.lanes.transport import Cancelled, Lane
@@ -36,6 +36,22 @@ ONE_JOB = (
 """Advice for who declares a second time."""
 
 
+class Turn(Protocol):
+    """A call in another thread, which the program's own calls come after.
+
+    Attributes:
+        is_finished: it waits for nothing that the program does. in_background: the program does not wait for it.
+        ended: set when it has ended, well or not.
+    """
+
+    is_finished: bool
+    in_background: bool
+    ended: threading.Event
+
+    def abort(self) -> None:
+        """Give it up, unless it ends with the connection."""
+
+
 class WorkerConnection:
     """One worker of a job, over flat buffers.
 
@@ -51,7 +67,7 @@ class WorkerConnection:
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._exchange: ParameterExchange | None = None
-        self._feed: Feed | None = None
+        self._turn: Turn | None = None
         self._untold: Exception | None = None  # of a push whose caller did not wait for it
         self._last_failed = False
         health = ShardHealth([lane.address for lane in lanes])
@@ -125,7 +141,7 @@ class WorkerConnection:
             return
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            self._end_feed(is_success)
+            self._end_turn(is_success)
             untold, self._untold = self._untold, None
             if untold is not None and is_success:
                 is_success = False
@@ -152,22 +168,22 @@ class WorkerConnection:
         if not self._ended.locked() and os.getpid() == self._pid:
             ending.close_in_thread(self)
 
-    def abort_feed(self) -> None:
+    def abort_turn(self) -> None:
         """At the end of the program. Nobody completes a push that is still being computed: let its threads go.
 
         One that goes on may still need threads, which there are none of later: wait for it, unless the program has failed.
         """
         if os.getpid() == self._pid:
-            self._end_feed(is_success=getattr(sys, "last_value", None) is None)
+            self._end_turn(is_success=getattr(sys, "last_value", None) is None)
 
-    def _end_feed(self, is_success: bool) -> None:
-        feed = self._feed
-        if feed is None:
+    def _end_turn(self, is_success: bool) -> None:
+        turn = self._turn
+        if turn is None:
             return
-        if feed.in_background and feed.is_finished and is_success:
-            feed.ended.wait()
+        if turn.in_background and turn.is_finished and is_success:
+            turn.ended.wait()
         else:
-            feed.abort()
+            turn.abort()
 
     def _confirm_last(self, exchange: ParameterExchange) -> None:
         """Keep the last push until its round has closed; not after a failure, nor if another thread uses the connection."""
@@ -240,8 +256,8 @@ class WorkerConnection:
         return None if self._ended.locked() else (self._config.servers, self.rank)
 
     @contextmanager
-    def operation(self, what: str, *, feed: Feed | None = None) -> Iterator[None]:
-        """One call of the program's. feed: it is that feed's push; calls that are made once it is finished come after it."""
+    def operation(self, what: str, *, turn: Turn | None = None) -> Iterator[None]:
+        """One call of the program's. turn: it is that one's; calls that are made once it is finished come after it."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
@@ -249,10 +265,10 @@ class WorkerConnection:
             )
         if self._ended.locked():
             raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
-        before = self._feed
-        if feed is None and before is not None and before.is_finished:
+        before = self._turn
+        if turn is None and before is not None and before.is_finished:
             before.ended.wait()
-        if not self._busy.acquire(blocking=feed is not None):
+        if not self._busy.acquire(blocking=turn is not None):
             raise RuntimeError(f"psd: {what}: another thread is using this ParameterServer; each thread needs its own")
         self._last_failed = True
         try:

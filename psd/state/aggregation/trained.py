@@ -1,4 +1,4 @@
-"""A thing that every push covers: its version, the open round, and the gradients counted. The life of a gradient ends here.
+"""Common part of all that pushes cover: version, open round, and the gradients counted. The life of a gradient ends here.
 
 `Trained` has what a block of parameters and a shard's part of the tables share: rounds, waits, the dedup by the name of a push.
 What an update writes, and where the dedup window is kept, each of them says: psd/state/aggregation/block.py for pages,

@@ -20,7 +20,7 @@ _PREFIX = "table-"
 
 
 def partition_specs(spec: JobSpec, shard_count: int, notes: int, limits: Limits, free_bytes: int) -> list[TableSpec]:
-    """The parts that one shard holds of each of a job's tables.
+    """The declarations of what one shard holds of each of a job's tables.
 
     A table with a limit of rows has its share of that limit. The others divide what is left of the shard's memory for tables,
     with the same number of rows each.
@@ -82,6 +82,8 @@ def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int,
             table.at_limit,
             push_max,
             notes,
+            table.updates,
+            table.dtype,
         )
     except ValueError as error:
         raise InvalidRequest(f"table {table.name!r}: {error}") from error

@@ -1,0 +1,324 @@
+"""Embeddings whose rows are on the shards: modules in the manner of torch.nn.Embedding and torch.nn.EmbeddingBag.
+
+A forward pass pulls the distinct rows of its ids, and back-propagation collects a gradient for each. `distribute` finds the
+modules and joins them to the job; its result's `step()` pushes what was collected. Until then, and in copies of the module,
+there are no rows.
+
+Must not know connections or rounds (tables.py), nor how gradients are kept (row_gradients.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+
+from psd.contract.arguments import whole_number
+from psd.contract.errors import InvalidRequest, InvalidTensor, NotDeclared
+from psd_client.tables import Table
+from psd_client.torch.row_gradients import CollectedGradients, Tracked, in_numpy
+from psd_client.torch.tables import Rows, Tables, Wanted, wanted
+from psd_core.initial import Initial, Normal
+from psd_core.optimizer import Optimizer
+from psd_core.rules import SGD
+
+MODES = ("sum", "mean", "max")
+
+
+class TableModule(torch.nn.Module):
+    """Base of the modules that look rows up in one table. Use a subclass.
+
+    Attributes:
+        spec: the table. optimizer: its rule; None: that of the handle's param_group.
+        handle: a number that stands for the table among the model's parameters: the param_group that has it is the table's, if
+            the table has no optimizer of its own; the output is on its device, of its dtype, and tracked if it requires_grad;
+            its `.grad` is the norm of the gradients collected.
+        padding_idx: id whose row is zeros and has no gradient; None: none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        optimizer: Optimizer | None = None,
+        *,
+        init: Initial = Normal(1.0),  # noqa: B008 - it is frozen
+        seed: int = 0,
+        padding_idx: int | None = None,
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        # Without an optimizer of its own the table's rule is known when `distribute` is called; all else is checked here.
+        self.spec = Table(name, dim, SGD(lr=0.0) if optimizer is None else optimizer, init, seed, **options).spec(0)
+        self.optimizer = optimizer
+        self.padding_idx = None if padding_idx is None else whole_number(InvalidRequest, "padding_idx", padding_idx)
+        if not -(1 << 63) <= (self.padding_idx or 0) < 1 << 63:
+            raise InvalidRequest(f"padding_idx: must be an id of int64, got {padding_idx}")
+        self.handle = torch.nn.Parameter(torch.zeros((), device=device))
+        self.gradients = CollectedGradients()
+        self._tables: Tables | None = None
+
+    @property
+    def is_learning(self) -> bool:
+        """True if a lookup is a use of its rows, and back-propagation may give them gradients."""
+        return self.training and torch.is_grad_enabled() and self.handle.requires_grad
+
+    @property
+    def tables(self) -> Tables:
+        """The job's tables.
+
+        Raises:
+            NotDeclared: the module belongs to no job.
+        """
+        if self._tables is None:
+            raise NotDeclared(
+                f"embedding {self.spec.name!r}: its rows are on the shards, and it is not joined to them: call "
+                "psd_client.torch.distribute(model, optimizer) with the model that holds it; a copy of a model is not joined"
+            )
+        return self._tables
+
+    def join(self, tables: Tables) -> None:
+        """Look up rows there from now on; called by `distribute`."""
+        self._tables = tables
+        self.gradients = CollectedGradients()
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Prefetch the rows of the next step's batch brought while the program does other things.
+
+        The next step's lookup of these very ids then finds them there; of other ones it brings them itself, as without. In
+        synchronous and ssp jobs they are asked for as soon as the next `step()` has its parameters, so that they are the same
+        to the bit; in asynchronous ones at once, and may be one step older.
+
+        Args:
+            ids: as in the forward pass.
+        """
+        self.tables.prefetch([(self, self.wanted(ids))])
+
+    def wanted(self, ids: torch.Tensor) -> Wanted:
+        """The rows that a lookup of these ids needs.
+
+        Raises:
+            TypeError, InvalidTensor: no tensor of ids.
+        """
+        name = self.spec.name
+        if not isinstance(ids, torch.Tensor):
+            raise TypeError(f"embedding {name!r}: ids: expected a tensor, got {type(ids).__name__}")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidTensor(f"embedding {name!r}: ids: dtype must be torch.int64 or torch.int32, got {ids.dtype}")
+        flat = ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
+        return wanted(self.tables.index_of[name], self.spec.dim, flat, self.padding_idx)
+
+    def tracked(self, rows: torch.Tensor, found: Wanted, *, is_expanded: bool) -> torch.Tensor:
+        """Rows on the handle's device, of its dtype, whose gradients are collected if the module is learning.
+
+        is_expanded: a row for each id of the batch, not for each distinct one.
+        """
+        rows = rows.to(self.handle.device, self.handle.dtype)
+        if not self.is_learning:
+            return rows
+        handle, kept, dim = self.handle, self.gradients, self.spec.dim
+
+        def collect(gradient: torch.Tensor) -> None:
+            values = in_numpy(gradient, dim)
+            kept.add(handle, *found.without_padding(found.distinct.sum(values) if is_expanded else values))
+
+        return cast(torch.Tensor, Tracked.apply(handle, rows, collect))  # type: ignore[no-untyped-call]
+
+    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        """The output of the module, from the rows pulled. more: the other arguments of the forward pass."""
+        raise NotImplementedError
+
+    def check(self, ids: torch.Tensor, *more: Any) -> None:
+        """Raise TypeError or InvalidTensor for arguments of the forward pass that do not go together."""
+
+    def extra_repr(self) -> str:
+        """See torch.nn.Module."""
+        shown = f"{self.spec.name!r}, {self.spec.dim}"
+        return shown if self.padding_idx is None else f"{shown}, padding_idx={self.padding_idx}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, which is joined to no job and has collected nothing."""
+        return {**self.__dict__, "_tables": None, "gradients": CollectedGradients()}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Put nothing there: the rows are on the shards."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        strict, missing, unexpected, errors = more
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        missing[:] = [name for name in missing if name != f"{prefix}handle"]
+
+
+class Embedding(TableModule):
+    """Rows by id, as torch.nn.Embedding has them, from a table on the shards that grows by id.
+
+    The table is declared when `distribute` is called with the model. Embeddings of the same name look up in the same table, and
+    must be declared alike.
+
+        embedding = psd.Embedding("user", dim=64, optimizer=psd_client.Adagrad(lr=0.05))
+        rows = embedding(ids)  # (..., 64)
+
+    In training a lookup counts as a use of its rows, for expiry and eviction. In evaluation mode and under torch.no_grad() it
+    does not, and nothing is tracked. The module adds nothing to the model's state_dict: the shards' checkpoints have the rows.
+
+    Args:
+        name: of the table.
+        dim: numbers of a row.
+        optimizer: the rule of its rows, such as psd_client.Adagrad(lr=0.05); None: that of the param_group of the optimizer
+            given to `distribute` that has the module's parameter, whose learning rate and schedule it then follows.
+        init: values of rows that nobody has trained; by default as in torch.nn.Embedding. With seed, name and id they are
+            always the same.
+        padding_idx: id whose row is zeros, is not on the shards, and has no gradient.
+        device: where the output is, as `to(device)` sets it.
+        options: of psd_client.Table: dtype, updates, admit_after and so on.
+    """
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows (..., dim) of ids (...), int64 or int32.
+
+        Raises:
+            TypeError, InvalidTensor: no tensor of ids.
+            NotDeclared: `distribute` has not been called.
+            PsdError: what the shards or the connection refuse.
+        """
+        return look_up([(self, (ids,))])[0]
+
+    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor) -> torch.Tensor:
+        """See TableModule."""
+        expanded = torch.from_numpy(found.distinct.expand(rows))
+        return self.tracked(expanded, found, is_expanded=True).view(*ids.shape, self.spec.dim)
+
+
+class EmbeddingBag(TableModule):
+    """Sums, means or maxima of rows, as torch.nn.EmbeddingBag has them, from a table on the shards that grows by id.
+
+    See Embedding.
+
+    Args:
+        mode: "sum", "mean" or "max".
+        include_last_offset: the last of the offsets is the number of ids.
+        name, dim, more: as in Embedding. Of a bag, ids that are padding_idx are left out.
+    """
+
+    def __init__(
+        self, name: str, dim: int, optimizer: Optimizer | None = None, *, mode: str = "mean", include_last_offset: bool = False,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(name, dim, optimizer, **more)
+        if mode not in MODES:
+            raise InvalidRequest(f"mode: must be one of {', '.join(MODES)}, got {mode!r}")
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One row (bags, dim) for each bag of ids.
+
+        Args:
+            ids: int64 or int32, (bags, n); or (n,) with offsets.
+            offsets: (bags,) where in `ids` each bag begins.
+            per_sample_weights: of the shape of ids, with mode="sum": what each row is multiplied by.
+
+        Raises:
+            as Embedding.
+        """
+        return look_up([(self, (ids, offsets, per_sample_weights))])[0]
+
+    def check(self, ids: torch.Tensor, *more: Any) -> None:
+        """See TableModule."""
+        offsets, weights = (*more, None, None)[:2]
+        where = f"embedding {self.spec.name!r}"
+        if ids.dim() not in (1, 2):
+            raise InvalidTensor(f"{where}: ids: must have 1 or 2 dimensions, got {ids.dim()}")
+        if (offsets is None) != (ids.dim() == 2):
+            raise InvalidTensor(f"{where}: offsets: ids of 1 dimension need them, ids of 2 have none")
+        if offsets is not None and offsets.dtype not in (torch.int64, torch.int32):
+            raise InvalidTensor(f"{where}: offsets: dtype must be torch.int64 or torch.int32, got {offsets.dtype}")
+        if weights is not None and self.mode != "sum":
+            raise InvalidRequest(f'{where}: per_sample_weights: only with mode="sum", and it is {self.mode!r}')
+        if weights is not None and weights.shape != ids.shape:
+            raise InvalidTensor(
+                f"{where}: per_sample_weights: shape must be {tuple(ids.shape)}, as that of ids, got {tuple(weights.shape)}"
+            )
+
+    def output(self, rows: Rows, found: Wanted, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        """See TableModule."""
+        offsets, weights = (*more, None, None)[:2]
+        places = torch.from_numpy(found.distinct.inverse).view(ids.shape).to(self.handle.device)
+        return functional.embedding_bag(
+            places,
+            self.tracked(torch.from_numpy(rows), found, is_expanded=False),
+            None if offsets is None else offsets.to(places.device, places.dtype),
+            mode=self.mode,
+            per_sample_weights=None if weights is None else weights.to(self.handle.dtype),
+            include_last_offset=self.include_last_offset,
+            padding_idx=found.padding,
+        )
+
+    def extra_repr(self) -> str:
+        """See torch.nn.Module."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+class EmbeddingCollection(torch.nn.ModuleDict):
+    """Embeddings by the names of features, which are looked up together: one round trip per shard for all of their tables.
+
+        embeddings = psd.EmbeddingCollection({"user": psd.Embedding("user", 64), "seen": psd.EmbeddingBag("item", 64)})
+        rows = embeddings({"user": users, "seen": (items, offsets)})  # {"user": (n, 64), "seen": (n, 64)}
+
+    Args:
+        modules: Embedding and EmbeddingBag, by feature; features may share a module, or a table.
+    """
+
+    def __init__(self, modules: Mapping[str, TableModule]) -> None:
+        for feature, module in modules.items():
+            if not isinstance(module, TableModule):
+                raise TypeError(f"modules[{feature!r}]: expected an Embedding or an EmbeddingBag, got {module!r}")
+        super().__init__(modules)
+
+    def forward(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The outputs by feature. ids: by feature; of a bag also a tuple, such as (ids, offsets).
+
+        Raises:
+            InvalidRequest: there is no such feature. Else as Embedding.
+        """
+        return dict(zip(ids, look_up(self._lookups(ids)), strict=True))
+
+    def prefetch(self, ids: Mapping[str, Any]) -> None:
+        """See Embedding.prefetch. ids: as in the forward pass."""
+        lookups = self._lookups(ids)
+        if lookups:
+            lookups[0][0].tables.prefetch([(module, module.wanted(arguments[0])) for module, arguments in lookups])
+
+    def _lookups(self, ids: Mapping[str, Any]) -> list[tuple[TableModule, tuple[Any, ...]]]:
+        for feature in ids:
+            if feature not in self:
+                raise InvalidRequest(f"ids: there is no feature {feature!r}; there are {', '.join(self)}")
+        return [
+            (cast(TableModule, self[feature]), given if isinstance(given, tuple) else (given,))
+            for feature, given in ids.items()
+        ]
+
+
+def look_up(lookups: Sequence[tuple[TableModule, tuple[Any, ...]]]) -> list[torch.Tensor]:
+    """The outputs of some modules for their arguments, with one round trip for what is to be pulled."""
+    found = []
+    for module, (ids, *more) in lookups:
+        found.append((module, module.wanted(ids)))
+        module.check(ids, *more)
+    if not found:
+        return []
+    pulled = found[0][0].tables.pull(found)
+    return [
+        module.output(rows, place, *arguments)
+        for (module, arguments), (_, place), rows in zip(lookups, found, pulled, strict=True)
+    ]
+
+
+def table_modules(model: torch.nn.Module) -> list[TableModule]:
+    """The embeddings in a model."""
+    return [module for module in model.modules() if isinstance(module, TableModule)]

@@ -1,0 +1,90 @@
+"""The tables that a model's embeddings declare, and the groups that have their rules.
+
+A table's rule is its own, or that of the param_group that has the embedding's handle. A group has either tensors or tables, so
+tables have groups of their own, behind the others. Must not know connections or lookups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from psd.contract.errors import InvalidRequest
+from psd.contract.jobspec import GroupSpec
+from psd.contract.tables import SparseTableSpec
+from psd_client.optimizers import spec_of
+from psd_client.torch.embedding import TableModule
+
+
+@dataclass(frozen=True)
+class TableDeclaration:
+    """The tables of one model.
+
+    Attributes:
+        members: by name of the table, in the job's order, the embeddings that look rows up there.
+        specs: of the tables. groups: their groups. options: of each group, a dict that has its scalars, and may change.
+        by_name: the options by name of the table.
+    """
+
+    members: dict[str, list[TableModule]] = field(default_factory=dict)
+    specs: list[SparseTableSpec] = field(default_factory=list)
+    groups: list[GroupSpec] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    by_name: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def declare_tables(
+    embeddings: Iterable[TableModule],
+    given: Sequence[dict[str, Any]],
+    group_of: Mapping[int, int],
+    before: Sequence[GroupSpec],
+    staleness: str,
+) -> TableDeclaration:
+    """Declare the tables of some embeddings.
+
+    Args:
+        given: the optimizer's param_groups. group_of: index there, by the id of a parameter.
+        before: the groups of the job that come first, those of `given` at the beginning.
+        staleness: of tables that have a rule of their own.
+
+    Raises:
+        InvalidRequest: a table is declared in two ways, or no param_group has its rule.
+    """
+    declared = TableDeclaration()
+    for embedding in embeddings:
+        declared.members.setdefault(embedding.spec.name, []).append(embedding)
+    numbers: dict[int, int] = {}
+    for name, members in declared.members.items():
+        rule = members[0].optimizer
+        if any((other.spec, other.optimizer) != (members[0].spec, rule) for other in members):
+            raise InvalidRequest(
+                f"embedding {name!r}: two modules declare the table of this name differently; give both the same dim, "
+                "optimizer, init, seed and options, or another name to one"
+            )
+        if rule is None:
+            index = _given_group(name, members, group_of)
+            spec, options = before[index], given[index]
+        else:
+            spec, options = replace(spec_of(rule), staleness=staleness), rule.scalars()
+        key = id(rule if rule is not None else options)
+        if key not in numbers:
+            numbers[key] = len(declared.groups)
+            declared.groups.append(spec)
+            declared.options.append(options)
+        declared.by_name[name] = declared.options[numbers[key]]
+        declared.specs.append(replace(members[0].spec, group=len(before) + numbers[key]))
+    return declared
+
+
+def _given_group(name: str, members: Sequence[TableModule], group_of: Mapping[int, int]) -> int:
+    """The index of the param_group that has the handles of these embeddings."""
+    found = {group_of.get(id(member.handle), -1) for member in members}
+    if -1 in found:
+        raise InvalidRequest(
+            f"embedding {name!r}: has no optimizer, and its parameter is in none of the given optimizer's param_groups; pass "
+            "optimizer= to it, or model.parameters() to torch's optimizer"
+        )
+    if len(found) > 1:
+        raise InvalidRequest(f"embedding {name!r}: the modules that share this table are in several param_groups")
+    return found.pop()

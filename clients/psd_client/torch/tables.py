@@ -1,0 +1,242 @@
+"""The tables of one job as a model's embeddings see them: pulls of rows, prefetched ones, and the gradients of a step.
+
+A prefetch is made by a thread of its own, in turn with the program's calls. Rows that it has brought serve one lookup of the
+same ids by the same module, at the clock they were asked for: in async also one step later. Must not know autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from psd_client.torch.row_gradients import CollectedGradients, Ids, Numbers, summed
+from psd_client.worker.flat_calls import FlatCalls
+from psd_client.worker.worker import Turn
+from psd_core.distinct import Distinct, distinct
+
+Rows = NDArray[np.float32]
+
+
+class Wanted(NamedTuple):
+    """The rows that one lookup needs.
+
+    Attributes:
+        table: index in the job. dim: of its rows. ids: flat, as given. distinct: of them.
+        padding: place of the padding among the distinct ids; None: it is not among them.
+    """
+
+    table: int
+    dim: int
+    ids: NDArray[np.int64]
+    distinct: Distinct
+    padding: int | None
+
+    def without_padding(self, gradients: Numbers) -> tuple[Ids, Numbers]:
+        """Ids and gradients of the distinct rows, but for the padding's."""
+        if self.padding is None:
+            return self.distinct.ids, gradients
+        return np.delete(self.distinct.ids, self.padding), np.delete(gradients, self.padding, axis=0)
+
+    @property
+    def on_shards(self) -> Ids:
+        """The distinct ids, but for the padding."""
+        return self.distinct.ids if self.padding is None else np.delete(self.distinct.ids, self.padding)
+
+    def with_padding(self, rows: Rows) -> Rows:
+        """The rows of all distinct ids; zeros where the padding is."""
+        return rows if self.padding is None else np.insert(rows, self.padding, 0.0, axis=0)
+
+
+def wanted(table: int, dim: int, ids: NDArray[np.int64], padding: int | None) -> Wanted:
+    """The rows that a lookup of these ids needs. padding: an id that stands for nothing."""
+    found = distinct(ids)
+    if padding is None:
+        return Wanted(table, dim, ids, found, None)
+    places = np.flatnonzero(found.ids == np.int64(padding).astype(np.uint64))
+    return Wanted(table, dim, ids, found, int(places[0]) if len(places) else None)
+
+
+class Learner(Protocol):
+    """An embedding."""
+
+    gradients: CollectedGradients
+    handle: torch.nn.Parameter
+
+    @property
+    def is_learning(self) -> bool:
+        """True if a lookup is a use of its rows."""
+
+    def join(self, tables: Tables) -> None:
+        """Look up rows there from now on."""
+
+
+Lookup = tuple[Learner, Wanted]
+
+
+class Tables:
+    """The tables of one job.
+
+    Args:
+        members: by name of the table, in the job's order, the embeddings that look rows up there; joined to the job here.
+        has_feeds: pushes begin before their step; nothing else can then be asked for until the step.
+
+    Attributes:
+        index_of: index in the job, by name.
+    """
+
+    def __init__(self, worker: FlatCalls, members: Mapping[str, Sequence[Learner]], *, has_feeds: bool = False) -> None:
+        self.index_of = {name: index for index, name in enumerate(members)}
+        self._members = list(members.values())
+        self._worker = worker
+        self._is_async = worker.parameters.layout.spec.consistency.mode == "async"
+        self._next: list[Lookup] = []  # to be asked for when a step has ended
+        self._fetches: list[_Fetch] = []
+        self._has_feeds = has_feeds
+        for embeddings in self._members:
+            for embedding in embeddings:
+                embedding.join(self)
+
+    def pull(self, lookups: Sequence[Lookup]) -> list[Rows]:
+        """The distinct rows of some lookups, with one round trip for those that are not here yet.
+
+        Raises:
+            PsdError: what the shards or the connection refuse.
+        """
+        found = [self._fetched(learner, place) if learner.is_learning else None for learner, place in lookups]
+        for is_learning in (True, False):
+            lacking = [
+                index
+                for index, (learner, _) in enumerate(lookups)
+                if found[index] is None and learner.is_learning == is_learning
+            ]
+            pulled = pull_rows(self._worker, [lookups[index][1] for index in lacking], counts_no_use=not is_learning)
+            for index, rows in zip(lacking, pulled, strict=True):
+                found[index] = rows
+        return [rows for rows in found if rows is not None]
+
+    def prefetch(self, lookups: Sequence[Lookup]) -> None:
+        """Prefetch the rows of lookups that the next step makes."""
+        self._next += [(learner, place._replace(ids=place.ids.copy())) for learner, place in lookups]  # it may reuse them
+        if self._is_async and not self._has_feeds:
+            self._fetch()
+
+    def gradients(self) -> dict[int, tuple[Ids, Numbers]]:
+        """Gradients that the embeddings have collected: by table, distinct ids and the gradient of each."""
+        found = {}
+        for index, members in enumerate(self._members):
+            parts = [part for member in members if (part := member.gradients.take(member.handle)) is not None]
+            if parts:
+                found[index] = summed(parts)
+        return found
+
+    def on_step(self) -> None:
+        """Drop what was brought for the step that has ended, and ask for what the next one needs."""
+        self._fetches = [fetch for fetch in self._fetches if self._is_of_now(fetch)]
+        self._fetch()
+
+    def settle(self) -> None:
+        """Wait until nothing is being brought; raise what a prefetch has failed with, once."""
+        for fetch in list(self._fetches):
+            self._wait(fetch)
+
+    def _fetch(self) -> None:
+        lookups, self._next = self._next, []
+        if lookups:
+            self._fetches.append(_Fetch(self._worker, lookups, self._fetches[-1] if self._fetches else None))
+
+    def _fetched(self, learner: Learner, place: Wanted) -> Rows | None:
+        """The rows that were brought for this very lookup; None if there are none."""
+        self._next = [lookup for lookup in self._next if not _is_same(lookup, (learner, place))]
+        for fetch in self._fetches:
+            for index, lookup in enumerate(fetch.lookups):
+                if _is_same(lookup, (learner, place)) and self._is_of_now(fetch):
+                    self._wait(fetch)
+                    del fetch.lookups[index]
+                    return fetch.rows.pop(index)
+        return None
+
+    def _is_of_now(self, fetch: _Fetch) -> bool:
+        worker = self._worker
+        oldest = worker.clock - self._is_async
+        return fetch.clock >= oldest and fetch.times_gone_back == worker.times_gone_back
+
+    def _wait(self, fetch: _Fetch) -> None:
+        try:
+            fetch.wait()
+        except BaseException:
+            if fetch.error is not None:
+                self._fetches.remove(fetch)
+            raise
+
+
+class _Fetch:
+    """Rows that a thread brings.
+
+    Attributes:
+        lookups: what for; and rows, of each. error: what it has failed with.
+        clock, times_gone_back: the worker's when they were asked for.
+        is_finished, in_background, ended: see psd_client.worker.worker.Turn.
+    """
+
+    is_finished = in_background = True
+
+    def __init__(self, worker: FlatCalls, lookups: list[Lookup], before: _Fetch | None) -> None:
+        self.lookups = lookups
+        self.rows: list[Rows] = []
+        self.error: BaseException | None = None
+        self.clock, self.times_gone_back = worker.clock, worker.times_gone_back
+        self.ended = threading.Event()
+        self._worker = worker
+        self._before = before
+        worker.take_turn(self)
+        # A daemon: the end of the program, which closes the connection, ends it.
+        threading.Thread(target=self._run, name="psd-prefetch", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            if self._before is not None:
+                self._before.ended.wait()
+                self._before = None
+            self.rows = pull_rows(self._worker, [place for _, place in self.lookups], turn=self)
+        except BaseException as error:  # noqa: BLE001 - raised by wait
+            self.error = error
+        finally:
+            self.ended.set()
+
+    def abort(self) -> None:
+        """Do nothing: the connection ends, and with it the pull."""
+
+    def wait(self) -> None:
+        """Wait until the rows are there; raise what has failed."""
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def pull_rows(
+    worker: FlatCalls, places: Sequence[Wanted], *, counts_no_use: bool = False, turn: Turn | None = None
+) -> list[Rows]:
+    """The distinct rows that some lookups need, zeros for the padding, with one round trip."""
+    asked: dict[int, list[Ids]] = {}
+    for place in places:
+        asked.setdefault(place.table, []).append(place.on_shards)
+    joined = {table: np.concatenate(ids) if len(ids) > 1 else ids[0] for table, ids in asked.items()}
+    if not any(map(len, joined.values())):
+        return [np.zeros((len(place.distinct.ids), place.dim), np.float32) for place in places]
+    pulled = worker.pull_rows(joined, counts_no_use=counts_no_use, turn=turn)
+    begins = dict.fromkeys(asked, 0)
+    found = []
+    for place in places:
+        begin = begins[place.table]
+        begins[place.table] += len(place.on_shards)
+        found.append(place.with_padding(pulled[place.table][begin : begins[place.table]]))
+    return found
+
+
+def _is_same(lookup: Lookup, other: Lookup) -> bool:
+    return lookup[0] is other[0] and np.array_equal(lookup[1].ids, other[1].ids)
