@@ -49,6 +49,7 @@ class StoredValues:
             group.rule,
             tuple(group.flags),
             dict(zip(group.info.constants, group.constants, strict=True)),
+            seed=self._spec.seed,
             updates=self._spec.updates,
             dtype=self._spec.dtype,
             push_max=n,
