@@ -36,7 +36,9 @@ from psd.checkpoint.ends import EndNote, common_cut
 from psd.checkpoint.importing import import_table
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.parameters import ParameterSource, directory_at, open_parameters, parameter_blocks, table_values
+from psd.checkpoint.plain import ValueRows
 from psd.checkpoint.records import BlockPart, RestoredBlock
+from psd.checkpoint.row_reading import StoredTable
 
 __all__ = [
     "CheckpointDirectory",
@@ -49,6 +51,8 @@ __all__ = [
     "BlockPart",
     "Manifest",
     "RestoredBlock",
+    "StoredTable",
+    "ValueRows",
     "CheckpointInfo",
     "CheckpointState",
     "EndNote",

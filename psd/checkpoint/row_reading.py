@@ -30,7 +30,7 @@ class StoredTable:
 
     Attributes:
         step: of the table. Where parts differ, the largest, because with it no rule takes a larger step than it would have.
-        count: of the rows in the parts that it reads; of the shard's own where it reads its own alone.
+        count: of the rows that will come; about, where it shares parts with other shards.
         width: numbers of a row. history: as of the part with that step.
     """
 
@@ -53,9 +53,16 @@ class StoredTable:
         )
         latest = max(manifest.parts, key=lambda part: part.tables[table].step)
         self.step = latest.tables[table].step
-        self.count = sum(part.tables[table].rows for part in self._parts)
+        self.count = int(sum(part.tables[table].rows * self._share(part.shard_index) for part in self._parts))
         self.width = latest.tables[table].width
         self.history = self._history(latest)
+
+    def _share(self, stored_index: int) -> float:
+        """How much of a stored part's run of hashes is this shard's."""
+        index, count = self._shard
+        stored = self._manifest.shard_count
+        low, high = max(stored_index / stored, index / count), min((stored_index + 1) / stored, (index + 1) / count)
+        return (high - low) * stored if not self._is_all_ours else 1.0
 
     def _history(self, part: Part) -> NDArray[np.float64]:
         for chunk in _chunks(part, self._table, HISTORY):

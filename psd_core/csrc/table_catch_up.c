@@ -1,5 +1,6 @@
 /* Rows that catch up: the steps that have passed a row by are made up for when it is touched or read, by the same kernel, with a
- * gradient of zeros and the scalars of that step. So the bits are those of a dense tensor.
+ * gradient of zeros and the scalars of that step. So the bits are those of a dense tensor; but for slots that are less than 2^-126 where
+ * many steps were missed, which are 0.
  *
  * It costs a kernel for each step and row, but for steps that change nothing: those of which the spec says so, and those after one that
  * has left the row as it was.
@@ -114,6 +115,14 @@ static void make_step(psd_past *p, const psd_log_entry *entry, uint64_t step, fl
     psd_step_row_f32(rule_of(p, entry, step), row, row, p->zeros, (intptr_t)s->dim, s->slot_at);
 }
 
+/* Sets slots that are no normal numbers any more to 0: what has died out would never get there by rounding, and would take ten times as
+ * long to compute with. */
+static void flush(const psd_table_spec *s, float *row)
+{
+    for (uint64_t i = s->dim; i + 1 < s->width; i++)
+        row[i] = fabsf(row[i]) < 0x1p-126f ? 0 : row[i];
+}
+
 /* The steps from `step` to `end`, of one entry. Ends early where a step has changed nothing and the next one computes with the same
  * numbers. */
 static void make_steps(psd_past *p, const psd_log_entry *entry, uint64_t step, uint64_t end, float *row)
@@ -127,6 +136,8 @@ static void make_steps(psd_past *p, const psd_log_entry *entry, uint64_t step, u
         if (looks && memcmp(p->before, row, bytes) == 0
             && memcmp(rule_of(p, entry, step)->constants, rule_of(p, entry, step + 1)->constants, sizeof p->rules->constants) == 0)
             return;
+        if (looks)
+            flush(&p->table->spec, row);
     }
 }
 

@@ -5,7 +5,8 @@ apply the rule, and the new parameters are copied back into the model in place (
 strides on the way, so parameters may have any memory layout, any device, and be float64, float32, float16 or bfloat16 (of the
 last two the shards hold a float32 master).
 
-declaration.py decides what is declared, groups.py what travels with each push; schedule.py keeps a schedule of learning rates
+declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
+shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates
 at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
@@ -86,7 +87,7 @@ def distribute(
 
     Args:
         model: what is trained. Parameters that the optimizer does not update (frozen, or left out) get the same values on all
-            workers once, and are never pushed.
+            workers once, and are never pushed. Embedding and EmbeddingBag in it declare their tables, and are joined to them.
         optimizer: over parameters of the model, not stepped yet. One of torch.optim's SGD, Adagrad, Adadelta, RMSprop,
             Adam, AdamW, Adamax and NAdam; not a subclass. Or a rule that torch does not have: psd_client.FTRL, LAMB, Lion,
             or CustomRule for one of your own; its options are then in the result's param_groups.

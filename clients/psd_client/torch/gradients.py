@@ -285,7 +285,8 @@ class Gradients:
         name = self._declaration.tensors[index].name
         if gradient.layout is not torch.strided:
             raise InvalidTensor(
-                f"parameter {name!r}: its gradient is sparse, which psd does not support yet; build the layer with sparse=False"
+                f"parameter {name!r}: its gradient is sparse; build the layer with sparse=False, or use "
+                "psd_client.torch.Embedding, whose rows are on the shards and travel alone"
             )
         if torch.promote_types(gradient.dtype, view.dtype) != view.dtype and gradient.numel():
             raise InvalidTensor(
