@@ -115,9 +115,13 @@ def measure_skew(args: Namespace, transport: str) -> list[int]:
         start_all(stack, shards)
         shape = Shape(1, args.rows, args.dim, args.ids, 1.2)
         contender = contenders.join(stack, "skew", transport, 1, shards, shape, "sync")
+
+        def moved() -> list[int]:
+            return [status.bytes_received + status.bytes_sent for status in (shard.status() for shard in shards)]
+
+        before = moved()  # the rows of all ids, which are made first, are no measure
         contender.take_turn(0, args.steps)
-        found = [shard.status() for shard in shards]
-        return [status.bytes_received + status.bytes_sent for status in found]
+        return [after - start for after, start in zip(moved(), before, strict=True)]
 
 
 def print_table(results: list[dict[str, Any]], title: str) -> None:

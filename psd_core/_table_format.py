@@ -67,8 +67,8 @@ class TableSpec:
         notes: number of words that the caller keeps beside the rows, such as a dedup window.
         updates: "lazy": a row that a step does not touch stays as it is, as under torch's SparseAdam. "catch_up": when it is
             next touched or read, it is brought to where a dense tensor would be: the rule is applied with a gradient of zeros
-            and the scalars of that time, for each step that it has missed. The bits are the dense tensor's, at a kernel for
-            each such step. See docs/design/tables.md.
+            and the scalars of that time, for each step that it has missed. The bits are the dense tensor's. It costs a kernel
+            for each such step. See docs/design/tables.md.
         dtype: how values are stored, "float32" or "bfloat16"; slots are float32, and so is what comes and goes. A value is
             computed in float32, then rounded to bfloat16 stochastically, by chance that follows from seed, id and step.
 

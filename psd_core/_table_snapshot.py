@@ -42,7 +42,7 @@ class TableSnapshot:
     Attributes:
         mark: the moment, for the `since` of a later snapshot. step: of the table then. notes: the caller's, then.
         history: where rows catch up, (m, 1 + scalars) float64: steps from which others held, and these scalars; for `write`.
-        count: of all rows that there were then. width: numbers of a row.
+        since: as it was given. count: of all rows that there were then. width: numbers of a row.
         removed: ids of rows that were removed since `since`; those that have come back are among the rows, too. Empty if full.
         is_full: it has all rows, not only those that came after `since`.
     """
@@ -61,6 +61,7 @@ class TableSnapshot:
         self.history = np.empty((partition.logged, 1 + scalars), np.float64)
         partition.history(self.history)
         self.step = partition.step
+        self.since = since
         self.count = partition.counters()["rows"]
         version = partition.begin_snapshot(self.is_full, 0 if since is None else since.version & 0xFFFFFFFF)
         self.mark = Mark(version, removals)

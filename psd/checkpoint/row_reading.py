@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from psd.checkpoint.cut import rows_file
 from psd.checkpoint.manifest import Manifest, Part
-from psd.checkpoint.plain import ValueRows
 from psd.checkpoint.reading import Advance, read_ahead, read_checked
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import HISTORY, ROWS, Chunk, StoredRows, decode_rows
@@ -30,7 +29,7 @@ class StoredTable:
 
     Attributes:
         step: of the table. Where parts differ, the largest, because with it no rule takes a larger step than it would have.
-        count: of the rows in the parts that it reads; of the shard's own where it reads its own alone.
+        count: of the rows that will come; about, where it shares parts with other shards.
         width: numbers of a row. history: as of the part with that step.
     """
 
@@ -53,9 +52,16 @@ class StoredTable:
         )
         latest = max(manifest.parts, key=lambda part: part.tables[table].step)
         self.step = latest.tables[table].step
-        self.count = sum(part.tables[table].rows for part in self._parts)
+        self.count = int(sum(part.tables[table].rows * self._share(part.shard_index) for part in self._parts))
         self.width = latest.tables[table].width
         self.history = self._history(latest)
+
+    def _share(self, stored_index: int) -> float:
+        """How much of a stored part's run of hashes is this shard's."""
+        index, count = self._shard
+        stored = self._manifest.shard_count
+        low, high = max(stored_index / stored, index / count), min((stored_index + 1) / stored, (index + 1) / count)
+        return (high - low) * stored if not self._is_all_ours else 1.0
 
     def _history(self, part: Part) -> NDArray[np.float64]:
         for chunk in _chunks(part, self._table, HISTORY):
@@ -104,21 +110,6 @@ class StoredTable:
 
         with closing(read_ahead(read, _chunks(part, self._table, ROWS))) as batches:
             yield from batches
-
-
-class StoredValues:
-    """The values of a table in a checkpoint, without its slots; see ValueTable."""
-
-    def __init__(self, storage: FileStore, manifest: Manifest, table: int) -> None:
-        self._stored = StoredTable(storage, manifest, table)
-        self.location = f"checkpoint {manifest.name}"
-        self.count = self._stored.count
-        self.dim = manifest.spec.tables[table].dim
-
-    def rows(self) -> Iterator[ValueRows]:
-        """See ValueTable."""
-        for batch in self._stored:
-            yield ValueRows(batch.ids, batch.rows[:, : self.dim])
 
 
 def restored_table(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:

@@ -167,12 +167,12 @@ def memory_directory() -> Path:
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None]:
-    """The function to call at each named step at which a shard may die: it does nothing, unless PSD_CRASH_POINT tells it to
-    kill the process there."""
+def crash_point(environ: Mapping[str, str] = os.environ) -> Callable[[str], None] | None:
+    """The function to call at each named step at which a shard may die; None unless PSD_CRASH_POINT tells it to kill the
+    process there: tables have a step for each row."""
     pattern, colon, count = environ.get("PSD_CRASH_POINT", "").rpartition(":")
     if not colon or not count.isdigit():
-        return lambda _: None
+        return None
     left = int(count)
 
     def hook(point: str) -> None:

@@ -29,7 +29,7 @@ READ_AHEAD_BYTES = 16 << 10
 """Bytes read ahead; heads have a few dozen bytes, those of a push some hundred, and more would only be copied twice."""
 
 BUFFER_BYTES = 1 << 20
-"""Buffer of each TCP socket and direction; Linux doubles it. It limits what is under way to a side that does not read. A larger
+"""Buffer of each socket and direction; Linux doubles it. It limits what is under way to a side that does not read. A larger
 one, and what the kernel would choose, made steps no shorter."""
 
 BUFFERS_MAX = 1024
@@ -92,9 +92,9 @@ class Stream:
         self._deadline = math.inf
         self._on_pause: Callable[[], None] | None = None
         self.is_tcp = sock.family != getattr(socket, "AF_UNIX", None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         if self.is_tcp:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(sock)
 

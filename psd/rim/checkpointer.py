@@ -2,11 +2,13 @@
 
 The shard says when a cut is due (psd/state/durability/schedule.py) and collects its pages (psd/state/durability/cuts.py);
 here they are written, and whichever shard is last makes the checkpoint valid. Training is not stopped: pages are pinned, and
-given back as they are written. A failure costs that checkpoint only; it is logged, shown by status, and what was valid stays.
+given back as they are written; rows of tables are copied from their snapshots, some MiB at a time. A failure costs that
+checkpoint only; it is logged, shown by status, and what was valid stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,11 +17,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
+from psd.rim.table_bases import TableBases
 from psd.state.durability.cuts import FINAL_ID, Snapshot, new_id
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
@@ -30,6 +33,9 @@ TAKE_S_MAX = 3600.0
 
 POLL_S = 0.1
 """Seconds between two looks at what other shards have stored."""
+
+SETTLED_S = 5.0
+"""Most seconds between them while nobody waits."""
 
 
 @dataclass
@@ -77,6 +83,7 @@ class Checkpointer:
         self._done = shard.cuts.take_part()
         self._to_write: SimpleQueue[Snapshot | None] = SimpleQueue()
         self._asked_for: dict[str, Future[str]] = {}  # by cut id
+        self._bases = TableBases(directory)
         self._idle = threading.Condition()
         self._stopping = threading.Event()
         self._threads = [
@@ -157,8 +164,17 @@ class Checkpointer:
                 self._on_failure(cut, CheckpointFailed(f"cut {cut.id} at step {cut.step}: {snapshot.why_missed}"))
         self._to_write.put(None)
 
+    def _next(self) -> Snapshot | None:
+        """Wait for the next snapshot to write, and look from time to time whether the one before is valid."""
+        pause_s = POLL_S
+        while not self._bases.is_settled():
+            with contextlib.suppress(Empty):
+                return self._to_write.get(timeout=pause_s)
+            pause_s = min(2 * pause_s, SETTLED_S)
+        return self._to_write.get()
+
     def _run(self) -> None:
-        while (snapshot := self._to_write.get()) is not None:
+        while (snapshot := self._next()) is not None:
             try:
                 self._write(snapshot)
             except PsdError as error:
@@ -189,16 +205,20 @@ class Checkpointer:
                 self._parts(snapshot),
                 worker_clocks=snapshot.worker_clocks,
                 client_states=snapshot.client_states,
+                tables=snapshot.tables,
+                base=self._bases.base_of(snapshot),
             )
             if self._config.shard_index == 0:
                 # Workers do not push to shards without blocks, which hear of no cut therefore; their parts say just that.
                 for index in range(job.layout.shard_count):
-                    if not job.layout.blocks_of(index):
+                    if not job.spec.tables and not job.layout.blocks_of(index):
                         self._directory.write_part(cut, index, ())
             is_complete = self._directory.complete(cut)
         except PsdError:
+            self._bases.on_failed(snapshot)
             self._discard(cut)
             raise
+        self._bases.on_written(snapshot, cut.name)
         took_s = self._now() - started
         with self._idle:
             self.progress = replace(

@@ -150,7 +150,7 @@ class LastCheckpoint:
         if not self._checkpointer.await_written(timeout_s):
             raise CheckpointFailed("an earlier checkpoint was not written in time, so that there is none of the end")
         self._directory.write_end_note(note, self._config.shard_index, self._config.shard_count)
-        wanted = {index for index in range(job.layout.shard_count) if job.layout.blocks_of(index)}
+        wanted = {index for index in range(job.layout.shard_count) if job.spec.tables or job.layout.blocks_of(index)}
         while lacking := wanted - (notes := self._directory.end_notes(note, self._config.shard_count)).keys():
             if self._now() > began + timeout_s / 2:
                 names = ", ".join(f"shard {index}" for index in sorted(lacking))

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint.storage import no_crash
 from psd.contract.config import ConfigError, ServerConfig, is_loopback, parse_address
 from psd.contract.errors import CheckpointFailed, PsdError
 from psd.contract.frames import WINDOW_OPTIONS
@@ -56,9 +57,9 @@ METADATA_BYTES_MAX = 16 << 10
 """Limit of a call's metadata: method, deadline, token."""
 
 
-def _directory(config: ServerConfig, crash_point: Callable[[str], None]) -> CheckpointDirectory:
+def _directory(config: ServerConfig, crash_point: Callable[[str], None] | None) -> CheckpointDirectory:
     try:
-        return CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point)
+        return CheckpointDirectory(config.checkpoint_dir, keep=config.checkpoint_keep, crash_point=crash_point or no_crash)
     except ConfigError as error:
         raise ConfigError(f"--checkpoint-dir: {error}") from error
 
@@ -76,7 +77,7 @@ class ShardServer:
         metrics_port: once started, if it serves metrics.
     """
 
-    def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, config: ServerConfig, *, crash_point: Callable[[str], None] | None = None) -> None:
         self._tls = ServerTls(config) if config.tls_cert else None
         access = Access(config.token_file) if config.token_file else None
         directory = _directory(config, crash_point) if config.checkpoint_dir else None

@@ -1,5 +1,6 @@
 /* Rows that catch up: the steps that have passed a row by are made up for when it is touched or read, by the same kernel, with a
- * gradient of zeros and the scalars of that step. So the bits are those of a dense tensor.
+ * gradient of zeros and the scalars of that step. So the bits are those of a dense tensor; but for slots that are less than 2^-126 where
+ * many steps were missed, which are 0.
  *
  * It costs a kernel for each step and row, but for steps that change nothing: those of which the spec says so, and those after one that
  * has left the row as it was.
@@ -10,9 +11,10 @@
 #include <errno.h>
 #include <stdlib.h>
 
-enum { RULES = 256, LOOK_EVERY = 16 };
+/* A gap of more steps than RULES prepares them anew for each row. Of the memory for them a short gap touches little. */
+enum { RULES = 4096, LOOK_EVERY = 16 };
 
-/* Whether a gradient of zeros leaves rows as they are, under these scalars. */
+/* Whether a gradient of zeros leaves rows as they are, under these scalars. is_fresh: all slots are as they begin. */
 static int rests(const psd_table_spec *s, const double *scalars, int is_fresh)
 {
     if (s->settles)
@@ -114,6 +116,14 @@ static void make_step(psd_past *p, const psd_log_entry *entry, uint64_t step, fl
     psd_step_row_f32(rule_of(p, entry, step), row, row, p->zeros, (intptr_t)s->dim, s->slot_at);
 }
 
+/* Sets slots that are no normal numbers any more to 0: what has died out would never get there by rounding, and would take ten times as
+ * long to compute with. */
+static void flush(const psd_table_spec *s, float *row)
+{
+    for (uint64_t i = s->dim; i + 1 < s->width; i++)
+        row[i] = fabsf(row[i]) < 0x1p-126f ? 0 : row[i];
+}
+
 /* The steps from `step` to `end`, of one entry. Ends early where a step has changed nothing and the next one computes with the same
  * numbers. */
 static void make_steps(psd_past *p, const psd_log_entry *entry, uint64_t step, uint64_t end, float *row)
@@ -127,10 +137,22 @@ static void make_steps(psd_past *p, const psd_log_entry *entry, uint64_t step, u
         if (looks && memcmp(p->before, row, bytes) == 0
             && memcmp(rule_of(p, entry, step)->constants, rule_of(p, entry, step + 1)->constants, sizeof p->rules->constants) == 0)
             return;
+        if (looks)
+            flush(&p->table->spec, row);
     }
 }
 
-void psd_catch_up(psd_past *p, float *row, int is_fresh)
+/* So are those of a row that came from elsewhere as a value alone. */
+static int has_begun(const psd_table_spec *s, const float *row)
+{
+    for (int slot = 0; slot < PSD_SLOTS_MAX; slot++)
+        for (uint64_t i = 0; s->slot_at[slot] >= 0 && i < (s->rowwise ? 1 : s->dim); i++)
+            if (row[s->slot_at[slot] + i] != s->slot_start[slot])
+                return 1;
+    return 0;
+}
+
+void psd_catch_up(psd_past *p, float *row)
 {
     const psd_table_spec *const s = &p->table->spec;
     const uint32_t now = (uint32_t)p->step;
@@ -139,6 +161,7 @@ void psd_catch_up(psd_past *p, float *row, int is_fresh)
     if (p->log_first == p->log_end || (int32_t)(now - low) <= 0)
         return;
     uint64_t last = p->step - (now - low);
+    int is_fresh = !has_begun(s, row);
     if (s->settles) {
         make_step(p, psd_logged(p->table, p->log_end - 1), p->step, row);
         last = p->step;

@@ -105,6 +105,34 @@ def test_a_gap_of_many_steps_ends_where_nothing_moves_any_more(memory_path):
     assert (store.read_rows(IDS)[0][:, -1].view(np.uint32) == 100_000).all()
 
 
+def test_values_from_elsewhere_wait_for_their_first_gradient(memory_path):
+    """Written with slots as they begin; then they are as those that nobody has trained: 50,000 steps of Adam are none."""
+    case = cases("adam")[0]
+    store = TableStore.create(memory_path / "table", spec_of(case, dim=DIM, init=Zeros(), updates="catch_up"))
+    rows = np.concatenate([np.ones((ROWS, DIM), np.float32), np.zeros((ROWS, 2 * DIM + 1), np.float32)], axis=1)
+    store.write(IDS, rows, step=50_000, history=np.array([[1, *case.scalars]]))
+
+    assert (store.read_rows(IDS)[0][:, :-1] == rows[:, :-1]).all()
+
+
+def test_a_moment_that_has_died_out_is_a_zero(memory_path, rng):
+    """Numbers below 2^-126 make each step ten times as long. Values keep their bits."""
+    case = cases("adam")[0]
+    store = TableStore.create(memory_path / "table", spec_of(case, dim=DIM, init=Normal(1.0), updates="catch_up"))
+    dense = Dense(store, case)
+    grads = rng.standard_normal((ROWS, DIM)).astype(np.float32)
+    for number in range(1200):
+        ids = IDS if number == 0 else IDS[:0]
+        dense.push(ids, grads[: len(ids)], case.named)
+        store.push(ids, grads[: len(ids)], case.named)
+    rows, _ = store.read_rows(IDS)
+
+    assert (rows[:, :DIM] == dense.values).all()
+    assert (rows[:, DIM : 2 * DIM] == 0).all()
+    assert (dense.whole[:, DIM : 2 * DIM] != 0).any()
+    assert (rows[:, 2 * DIM : -1] == dense.whole[:, 2 * DIM :]).all()
+
+
 def test_a_snapshot_restores_rows_that_lag_and_what_they_have_missed(memory_path, rng):
     """Into other partitions, by id: as if they had been there from the start. So does a chain of changes."""
     case = [case for case in cases("adam") if case.named["weight_decay"]][-1]

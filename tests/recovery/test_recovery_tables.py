@@ -18,9 +18,9 @@ import psd_client
 
 pytestmark = pytest.mark.process
 
-DIM = 4
+DIM = 16
 WORLD_SIZE = 3
-PER_STEP = 400
+PER_STEP = 800
 
 
 def gradient(rows: int, rank: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -70,7 +70,6 @@ MODES: dict[str, dict[str, Any]] = {"async": {"consistency": "async"}, "fast": {
     ("transport", "mode", "rows", "kills", "faults"),
     [
         pytest.param("tcp", "fast", 1000, 2, 3, id="short-tcp-fast"),
-        pytest.param("grpc", "exact", 1000, 1, 2, id="short-grpc-exact"),
         *(
             pytest.param(
                 transport, mode, 100_000, 40, faults, id=f"long-{transport}-{mode}",

@@ -392,8 +392,9 @@ class ParameterExchange:
             self.client_state = b""
         self.counts["pushes"] += 1
         self.counts["rows_pushed"] += sum(len(rows.ids) for shard in sent.tables for rows in shard)
-        for listener in (self._attendance, self.buffers, self._first):
+        for listener in (self._attendance, self.buffers):
             listener.hear(replies)
+        self._first.hear(replies, sent.tables)
         self.counts["pushes_overruled"] = self._attendance.overruled
         late = sum(reply.blocks_late for reply in replies)
         if late and sent.session != self._session.number:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
+from psd.contract.rows import TableRows
 from psd.v1 import data_pb2
 from psd_client.lanes.flat import FlatBuffers
 
@@ -37,11 +39,11 @@ class FirstGradient:
         digest, self._digest = self._digest, b""
         return digest
 
-    def hear(self, replies: Iterable[data_pb2.PushReply]) -> None:
-        """Look at the gradient, if this was its push; tell the user what the shards have found."""
+    def hear(self, replies: Iterable[data_pb2.PushReply], tables: Iterable[Sequence[TableRows]]) -> None:
+        """Look at the gradient, rows of tables included, if this was its push; tell the user what the shards have found."""
         if self._is_awaited:
             self._is_awaited = False
-            self._look()
+            self._look(tables)
         same = next((reply.same_gradient_as for reply in replies if reply.HasField("same_gradient_as")), None)
         if same is not None:
             logger.warning(
@@ -51,11 +53,15 @@ class FirstGradient:
                 same,
             )
 
-    def _look(self) -> None:
+    def _look(self, tables: Iterable[Sequence[TableRows]]) -> None:
         digest, left, is_zero = hashlib.blake2b(digest_size=16), LOOKED_AT_BYTES, True
         for space in self._gradients.spaces:
             seen = space[: left // space.itemsize]
             digest.update(seen.data)
             is_zero = is_zero and not seen.any()
             left -= seen.nbytes
+        for _, ids, values in chain.from_iterable(tables):
+            digest.update(ids.data)
+            digest.update(values.data)
+            is_zero = is_zero and not values.any()
         self._digest = b"" if is_zero else digest.digest()

@@ -219,6 +219,7 @@ class Cuts:
             self._drop(job, pages, tables or [])
             self._miss(snapshot, f"blocks are at versions {sorted(versions)}, the last round is {cut.step}")
         elif tables is None:  # an earlier cut is being written; nothing changes until that is done
+            snapshot.lacks_tables = True
             self._add(snapshot, pages)
         else:
             self._add(snapshot, pages, tables)
@@ -235,7 +236,7 @@ class Cuts:
         snapshot.job.arena.trim()
         with self._lock:
             self._unwritten -= 1
-            waiting = [other for other in self._open if other.awaits_tables and len(other.pages) == len(other.job.blocks)]
+            waiting = [other for other in self._open if other.lacks_tables]
         for other in waiting:
             assert other.job.tables is not None
             with contextlib.suppress(ArenaClosed):

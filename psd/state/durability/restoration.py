@@ -21,9 +21,12 @@ from psd.checkpoint import (
     Manifest,
     ParameterSource,
     RestoredBlock,
+    StoredTable,
+    ValueRows,
     directory_at,
     open_parameters,
     parameter_blocks,
+    table_values,
 )
 from psd.contract.config import ConfigError
 from psd.contract.errors import (
@@ -43,6 +46,8 @@ from psd.state.core import ShardCore
 from psd.state.durability.cuts import Cuts
 from psd.state.job import Job
 from psd.state.life import Life
+from psd.state.tables.block import Partition
+from psd.state.tables.filling import WholeRows, as_trained_by_nobody, fill
 from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 from psd_core import first_nonfinite
@@ -93,6 +98,11 @@ class Restoration:
                 tensor = job.layout.tensor_at(block, element)
                 raise NonFiniteGradient(f"the value of {tensor!r} in {source.location} holds NaN or infinity", tensor=tensor)
             job.blocks[block.index].begin(job.blocks[block.index].prepare(values))
+        if job.tables is not None:
+            shares = table_values(source, job.layout, self._core.config.shard_index)
+            for partition, (count, pieces) in zip(job.tables.partitions, shares, strict=True):
+                fill(partition, _checked(partition, pieces, source.location), count)
+            job.tables.begin(0)
         logger.info("the job begins with the parameters of %s", source.location)
         return True
 
@@ -212,8 +222,12 @@ class Restoration:
         spec = spec if spec is not None else manifest.spec
         check_listed(spec, core.rules)
         if core.job is not None:
-            for _ in self._blocks(manifest, Layout(spec, core.config.shard_count)):
+            layout = Layout(spec, core.config.shard_count)
+            for _ in self._blocks(manifest, layout):
                 pass
+            for table in self._tables(manifest, layout):
+                for _ in table:
+                    pass
         if members is None:
             members = core.new_members(spec.world_size)
         self._give_up(manifest, timeline, members)
@@ -223,6 +237,11 @@ class Restoration:
                 block = job.blocks[restored.block.index]
                 has_rounds = job.policy.has_rounds and block.plan.trained
                 block.restore(restored._replace(version=manifest.step) if has_rounds else restored)
+            if job.tables is not None:
+                for partition, stored in zip(job.tables.partitions, self._tables(manifest, job.layout), strict=True):
+                    history = stored.history if stored.history.size else None
+                    fill(partition, stored, stored.count, step=stored.step, history=history)
+                job.tables.begin(manifest.step)
             keeps_states = core.config.shard_index == job.layout.client_state_shard
             core.client_states.begin(manifest.client_states if keeps_states else {})
         except Exception:
@@ -267,8 +286,23 @@ class Restoration:
         for restored in self._readable(manifest.name).read_blocks(manifest, layout, self._core.config.shard_index):
             yield restored._replace(sessions=None, clocks=None)
 
+    def _tables(self, manifest: Manifest, layout: Layout) -> list[StoredTable]:
+        """A checkpoint's tables, with this shard's rows."""
+        directory, index = self._readable(manifest.name), self._core.config.shard_index
+        return [directory.read_table(manifest, layout, index, table) for table in range(len(layout.spec.tables))]
+
     def _readable(self, checkpoint: str) -> CheckpointDirectory:
         """The directory with a checkpoint of that name."""
         if not self._directories:
             raise CheckpointFailed("checkpoint: this shard was started without --checkpoint-dir and cannot read one")
         return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
+
+
+def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str) -> Iterator[WholeRows]:
+    """The rows that a table begins with; NonFiniteGradient for one that is not finite."""
+    for ids, values in pieces:
+        element = first_nonfinite(values.reshape(-1))
+        if element >= 0:
+            name, key = partition.spec.name, ids[element // partition.spec.dim]
+            raise NonFiniteGradient(f"the value of table {name!r} in {location} holds NaN or infinity (id {key})", tensor=name)
+        yield as_trained_by_nobody(partition.store, ids, values)

@@ -45,7 +45,7 @@ class CutSchedule:
         job = self._core.job  # once: asked without the lock, too
         if job is None or self._core.is_tentative or not self._core.life.has_values:
             return None
-        return job if job.blocks and not job.arena.is_closed else None
+        return job if job.block_count and not job.arena.is_closed else None
 
     @property
     def is_left_in_order(self) -> bool:
@@ -83,8 +83,8 @@ class CutSchedule:
 
     def end_note(self) -> EndNote | None:
         """Describe what this shard holds, now that nothing changes it any more; None if that is nothing."""
-        job = self._core.job
-        if job is None or not job.blocks or self._core.is_tentative or not self._core.life.has_values or job.arena.is_closed:
+        job = self._job_with_part()
+        if job is None:
             return None
         return EndNote(
             nonce=new_id(),
