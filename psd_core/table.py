@@ -298,10 +298,7 @@ class TableStore:
                     self._move(0)
 
     def reserve(self, rows: int) -> None:
-        """Let the index grow at once to what so many rows more will need; for whoever writes the rows of a snapshot.
-
-        These come in the order of the index. One that grows with them would have them all in its first part, which is full.
-        """
+        """Let the index grow at once to what so many rows more will need, rather than with them."""
         with self._writing:
             self._make_room(0)
             if self._partition.must_move(min(rows, self.spec.rows_max)):

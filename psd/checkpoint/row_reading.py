@@ -57,7 +57,7 @@ class StoredTable:
         self.history = self._history(latest)
 
     def _share(self, stored_index: int) -> float:
-        """How much of a stored part's run of hashes is this shard's."""
+        """Share of a stored part's run of hashes that is this shard's."""
         index, count = self._shard
         stored = self._manifest.shard_count
         low, high = max(stored_index / stored, index / count), min((stored_index + 1) / stored, (index + 1) / count)

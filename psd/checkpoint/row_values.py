@@ -60,7 +60,6 @@ class StoredValues:
             none = np.empty((0, self._stored.width), np.float32)
             history = self._stored.history if self._stored.history.size else None
             store.write(np.empty(0, np.uint64), none, step=self._stored.step, history=history)
-            store.reserve(n)
             store.write(batch.ids, batch.rows)
             return ValueRows(batch.ids, store.read(batch.ids))
         finally:

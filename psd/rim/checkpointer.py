@@ -22,8 +22,8 @@ from queue import Empty, SimpleQueue
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
-from psd.rim.table_bases import TableBases
 from psd.state.durability.cuts import FINAL_ID, Snapshot, new_id
+from psd.state.durability.table_bases import TableBases
 from psd.state.shard import Shard
 from psd.v1 import data_pb2
 

@@ -36,7 +36,7 @@ def fill(
     """Fill an empty table. Where there is no room for all rows, those stay that its policy says; the log has how many do not.
 
     Args:
-        count: of the rows to come, about; so much of the index is made at once, whose order they may have.
+        count: of the rows to come, about; so much of the index is made at once.
         step, history: of the table; see psd_core.table.TableStore.write.
 
     Raises:

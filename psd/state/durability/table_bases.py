@@ -1,4 +1,4 @@
-"""What this shard's checkpoints of tables build on: the last whole checkpoint, as long as not too much has changed since.
+"""The checkpoint that later ones of tables build on: the last whole one, as long as not too much has changed since.
 
 A checkpoint is *whole* if it has all rows of all tables on all shards. Once one is valid, what follows has only the rows that
 have changed since; once one of those has more than half as many changed rows as there are rows, the next one is whole
