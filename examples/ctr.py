@@ -51,7 +51,7 @@ class DeepFM(nn.Module):
 
 
 class KnownIds(nn.Module):
-    """What an Embedding of psd is in one process: torch's own, and a sorted list of all ids."""
+    """Counterpart of psd's Embedding in one process: torch's own, and a sorted list of all ids."""
 
     def __init__(self, ids: torch.Tensor, dim: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class KnownIds(nn.Module):
         nn.init.normal_(self.rows.weight, std=STD)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ids."""
+        """Rows (..., dim) of ids."""
         return self.rows(torch.searchsorted(self.known, ids))
 
 

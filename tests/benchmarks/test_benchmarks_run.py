@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -134,6 +135,31 @@ def test_table_store_when_it_is_small_then_every_part_is_measured(tmp_path):
     assert len(figures["speed"]) == 9
     assert all(row["share"] > 0 for row in figures["speed"])
     assert (figures["growth"]["rows"], figures["recovery"]["rows"]) == (4000, 100_000)
+
+
+@pytest.mark.process
+def test_sparse_when_it_is_small_then_every_part_is_measured_and_verified(tmp_path):
+    """A worker of psd beside a reference, many tables in one step, and the bytes of four shards."""
+    size = ("--transports", "shm", "--workers", "1", "--rows", "2000", "--ids", "300", "--rounds", "1", "--steps", "2")
+
+    done = run("sparse.py", *size, "--without", "raw tcp,torch rpc,ray,tensorflow", "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert figures["left_out"] == {}
+    assert [r["system"] for r in figures["results"]] == ["psd shm", "gather/scatter"]
+    assert [r["system"] for r in figures["tables"]] == ["26 tables", "1 table"]
+    assert len(figures["skew"]) == 4
+    assert min(figures["skew"]) > 0
+
+
+def test_verification_of_rows_when_one_is_wrong_then_it_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    import rows
+
+    check = rows.Check(rows.Shape(1, 50, 2, 20, 1.05), rank=0, workers=1)
+    assert check.difference(np.zeros((len(check.ids), 2)), 0) == ""
+    assert f"id {check.ids[0]} has 0.0, not -" in check.difference(np.zeros((len(check.ids), 2)), 8)
 
 
 def test_scale_when_there_are_no_tools_for_networks_then_it_says_which():
