@@ -9,6 +9,7 @@ leases, messages or frames.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -323,10 +324,11 @@ class TablesBlock(Trained):
     def counts(self) -> list[TableCounts]:
         """Numbers of each table's rows on this shard."""
         found = []
-        for partition in self.partitions:
-            now = partition.store.counters()
-            counted = {name: now[name] for name in TableCounts._fields if name in now}
-            found.append(TableCounts(name=partition.spec.name, bytes=partition.store.used_bytes, **counted))
+        with contextlib.suppress(ArenaClosed):  # the job goes back meanwhile
+            for partition in self.partitions:
+                now = partition.store.counters()
+                counted = {name: now[name] for name in TableCounts._fields if name in now}
+                found.append(TableCounts(name=partition.spec.name, bytes=partition.store.used_bytes, **counted))
         return found
 
 
