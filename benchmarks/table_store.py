@@ -9,6 +9,9 @@ reference      the same rows, at places that are known, by a loop in C that pref
                of the reference's bandwidth, by bytes of rows
 growth         new rows, --ids at a time, while another thread reads 64 ids over and over: how long these
                reads take by the clock, and the pushes, for which other pushes wait, in processor time
+worker         what a worker does with 10,000 ids of a step (--ids) beside sending: sort them out for 4 shards, sum their
+               gradients, spread the rows that come back; NumPy's unique and take are the reference
+catching up    a read of rows that have missed 100 steps of Adam: per row and step
 memory         of the table of the first part. Spare places are as many as the largest push had rows
 recovery       opening a partition of rows of dim 8 after the process that filled it has ended without a word
 
@@ -34,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from peers.rows import draw
 
+from psd_core.distinct import distinct
 from psd_core.initial import Normal, Zeros
 from psd_core.table import TableSpec, TableStore
 
@@ -116,6 +120,38 @@ def measure_speed(args: Any, directory: Path) -> list[dict[str, Any]]:
     return figures
 
 
+def measure_worker(args: Any) -> dict[str, Any]:
+    """Measure sorting out ids, sums and spreading, beside NumPy."""
+    rng = np.random.default_rng(4)
+    ids = (rng.zipf(1.2, args.ids) % args.rows).astype(np.int64)
+    grads = rng.standard_normal((args.ids, args.dim)).astype(np.float32)
+    out, found = np.empty_like(grads), distinct(ids, 4)
+    sums = found.sum(grads)
+    works: dict[str, Any] = {
+        "distinct": lambda: distinct(ids, 4),
+        "unique": lambda: np.unique(ids, return_inverse=True),
+        "sum": lambda: found.sum(grads),
+        "expand": lambda: found.expand(sums, out),
+        "take": lambda: np.take(sums, found.inverse, axis=0, out=out, mode="clip"),
+    }
+    seconds = _report.in_turns(works, rounds=20 * args.rounds)
+    return {"distinct_ids": len(found.ids), **{f"{work}_us": 1e6 * time for work, time in seconds.items()}}
+
+
+def measure_catching_up(args: Any, directory: Path) -> dict[str, Any]:
+    """Measure a read of rows that have missed steps."""
+    rows, steps = 10_000, 100
+    spec = TableSpec("late", args.dim, "adam", init=Normal(0.01), updates="catch_up")
+    store = TableStore.create(directory / "late", spec)
+    scalars = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    ids, grads = np.arange(rows), np.ones((rows, args.dim), np.float32)
+    for step in range(1 + steps):
+        store.push(ids[: 0 if step else rows], grads[: 0 if step else rows], scalars)
+    seconds = _report.in_turns({"read": lambda: store.read(ids)}, rounds=args.rounds)
+    store.close(remove=True)
+    return {"ns_per_row_and_step": 1e9 * seconds["read"] / rows / steps}
+
+
 def measure_growth(args: Any, directory: Path) -> dict[str, Any]:
     """Measure reads of others while a table grows."""
     spec = TableSpec("growth", 8, "adagrad", init=Normal(0.01), max_bytes=1 << 30)
@@ -185,7 +221,7 @@ def criteria(speed: list[dict[str, Any]], growth: dict[str, Any], recovery: dict
     ]
 
 
-def text(speed: list[dict[str, Any]], growth: dict[str, Any], recovery: dict[str, Any]) -> str:
+def text(speed: list[dict[str, Any]], tables: dict[str, dict[str, Any]]) -> str:
     """Tables of the figures."""
     rows = [
         (
@@ -200,8 +236,9 @@ def text(speed: list[dict[str, Any]], growth: dict[str, Any], recovery: dict[str
         for row in speed
     ]
     memory = {name: speed[0][name] for name in ("bytes_beside_values_and_slots", "spare_bytes_per_row")}
-    tables = {"memory": memory, "growth": growth, "recovery": recovery}
-    others = [(f"{table}: {name}", f"{value:.3f}") for table, of in tables.items() for name, value in of.items()]
+    others = [
+        (f"{table}: {name}", f"{value:.3f}") for table, of in {"memory": memory, **tables}.items() for name, value in of.items()
+    ]
     return "\n\n".join(
         [
             _report.table(("ids", "work", "rows a step", "M rows/s", "GB/s", "reference GB/s", "share"), rows, words=2),
@@ -227,14 +264,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as made:
         directory = Path(made)
         speed = measure_speed(args, directory)
+        _report.progress("worker, catching up")
+        worker, late = measure_worker(args), measure_catching_up(args, directory)
         _report.progress("growth")
         # The quickest of some: a pause of the store's own is there each time.
         growth = min((measure_growth(args, directory) for _ in range(3)), key=lambda row: row["push_cpu_ms_max"])
         _report.progress("recovery")
         recovery = measure_recovery(args.recover, directory)
     checked = criteria(speed, growth, recovery)
-    print(text(speed, growth, recovery) + "\n\n" + _report.criteria_table(checked))
-    _report.write_json(args.json, {"speed": speed, "growth": growth, "recovery": recovery}, checked)
+    tables = {"worker": worker, "catching up": late, "growth": growth, "recovery": recovery}
+    print(text(speed, tables) + "\n\n" + _report.criteria_table(checked))
+    _report.write_json(args.json, {"speed": speed, **tables}, checked)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import sparse_data
 import torch
-from sparse_data import Categories
+from sparse_data import Array, Categories
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
@@ -55,7 +56,7 @@ class KnownIds(nn.Module):
     def __init__(self, ids: torch.Tensor, dim: int) -> None:
         super().__init__()
         self.register_buffer("known", torch.unique(ids))
-        self.rows = nn.Embedding(len(self.known), dim, sparse=True)
+        self.rows = nn.Embedding(len(self.known), dim)
         nn.init.normal_(self.rows.weight, std=STD)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -73,10 +74,30 @@ def auc(model: DeepFM, ids: torch.Tensor, data: Categories) -> float:
     return sparse_data.auc(data.labels[test.numpy()], scores.numpy())
 
 
+def fit(
+    model: DeepFM, optimizer: torch.optim.Optimizer, data: Categories, ids: torch.Tensor, batches: Iterator[Array], shows: bool
+) -> tuple[int, float]:
+    """Train on batches of the rows that are not for testing; return how many there were, and how many a second."""
+    known, labels = np.flatnonzero(~data.is_test), torch.from_numpy(data.labels)
+    steps, seconds = 0, 0.0
+    for part in batches:
+        rows = torch.from_numpy(known[part])
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(model(ids[rows]), labels[rows])
+        loss.backward()
+        optimizer.step()  # pushes the gradients of rows and of dense layers, pulls the latter
+        seconds += time.perf_counter() - started
+        steps += 1
+        if shows and steps % 50 == 0:
+            print(f"step {steps:5d}  loss {loss.item():.4f}", flush=True)
+    return steps, steps / seconds
+
+
 def train(args: argparse.Namespace) -> None:
     """Run one worker."""
     data = sparse_data.categories(args.data)
-    ids, labels = torch.from_numpy(data.ids.view(np.int64)), torch.from_numpy(data.labels)
+    ids = torch.from_numpy(data.ids.view(np.int64))
     dim = 1 + args.factors
     embedding = KnownIds(ids, dim) if args.plain else psd.Embedding("categories", dim, init=psd_client.Normal(std=STD))
     model = DeepFM(embedding, ids.shape[1], args.factors)
@@ -86,29 +107,17 @@ def train(args: argparse.Namespace) -> None:
         optimizer = psd.distribute(model, optimizer)
         rank, world_size = optimizer.rank, optimizer.world_size
     torch.set_num_threads(1)  # more would rather wait for each other, with a model as small as this
-    known = np.flatnonzero(~data.is_test)
+    count = np.count_nonzero(~data.is_test)
     if rank == 0:
-        print(f"{data.name}: {len(known)} rows of {ids.shape[1]} columns for {world_size} workers", flush=True)
-
-    steps, seconds = 0, 0.0
-    for part in sparse_data.batches(len(known), args.batch_size, args.epochs, rank, world_size):
-        rows = torch.from_numpy(known[part])
-        started = time.perf_counter()
-        optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(model(ids[rows]), labels[rows])
-        loss.backward()
-        optimizer.step()
-        seconds += time.perf_counter() - started
-        steps += 1
-        if rank == 0 and steps % 50 == 0:
-            print(f"step {steps:5d}  loss {loss.item():.4f}", flush=True)
-
+        print(f"{data.name}: {count} rows of {ids.shape[1]} columns for {world_size} workers", flush=True)
+    batches = sparse_data.batches(count, args.batch_size, args.epochs, rank, world_size)
+    steps, steps_per_s = fit(model, optimizer, data, ids, batches, shows=rank == 0)
     if not args.plain:
         optimizer.ps.barrier("trained")
         optimizer.pull()
     if rank == 0:
         result = {"data": data.name, "steps": steps, "auc": round(auc(model, ids, data), 4)}
-        print(f"result {json.dumps({**result, 'steps_per_s': round(steps / seconds, 1)})}", flush=True)
+        print(f"result {json.dumps({**result, 'steps_per_s': round(steps_per_s, 1)})}", flush=True)
     if not args.plain:
         optimizer.close()
 

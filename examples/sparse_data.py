@@ -96,7 +96,7 @@ def libsvm(path: Path) -> SparseRows:
     """Rows of a libsvm file, "label id:value id:value ..." a line, plain or gzipped. Labels above 0 become 1, others 0."""
     text = _read(path)
     lengths = np.array([line.count(b":") for line in text.splitlines() if line.strip()], np.int64)
-    numbers = np.fromstring(text.replace(b":", b" ").decode(), sep=" ")
+    numbers = _numbers(text.replace(b":", b" "))
     if len(numbers) != len(lengths) + 2 * lengths.sum():
         raise ValueError(f"{path} is not a libsvm file: expected lines such as '+1 3:1 17:0.5'")
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -204,7 +204,10 @@ def ratings(data: Path | None) -> Ratings:
     """Ratings of MovieTweetings, "user::item::rating::time" a line, or generated ones; every fifth is for testing."""
     if data is None:
         return generated_ratings()
-    numbers = np.fromstring(_read(data).replace(b"::", b" ").decode(), np.int64, sep=" ").reshape(-1, 4)
+    numbers = _numbers(_read(data).replace(b"::", b" "))
+    if len(numbers) == 0 or len(numbers) % 4:
+        raise ValueError(f"{data} is no file of ratings: expected lines such as '7::0111161::10::1363245118'")
+    numbers = numbers.reshape(-1, 4).astype(np.int64)
     rated = numbers[:, 2].astype(np.float32)
     order = np.random.default_rng(4).permutation(len(rated))
     return Ratings(data.name, numbers[order, 0], numbers[order, 1], rated[order], _fifth(np.arange(len(rated))))
@@ -238,6 +241,14 @@ def generated_text(sentences: int = 3000, topics: Sequence[str] = ("sea", "wood"
     topic = rng.integers(len(topics), size=(sentences, 1))
     number = (25 * rng.uniform(size=(sentences, 12)) ** 2).astype(np.int64)
     return [f"{topics[t]}{n}" for t, n in zip(np.broadcast_to(topic, number.shape).flat, number.flat, strict=True)]
+
+
+def _numbers(text: bytes) -> Array:
+    """The numbers of a text; none if anything else stands there."""
+    try:
+        return np.array(text.split(), np.float64)
+    except ValueError:
+        return np.empty(0)
 
 
 def _read(path: Path) -> bytes:

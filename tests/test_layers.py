@@ -45,7 +45,7 @@ OUTSIDE = {
         "psd_client.keras.on_torch",
     ),
     "tensorflow": ("psd_client.keras.on_tensorflow",),
-    "keras": ("psd_client.keras",),
+    "keras": ("psd_client.keras", "psd_client.keras.embedding"),
     "jax": ("psd_client.jax",),
     "argparse": ("psd.cli",),
     "socket": ("psd.cli", "psd.rim", "psd_client", "psd.contract.wire", "psd.contract.tls", "psd.contract.tls_socket"),

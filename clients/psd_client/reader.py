@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -52,12 +53,11 @@ class ReadTable:
         name: as declared. dim: numbers of a row.
     """
 
-    def __init__(self, reader: Reader, index: int, spec: SparseTableSpec) -> None:
-        """Take a table of the reader's job; not for programs."""
+    def __init__(self, spec: SparseTableSpec, read: Callable[[NDArray[Any]], NDArray[np.float32]]) -> None:
+        """Take a table of the reader's job, and what reads its rows; not for programs."""
         self.name = spec.name
         self.dim = spec.dim
-        self._reader = reader
-        self._index = index
+        self._read = read
 
     def pull(self, ids: Any) -> NDArray[np.float32]:
         """The rows of ids as they now are on their shards: a new float32 array of shape `(*ids.shape, dim)`.
@@ -72,7 +72,7 @@ class ReadTable:
             InvalidTensor: the ids are no whole numbers.
             NotDeclared: the job has no initial values within the wait timeout. ShardUnavailable: a shard could not be reached.
         """
-        return self._reader.read_rows(self._index, as_row_ids("ids", ids))
+        return self._read(as_row_ids("ids", ids))
 
 
 class Reader:
@@ -102,10 +102,9 @@ class Reader:
             NotDeclared: no job, or no initial values, within the wait timeout. ShardUnavailable: a shard could not be reached.
         """
         _, layout = self._patiently(self._described)
-        return {spec.name: ReadTable(self, index, spec) for index, spec in enumerate(layout.spec.tables)}
+        return {spec.name: ReadTable(spec, partial(self._rows_of, index)) for index, spec in enumerate(layout.spec.tables)}
 
-    def read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
-        """Rows of the table of that index; see ReadTable.pull."""
+    def _rows_of(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
         return self._patiently(lambda: self._read_rows(table, ids))
 
     def _read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:

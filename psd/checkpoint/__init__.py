@@ -21,7 +21,7 @@ tensor to a line, and end with a checksum of themselves (sealing.py).
     safetensors.py  the file format
     sealing.py, manifest.py    the JSON documents
     storage.py      local directories and object stores: whole files or none
-    writing.py, loading.py, reading.py, row_reading.py, export.py, importing.py    the verbs
+    writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the verbs
     ends.py         what shards hold at the end of a job
     directory.py    CheckpointDirectory, the one class that others use
     plain.py, parquet.py    files as other programs write them

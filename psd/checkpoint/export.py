@@ -21,7 +21,7 @@ from psd.checkpoint import parquet, safetensors
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.plain import IDS_SUFFIX, ROWS_SUFFIX
 from psd.checkpoint.reading import RecordReader, TensorPlace, overlapping, tensor_places
-from psd.checkpoint.row_reading import StoredValues
+from psd.checkpoint.row_values import StoredValues
 from psd.checkpoint.storage import Chunk, FileStore, open_parent
 from psd.contract.errors import CheckpointFailed
 

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from psd.checkpoint.cut import MANIFEST, rows_file
+from psd.checkpoint.cut import MANIFEST, CutName, rows_file
 from psd.checkpoint.manifest import Manifest, ManifestDocument, Part, parse_part
 from psd.checkpoint.storage import FileStore
 from psd.contract.errors import CheckpointCorrupt
@@ -45,13 +45,24 @@ def _load_base(storage: FileStore, document: ManifestDocument) -> Manifest | Non
     if entry is None:
         return None
     try:
-        manifest = load(storage, entry.name, storage.files(entry.name))
-        sha256 = hashlib.sha256(read_document(storage, entry.name, MANIFEST)).hexdigest()
+        base, _ = load_base(storage, entry.name, entry.sha256)
     except (Incomplete, CheckpointCorrupt) as error:
         raise CheckpointCorrupt(f"{document.file}: builds on another checkpoint, which cannot be used: {error}") from None
-    if sha256 != entry.sha256:
-        raise CheckpointCorrupt(f"{document.file}: builds on {entry.name} with another {MANIFEST} than is there")
-    return manifest
+    return base
+
+
+def load_base(storage: FileStore, name: str, sha256: str = "") -> tuple[Manifest, str]:
+    """A checkpoint that others build on, and the SHA-256 of its manifest, which is to be this one, if one is given.
+
+    Raises what `load` does.
+    """
+    if CutName.of(name) is None:
+        raise CheckpointCorrupt(f"{name!r} is not the name of a checkpoint")
+    files = storage.files(name)
+    found = hashlib.sha256(read_document(storage, name, MANIFEST)).hexdigest() if MANIFEST in files else ""
+    if found and sha256 not in ("", found):  # before it is looked into: no chain of manifests can come back to its beginning
+        raise CheckpointCorrupt(f"{name}/{MANIFEST}: was changed: its checksum is not the one in the other's manifest")
+    return load(storage, name, files), found
 
 
 def _load_part(storage: FileStore, name: str, files: Mapping[str, int], document: ManifestDocument, index: int) -> Part:

@@ -18,7 +18,7 @@ from psd.checkpoint.directory import CheckpointDirectory
 from psd.checkpoint.manifest import Manifest
 from psd.checkpoint.plain import PlainFile, Run, ValueRows, ValueTable
 from psd.checkpoint.reading import RecordReader, overlapping, tensor_places
-from psd.checkpoint.row_reading import StoredValues
+from psd.checkpoint.row_values import StoredValues
 from psd.checkpoint.storage import FileStore
 from psd.contract.config import SAFETENSORS_SUFFIX
 from psd.contract.errors import CheckpointFailed, SpecMismatch

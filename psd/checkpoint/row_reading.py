@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from psd.checkpoint.cut import rows_file
 from psd.checkpoint.manifest import Manifest, Part
-from psd.checkpoint.plain import ValueRows
 from psd.checkpoint.reading import Advance, read_ahead, read_checked
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import HISTORY, ROWS, Chunk, StoredRows, decode_rows
@@ -111,21 +110,6 @@ class StoredTable:
 
         with closing(read_ahead(read, _chunks(part, self._table, ROWS))) as batches:
             yield from batches
-
-
-class StoredValues:
-    """The values of a table in a checkpoint, without its slots; see ValueTable."""
-
-    def __init__(self, storage: FileStore, manifest: Manifest, table: int) -> None:
-        self._stored = StoredTable(storage, manifest, table)
-        self.location = f"checkpoint {manifest.name}"
-        self.count = self._stored.count
-        self.dim = manifest.spec.tables[table].dim
-
-    def rows(self) -> Iterator[ValueRows]:
-        """See ValueTable."""
-        for batch in self._stored:
-            yield ValueRows(batch.ids, batch.rows[:, : self.dim])
 
 
 def restored_table(storage: FileStore, manifest: Manifest, layout: Layout, shard_index: int, table: int) -> StoredTable:

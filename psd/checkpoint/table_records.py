@@ -147,11 +147,16 @@ def decode_rows(chunk: Chunk, data: bytes, width: int) -> StoredRows:
 
 def problem_of(records: tuple[TableRecord, ...], chunks: tuple[Chunk, ...], nbytes: int) -> str:
     """The first way in which a part's document contradicts itself, in words; empty if it does not."""
+    numbers = [n for r in records for n in (r.step, r.rows, r.width)]
+    numbers += [n for c in chunks for n in (c.table, c.rows, c.start, c.nbytes, c.crc32)]
+    if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(r.is_full) is bool and r.width for r in records):
+        return "describes tables wrongly"
     end = 0
     found = [0] * len(records)
     for chunk in chunks:
         record = records[chunk.table]
-        expected = {ROWS: rows_nbytes(chunk.rows, record.width), REMOVED: 8 * chunk.rows}.get(chunk.kind, chunk.nbytes)
+        of_history = chunk.nbytes if chunk.rows and chunk.nbytes % (8 * chunk.rows) == 0 else -1
+        expected = {ROWS: rows_nbytes(chunk.rows, record.width), REMOVED: 8 * chunk.rows, HISTORY: of_history}.get(chunk.kind)
         if chunk.start != end or chunk.nbytes != expected or (chunk.kind == REMOVED and record.is_full):
             return f"describes rows wrongly: {chunk}"
         found[chunk.table] += chunk.rows if chunk.kind == ROWS else 0

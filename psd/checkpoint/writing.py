@@ -7,7 +7,6 @@ Must not know other checkpoints, nor whose turn it is.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import psd
 from psd.checkpoint import manifest as documents
 from psd.checkpoint import safetensors
 from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file
-from psd.checkpoint.loading import Incomplete, check_size, load, read_document
+from psd.checkpoint.loading import Incomplete, check_size, load, load_base, read_document
 from psd.checkpoint.manifest import BaseEntry, Manifest, ManifestDocument, Part
 from psd.checkpoint.records import BlockPart, Field, Record, encode, stored_spaces
 from psd.checkpoint.storage import Chunk as Bytes
@@ -84,11 +83,10 @@ def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manife
     if not name:
         return None
     try:
-        manifest = load(storage, name, storage.files(name))
-        entry = BaseEntry(name, hashlib.sha256(read_document(storage, name, MANIFEST)).hexdigest())
+        manifest, sha256 = load_base(storage, name)
     except (Incomplete, CheckpointCorrupt) as error:
         raise CheckpointFailed(f"{cut.name}: builds on another checkpoint, which cannot be used: {error}") from None
-    return entry, manifest
+    return BaseEntry(name, sha256), manifest
 
 
 def _is_written(storage: FileStore, cut: Cut, shard_index: int, files: Mapping[str, int]) -> bool:

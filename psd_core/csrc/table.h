@@ -272,7 +272,7 @@ void psd_log_push(const psd_table *, psd_root *next, const psd_hyper *); /* note
 void psd_log_replace(const psd_table *, psd_root *next, const double *history, uint64_t entries, uint64_t scalars);
 int psd_past_begin(psd_past *, const psd_table *); /* 0, or ENOMEM. Needs the lock, or to be the writer; the other functions do not */
 void psd_past_end(psd_past *);
-void psd_catch_up(psd_past *, float *row, int is_fresh); /* is_fresh: nobody has trained it */
+void psd_catch_up(psd_past *, float *row);
 /* Whether steps may have passed by a row that nobody has trained. */
 static inline int psd_is_fresh_behind(const psd_table *t) { return t->spec.catches_up && t->root->fresh_moves; }
 

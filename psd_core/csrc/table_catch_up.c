@@ -11,9 +11,10 @@
 #include <errno.h>
 #include <stdlib.h>
 
-enum { RULES = 256, LOOK_EVERY = 16 };
+/* A gap of more steps than RULES prepares them anew for each row. Of the memory for them a short gap touches little. */
+enum { RULES = 4096, LOOK_EVERY = 16 };
 
-/* Whether a gradient of zeros leaves rows as they are, under these scalars. */
+/* Whether a gradient of zeros leaves rows as they are, under these scalars. is_fresh: all slots are as they begin. */
 static int rests(const psd_table_spec *s, const double *scalars, int is_fresh)
 {
     if (s->settles)
@@ -141,7 +142,17 @@ static void make_steps(psd_past *p, const psd_log_entry *entry, uint64_t step, u
     }
 }
 
-void psd_catch_up(psd_past *p, float *row, int is_fresh)
+/* So are those of a row that came from elsewhere as a value alone. */
+static int has_begun(const psd_table_spec *s, const float *row)
+{
+    for (int slot = 0; slot < PSD_SLOTS_MAX; slot++)
+        for (uint64_t i = 0; s->slot_at[slot] >= 0 && i < (s->rowwise ? 1 : s->dim); i++)
+            if (row[s->slot_at[slot] + i] != s->slot_start[slot])
+                return 1;
+    return 0;
+}
+
+void psd_catch_up(psd_past *p, float *row)
 {
     const psd_table_spec *const s = &p->table->spec;
     const uint32_t now = (uint32_t)p->step;
@@ -150,6 +161,7 @@ void psd_catch_up(psd_past *p, float *row, int is_fresh)
     if (p->log_first == p->log_end || (int32_t)(now - low) <= 0)
         return;
     uint64_t last = p->step - (now - low);
+    int is_fresh = !has_begun(s, row);
     if (s->settles) {
         make_step(p, psd_logged(p->table, p->log_end - 1), p->step, row);
         last = p->step;

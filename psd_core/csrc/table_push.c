@@ -76,7 +76,7 @@ static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule,
         else if (!as_it_lies)
             psd_load_row(t, old, row, t->spec.width);
         if (is_behind)
-            psd_catch_up(past, row, !old);
+            psd_catch_up(past, row);
         psd_step_row_f32(rule, as_it_lies ? old : row, to, s->values[k], (intptr_t)t->spec.dim, t->spec.slot_at);
         if (t->spec.catches_up) {
             const uint32_t step = (uint32_t)next->step;

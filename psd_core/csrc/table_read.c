@@ -74,7 +74,7 @@ static int finish_behind(behind *b, psd_table *t, const uint64_t *ids, float *ou
         float *const row = b->rows + (uint64_t)i * t->spec.width;
         if (b->is_fresh[i])
             psd_initial_row(&t->spec, ids[b->numbers[i]], row);
-        psd_catch_up(&b->past, row, b->is_fresh[i]);
+        psd_catch_up(&b->past, row);
         memcpy(out + (uint64_t)b->numbers[i] * floats, row, floats * sizeof *row);
     }
     pthread_rwlock_rdlock(&t->lock);

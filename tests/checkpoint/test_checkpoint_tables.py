@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers_checkpoint import cut_of, files_of, memory_url, parts, valid_names
 from helpers_tables import ShardTables, stored, tables_spec
 
+import psd
 from psd.checkpoint import CheckpointDirectory
 from psd.checkpoint import table_records as records
+from psd.checkpoint.sealing import seal, unseal
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
+
+GOLDEN = Path(__file__).with_name("golden_tables")
 
 IDS = np.random.default_rng(0).integers(0, 1 << 63, 3001)
 
@@ -163,6 +169,38 @@ def test_documents_of_jobs_with_tables_are_of_a_version_that_an_older_psd_refuse
         documents = list((tmp_path / "checkpoints" / name).glob("*.json"))
         assert documents
         assert all(f'"format_version": {version},' in path.read_text() for path in documents)
+
+
+def test_a_checkpoint_is_the_golden_one(tmp_path, monkeypatch):
+    """A change of the format needs a new version and a reader for the old one. This one builds on another."""
+    monkeypatch.setattr(psd, "__version__", "0.1.0")
+    tables = ShardTables(tmp_path / "stores", 1)
+    directory = CheckpointDirectory(str(tmp_path / "run"))
+    tables.write(0, [5], 0.5)  # of several rows the order is each store's own
+    full, marks = tables.store(directory, 7)
+    tables.write(0, [2**64 - 1], 1.5)
+    tables.remove(0, [5])
+    changed, _ = tables.store(directory, 8, base=full.name, since=marks)
+
+    written = {path.name: path.read_bytes() for path in files_of(tmp_path / "run" / changed.name)}
+    golden = {path.name: path.read_bytes() for path in files_of(GOLDEN)}
+
+    del written["shard-00000-of-00001.safetensors"]
+    assert written == golden
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "timeline-00000-step-000000000008-a8"])
+def test_a_checkpoint_that_builds_on_itself_or_on_no_checkpoint_is_corrupt(tmp_path, name):
+    """As nobody has written it: the name leads out of the directory, or in a circle."""
+    document = unseal((GOLDEN / "manifest.json").read_bytes(), "x")
+    here = tmp_path / document["name"]
+    shutil.copytree(GOLDEN, here)
+    (here / "shard-00000-of-00001.safetensors").write_bytes(bytes(document["parts"][0]["data_bytes"]))
+    document["base"]["name"] = name
+    (here / "manifest.json").write_bytes(seal(document))
+
+    with pytest.raises(CheckpointCorrupt, match="builds on another checkpoint, which cannot be used"):
+        CheckpointDirectory(str(tmp_path)).load(document["name"])
 
 
 def test_a_part_that_lacks_a_table_is_not_written(tables):

@@ -14,7 +14,7 @@ from client_faults import Thread, connect_faulty
 
 import psd_client
 from psd.contract.errors import PsdError
-from psd_client import ParameterServer, Reader
+from psd_client import DeclaredTable, ParameterServer, Reader, ReadTable
 
 NOBODY = "127.0.0.1:9"
 IMPATIENT = {"wait_timeout": 0.9, "retry_timeout": 0.6, "report_after": 0.2}
@@ -29,7 +29,8 @@ def connect(servers: str, rank: int = 0) -> ParameterServer:
 
 
 def declared(ps: ParameterServer) -> None:
-    ps.declare({"w": np.zeros(3, np.float32)}, psd_client.SGD(lr=1.0))
+    rule = psd_client.SGD(lr=1.0)
+    ps.declare({"w": np.zeros(3, np.float32)}, rule, tables=[psd_client.Table("t", 1, rule)])
 
 
 @contextlib.contextmanager
@@ -44,6 +45,9 @@ def in_the_job(servers: str, *before: str) -> Any:
 
 
 def call(ps: ParameterServer, name: str) -> None:
+    if name.startswith("DeclaredTable."):
+        getattr(ps.tables["t"], name.partition(".")[2])(*{"DeclaredTable.push": [[1], [[1]]]}.get(name, [[1]]))
+        return
     getattr(ps, name)(*{"push": [GRADIENT], "push_pull": [GRADIENT], "barrier": ["b"]}.get(name, []))
 
 
@@ -70,6 +74,11 @@ def reading(servers: str) -> None:
         reader.pull()
 
 
+def reading_rows(servers: str) -> None:
+    with psd_client.connect(servers, role="reader", **IMPATIENT) as reader:
+        reader.tables["t"].pull([1])
+
+
 def reading_from_nobody(_: str) -> None:
     reading(NOBODY)
 
@@ -89,9 +98,12 @@ WAITS: dict[str, tuple[Callable[[str], None], str]] = {
     "push": (in_call("push", "push"), "worker 0: step 0: waiting for worker 1"),
     "pull": (in_call("pull", "push"), "worker 0: step 0: waiting for worker 1"),
     "push_pull": (in_call("push_pull"), "worker 0: step 0: waiting for worker 1"),
+    "DeclaredTable.push": (in_call("DeclaredTable.push", "push"), "worker 0: step 0: waiting for worker 1"),
+    "DeclaredTable.pull": (in_call("DeclaredTable.pull", "push"), "worker 0: step 0: waiting for worker 1"),
     "barrier": (in_call("barrier"), "worker 0: barrier 'b': waiting for worker 1"),
     "close": (in_call("close", "push"), "worker 0: step 0: waiting for worker 1"),
     "Reader.pull": (reading, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
+    "ReadTable.pull": (reading_rows, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
     "Reader.pull, of nobody": (reading_from_nobody, f"reader: pull has taken 0 s: {NOBODY_ANSWERS}"),
 }
 
@@ -113,7 +125,8 @@ def test_call_when_it_waits_then_says_for_what(
 def test_every_public_call_is_here() -> None:
     """A new one needs a line above."""
     found = {name for name, _ in inspect.getmembers(ParameterServer, inspect.isfunction)}
-    found |= {f"Reader.{name}" for name, _ in inspect.getmembers(Reader, inspect.isfunction)}
+    for kind in (Reader, DeclaredTable, ReadTable):
+        found |= {f"{kind.__name__}.{name}" for name, _ in inspect.getmembers(kind, inspect.isfunction)}
     waiting = {name for name in found if not name.rpartition(".")[2].startswith("_")} - NOT_WAITING - {"Reader.close"}
 
     assert waiting == {"connect", *WAITS} - {"connect", "Reader.pull, of nobody"}

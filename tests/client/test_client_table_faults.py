@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import Restartable, Thread, connect_faulty, in_threads
+from client_faults import Restartable, Thread, connect_faulty, in_threads, until
 
+from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import Limits
-from psd.contract.errors import NonFiniteGradient, ShardUnavailable, WaitTimeout
+from psd.contract.errors import NonFiniteGradient, RolledBack, ShardUnavailable, WaitTimeout
 from psd_client import SGD, NotDeclared, ParameterServer, Table, connect
 
 Start = Callable[..., Any]
@@ -208,3 +210,23 @@ def test_reader_reads_rows_and_marks_nothing(cluster: Start) -> None:
         table = reader.tables["t"]
         assert (table.name, table.dim) == ("t", 2)
         assert table.pull(np.array([[1, 2], [1, 99]])).tolist() == [[[-2, -2]] * 2, [[-2, -2], [0, 0]]]
+
+
+def test_push_when_the_job_has_gone_back_then_rows_are_those_of_the_checkpoint(cluster: Start, tmp_path: Path) -> None:
+    """All shards go back, as one of them has lost what it held; the push that failed is forgotten."""
+    settings: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "checkpoint_steps": 5, "lease_s": 60}
+    job = cluster(2, **settings)
+    with connect(job.servers, 0, 1) as ps:
+        declare(ps)
+        for _ in range(8):
+            ps.push_pull({}, tables={"t": rows(1)})
+        until(lambda: CheckpointDirectory(str(tmp_path)).newest() is not None)
+        job.shards[1].stop()
+        job.shards[1] = cluster(2, only=1, listen=job.shards[1].address, **settings).shards[0]
+
+        with pytest.raises(RolledBack, match="went back to a checkpoint at step 5"):
+            ps.push_pull({}, tables={"t": rows(100)})
+
+        assert everywhere(ps) == {-5.0}
+        ps.push_pull({}, tables={"t": rows(1)})
+        assert everywhere(ps) == {-6.0}

@@ -91,6 +91,9 @@ class Dead:
 
     family = getattr(socket, "AF_UNIX", None)
 
+    def setsockopt(self, *_: Any) -> None:
+        pass
+
     def recv_into(self, *_: Any) -> int:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")  # which Python makes a TimeoutError
 

@@ -105,6 +105,16 @@ def test_a_gap_of_many_steps_ends_where_nothing_moves_any_more(memory_path):
     assert (store.read_rows(IDS)[0][:, -1].view(np.uint32) == 100_000).all()
 
 
+def test_values_from_elsewhere_wait_for_their_first_gradient(memory_path):
+    """Written with slots as they begin; then they are as those that nobody has trained: 50,000 steps of Adam are none."""
+    case = cases("adam")[0]
+    store = TableStore.create(memory_path / "table", spec_of(case, dim=DIM, init=Zeros(), updates="catch_up"))
+    rows = np.concatenate([np.ones((ROWS, DIM), np.float32), np.zeros((ROWS, 2 * DIM + 1), np.float32)], axis=1)
+    store.write(IDS, rows, step=50_000, history=np.array([[1, *case.scalars]]))
+
+    assert (store.read_rows(IDS)[0][:, :-1] == rows[:, :-1]).all()
+
+
 def test_a_moment_that_has_died_out_is_a_zero(memory_path, rng):
     """Numbers below 2^-126 make each step ten times as long. Values keep their bits."""
     case = cases("adam")[0]

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rim"))
 
-from malformed_target import ME, SPEC, Target
+from malformed_target import ME, SPEC, WITH_TABLES, Target
 
 from psd.state.workers.membership import WorkerState
 
@@ -39,7 +39,7 @@ def target() -> Iterator[Callable[..., Target]]:
         if is_exact in made and made[is_exact].shard._core.members.worker(ME).state is not WorkerState.LIVE:
             made.pop(is_exact).close()
         if is_exact not in made:
-            made[is_exact] = Target(spec=EXACT, steps=((0, 0), (0, 1))) if is_exact else Target()
+            made[is_exact] = Target(spec=EXACT, steps=((0, 0), (0, 1))) if is_exact else Target(spec=WITH_TABLES)
         return made[is_exact]
 
     yield get

@@ -91,6 +91,7 @@ def _of(draw: st.DrawFn, descriptor: Any, known: dict[str, Any], depth: int) -> 
         if hint is not None and hint is not inner and draw(_USUALLY):
             fields[field.name] = draw(hint) if isinstance(hint, st.SearchStrategy) else hint
         elif field.message_type is None or depth:
-            one = _of(field.message_type, known | inner, depth - 1) if field.message_type else _SCALARS[field.type]
+            within = {name: value for name, value in known.items() if name != field.name} | inner  # RowsPart, too, has `rows`
+            one = _of(field.message_type, within, depth - 1) if field.message_type else _SCALARS[field.type]
             fields[field.name] = draw(st.lists(one, max_size=5) if field.is_repeated else one)
     return fields

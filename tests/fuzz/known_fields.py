@@ -6,9 +6,17 @@ from typing import Any
 
 from fuzzing import messages
 from hypothesis import strategies as st
-from malformed_target import LAYOUT, LENGTH, ME, SCALARS, STATIC, TRAINED, WORLD, Target
+from malformed_target import ID, LENGTH, ME, STATIC, TABLES_BLOCK, TRAINED, WORLD, Target
 
-from psd.v1 import data_pb2
+from psd.v1 import data_pb2, job_pb2
+
+IDS = ID.to_bytes(8, "little") * 3
+ROWS = [
+    data_pb2.RowsPart(table=0, rows=1, dtype=job_pb2.DTYPE_FLOAT32),
+    data_pb2.RowsPart(table=1, rows=2, dtype=job_pb2.DTYPE_FLOAT16),
+]
+"""Of so many ids, and of as many bytes as the gradient of the block that is trained."""
+PAYLOADS = [IDS + bytes(4 * LENGTH - len(IDS)), IDS, b""]
 
 
 def known_fields(target: Target) -> dict[str, Any]:
@@ -27,15 +35,17 @@ def known_fields(target: Target) -> dict[str, Any]:
         "shard_count": 2,
         "world_size": WORLD,
         "spec": {field.name: value for field, value in spec.ListFields()},
-        "layout_digest": LAYOUT.digest,
+        "layout_digest": target.layout.digest,
         "clock": 0 if is_exact else core.members.worker(ME).clock,
         "round": 0,
         "members": st.sampled_from([b"\3", b"\7", b""]),
         "choice": target.choice,
         "weight": 1.0,
-        "block": st.sampled_from([TRAINED, TRAINED, STATIC]),
-        "blocks": [TRAINED],
-        "payload": bytes(4 * LENGTH),
+        "block": st.sampled_from([TRAINED, TRAINED, STATIC, TABLES_BLOCK, TABLES_BLOCK]),
+        "blocks": st.sampled_from([[TRAINED], [TABLES_BLOCK], []]),
+        "rows": st.sampled_from([ROWS, ROWS, []]),
+        "more": st.sampled_from([False, False, True]),
+        "payload": st.sampled_from([PAYLOADS[0], *PAYLOADS]),
         "present": st.sampled_from([b"", b"\3", b"\1"]),
         "last": True,
         "name": "b",
@@ -50,7 +60,8 @@ def known_fields(target: Target) -> dict[str, Any]:
         "checkpoint": "",
         "timeline": st.sampled_from([0, 1]),
         "pull": {},
-        "push": {"scalars": [data_pb2.GroupScalars(values=values) for values in SCALARS], "scale": st.none()},
+        "read": {},
+        "push": {"scalars": [data_pb2.GroupScalars(values=values) for values in target.scalars], "scale": st.none()},
     }
     known["frames"] = messages(data_pb2.PushFrame, known).map(lambda frame: [frame])
     return known

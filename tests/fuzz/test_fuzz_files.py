@@ -51,6 +51,10 @@ GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 NAME = "timeline-00000-step-000000000007-a1"
 MANIFEST, PART = ((GOLDEN / name).read_bytes() for name in ("manifest.json", "shard-00000-of-00002.json"))
 
+GOLDEN_TABLES = GOLDEN.with_name("golden_tables")
+TABLES_NAME = "timeline-00000-step-000000000008-a8"
+TABLES_MANIFEST, TABLES_PART = ((GOLDEN_TABLES / name).read_bytes() for name in ("manifest.json", "shard-00000-of-00001.json"))
+
 
 def altered(data: st.DataObject, whole: bytes) -> bytes:
     """A document with one value, at any depth, in another's place, and with the right checksum."""
@@ -88,6 +92,20 @@ def test_parts_of_checkpoints(data: st.DataObject) -> None:
         return document.with_parts([parse_part(altered(data, PART), "p", document.identity, 0)])
 
     ends_in(UNREADABLE, read)
+
+
+@fuzzed
+@given(st.data())
+def test_checkpoints_of_tables(data: st.DataObject) -> None:
+    """Likewise where tables build on another checkpoint, which is not there."""
+    document = ManifestDocument(TABLES_MANIFEST, TABLES_NAME)
+    part = parse_part(TABLES_PART, "p", document.identity, 0)
+
+    def read() -> Any:
+        return document.with_parts([parse_part(altered(data, TABLES_PART), "p", document.identity, 0)])
+
+    ends_in(UNREADABLE, read)
+    ends_in(UNREADABLE, lambda: ManifestDocument(altered(data, TABLES_MANIFEST), TABLES_NAME).with_parts([part]))
 
 
 @fuzzed

@@ -11,11 +11,12 @@ import numpy as np
 from fuzzing import allocates_at_most, ends_in, fuzzed, messages
 from hypothesis import given
 from hypothesis import strategies as st
-from known_fields import known_fields
+from known_fields import PAYLOADS, ROWS, known_fields
 from malformed_target import LAYOUT, ME, Target
 
 from psd.contract import frames
 from psd.contract.errors import PsdError
+from psd.contract.rows import TableRows
 from psd.contract.wire import PREFIX, READ_AHEAD_BYTES, Disconnected, Kind, Stream
 from psd.rim.bulk_connection import ServedConnection
 from psd.rim.calls import CallGuard, Frame, frame_parser
@@ -25,6 +26,7 @@ from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, Scope, Traffic
+from psd_client.lanes.wanted_rows import WantedRows
 
 HEAD_BYTES_MAX = 1 << 16
 
@@ -100,11 +102,11 @@ def any_of(*kinds: tuple[Kind, Any]) -> st.SearchStrategy[bytes]:
     )
 
 
-payloads = st.just(b"") | st.binary(max_size=16) | st.just(bytes(44))
+payloads = st.binary(max_size=16) | st.sampled_from(PAYLOADS)
 
 
 def sent_by_a_worker(target: Target) -> st.SearchStrategy[list[bytes]]:
-    known = known_fields(target) | {"method": st.sampled_from([1, 2, 3]), "timeout_s": 0.0, "present": [b""]}
+    known = known_fields(target) | {"method": st.sampled_from([1, 2, 3, 5]), "timeout_s": 0.0, "present": [b""]}
     return st.lists(
         any_of(
             (Kind.HELLO, messages(bulk_pb2.BulkHello)),
@@ -171,4 +173,30 @@ def test_what_a_shard_sends(sent: list[bytes], into_memory: bool) -> None:
             connection._attached = (parameters, [parameters])
 
         ends_in(PsdError, lambda: connection.transfer(call, None, awaited, parameters, Call(5.0, Scope())))
+        connection.close()
+
+
+answers_of_rows = st.lists(
+    any_of(
+        (Kind.ANSWER, messages(data_pb2.RowsFrame, {"rows": ROWS})),
+        (Kind.REPLY, messages(bulk_pb2.BulkReply)),
+        (Kind.ERROR, messages(bulk_pb2.BulkError, {"reason": "WaitTimeout"})),
+    ),
+    max_size=3,
+)
+
+
+@fuzzed
+@given(answers_of_rows)
+def test_what_a_shard_sends_of_rows(sent: list[bytes]) -> None:
+    """Rows in the arrays that want them, and nowhere else, or an error of psd's."""
+    wanted = [
+        TableRows(part.table, np.zeros(part.rows, np.uint64), np.zeros((part.rows, dim), dtype))
+        for part, dim, dtype in zip(ROWS, (3, 2), (np.float32, np.float16), strict=True)
+    ]
+    call = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PULL_ROWS)
+    with fed(packed(Kind.WELCOME, b"") + b"".join(sent)) as stream:
+        connection = BulkClient(stream, 0, "127.0.0.1:1", b"ticket", Call(5.0, Scope()), Traffic())
+
+        ends_in(PsdError, lambda: connection.pull_rows(call, WantedRows("shard 0", wanted), Call(5.0, Scope())))
         connection.close()

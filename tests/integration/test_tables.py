@@ -195,7 +195,7 @@ def test_rows_hold_the_sum_of_all_workers_gradients(run_workers: Callable[..., A
                 ps.push({"w": np.ones(5)})
         ps.barrier("all have pushed")
         stats = ps.stats()
-        assert stats["pushes"] == ps.clock == STEPS
+        assert stats["pushes"] == STEPS <= ps.clock
         assert stats["rows_pushed"] > 100
         params = ps.pull()
         return params["w"].tolist(), *(table.pull(np.arange(ROWS)) for table in ps.tables.values())

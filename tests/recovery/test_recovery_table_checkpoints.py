@@ -16,7 +16,7 @@ from psd.checkpoint import CheckpointDirectory, CheckpointState
 IDS = np.arange(4000)
 TABLES = [
     psd_client.Table("user", 3, psd_client.Adam(lr=0.1), init=psd_client.Normal(0.1), seed=5),
-    psd_client.Table("item", 2, psd_client.SGD(lr=0.1, momentum=0.9)),
+    psd_client.Table("item", 2, psd_client.SGD(lr=0.1, momentum=0.9), updates="catch_up"),
 ]
 
 
@@ -25,12 +25,13 @@ def declare(ps: Any, **arguments: Any) -> Any:
 
 
 def step(ps: Any) -> None:
-    """Few rows of "user", others in each step, and some of "item" that are always the same; all rows in the first two."""
+    """Few rows of "user", others in each step, all of them in the first two; and some of "item", which catch up."""
     rng = np.random.default_rng(ps.clock)
     users = IDS if ps.clock < 2 else rng.integers(0, len(IDS), 40)
     grads = rng.standard_normal((len(users), 3)).astype(np.float32)
-    items = np.full((7, 2), ps.clock, np.float32)
-    ps.push_pull({"w": np.ones(5, np.float32)}, tables={"user": (users, grads), "item": (np.arange(7), items)})
+    items = np.arange(7)[ps.clock % 5 :]
+    of_items = np.full((len(items), 2), ps.clock, np.float32)
+    ps.push_pull({"w": np.ones(5, np.float32)}, tables={"user": (users, grads), "item": (items, of_items)})
 
 
 def rows(ps: Any) -> list[bytes]:
@@ -61,13 +62,20 @@ def finish(running: Any) -> None:
 def test_tables_go_on_from_a_checkpoint_on_any_number_of_shards(
     cluster: Callable[..., Any], tmp_path: Path, undisturbed: list[bytes], stored_on: int, restored_on: int
 ) -> None:
-    """8 steps, a checkpoint at the end, 8 more steps elsewhere: the same bits as 16 in one go, slots and steps included."""
+    """8 steps, a checkpoint at the end, 8 more steps elsewhere: the same bits as 16 in one go, slots and steps included.
+
+    An export has what a worker would read, also of rows that have not caught up.
+    """
     url = str(tmp_path / "checkpoints")
     first = cluster(stored_on, checkpoint_dir=url)
-    train(first.servers, 8)
+    after_8 = train(first.servers, 8)[1][: 7 * 2 * 4]
     finish(first)
 
+    directory = CheckpointDirectory(url)
+    directory.export(directory.newest(), str(tmp_path / "model.safetensors"))
     assert train(cluster(restored_on, checkpoint_dir=url).servers, 16) == undisturbed
+    exported = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert exported["item.rows"][np.argsort(exported["item.ids"])].tobytes() == after_8
 
 
 def test_all_roll_back_to_a_checkpoint_that_builds_on_another(cluster: Callable[..., Any], tmp_path: Path) -> None:

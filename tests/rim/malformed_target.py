@@ -7,7 +7,7 @@ error must come.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from psd.contract.config import Limits, ServerConfig
 from psd.contract.consistency import SYNC
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
+from psd.contract.tables import SparseTableSpec
 from psd.rim.bulk_server import BulkServer
 from psd.rim.calls import CallGuard
 from psd.rim.control_service import ControlService
@@ -27,6 +28,7 @@ from psd.state.aggregation.rounds import FastRound
 from psd.state.counts import LANES
 from psd.state.shard import Shard
 from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd_core.distinct import shard_of
 
 WORLD = 3
 ME = 1
@@ -42,6 +44,14 @@ SPEC = JobSpec(
     SYNC,
 )
 LAYOUT = Layout(SPEC, 2)
+WITH_TABLES = replace(
+    SPEC,
+    groups=(*SPEC.groups, GroupSpec("sgd")),
+    tables=(SparseTableSpec("a", 3, len(SPEC.groups)), SparseTableSpec("b", 2, len(SPEC.groups))),
+)
+TABLES_BLOCK = len(LAYOUT.blocks)
+ID = next(i for i in range(100) if shard_of(np.array([i], np.uint64), 2)[0] == 0)
+"""An id whose rows are on this shard."""
 STEPS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0))
 TRAINED, FOREIGN, STATIC, LENGTH = 0, 1, 2, 11
 SCALARS = ((0.5, 0.5, 0.0, 0.0), (0.5, 0.0, 0.0, 0.0), ())
@@ -96,7 +106,10 @@ class Target:
     """Shard 0 of 2 in mid-training: two rounds done, a third open with worker 0's gradient.
 
     Args:
-        spec: another job of the same layout. steps: clock and rank of each push so far.
+        spec: another job of the same tensors. steps: clock and rank of each push so far.
+
+    Attributes:
+        layout: of the job. scalars: of a push.
     """
 
     def __init__(self, shard: Shard | None = None, spec: JobSpec = SPEC, steps: Sequence[tuple[int, int]] = STEPS) -> None:
@@ -106,10 +119,12 @@ class Target:
         bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
         control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
         self._handlers = (control, DataService(self.shard, planes["grpc"], guard).handler())
+        self.layout = Layout(spec, 2)
+        self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]
         self.callers = [self._join(rank) for rank in range(WORLD)]
         for caller in self.callers:
             self.shard.admission.declare(control_pb2.DeclareRequest(caller=caller, spec=spec.to_message()))
-        init = self.shard.admission.begin_initialize(self.callers[0], LAYOUT.digest, self.shard._core.initial.choice)
+        init = self.shard.admission.begin_initialize(self.callers[0], self.layout.digest, self.shard._core.initial.choice)
         for index in (TRAINED, STATIC):
             block = LAYOUT.blocks[index]
             self.shard.admission.initialize_block(init, index, memoryview(np.arange(block.length, dtype=block.dtype).tobytes()))
@@ -130,8 +145,8 @@ class Target:
             caller=self.callers[rank],
             clock=clock,
             weight=1.0 + rank,
-            layout_digest=LAYOUT.digest,
-            scalars=[data_pb2.GroupScalars(values=values) for values in SCALARS],
+            layout_digest=self.layout.digest,
+            scalars=[data_pb2.GroupScalars(values=values) for values in self.scalars],
         )
 
     def push(self, rank: int, clock: int) -> data_pb2.PushReply:
@@ -139,6 +154,8 @@ class Target:
         push = exchange.begin_push(self.header(rank, clock))
         gradient = np.linspace(rank, clock + 1, LENGTH, dtype=np.float32)
         assert exchange.push_block(push, TRAINED, b"", memoryview(gradient.tobytes())) is None
+        if self.layout.spec.tables:
+            assert exchange.push_block(push, TABLES_BLOCK, b"", memoryview(b"")) is None
         return exchange.end_push(push)
 
     def call(self, request: Request) -> list[Any]:

@@ -26,10 +26,11 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.staleness import parse_staleness
 from psd_client.client import ParameterServer, connect
 from psd_client.keras.declaration import read_declaration
+from psd_client.keras.embedding import Embedding, embeddings_in
 from psd_client.keras.link import Link
 from psd_client.keras.options import KerasOptions, options_of
 
-__all__ = ["distribute", "DistributedOptimizer", "DistributedLossScaleOptimizer"]
+__all__ = ["distribute", "DistributedOptimizer", "DistributedLossScaleOptimizer", "Embedding"]
 
 
 def __dir__() -> list[str]:
@@ -94,7 +95,7 @@ def distribute(
     if clip_norm is not None and options.clip_norm not in (None, clip_norm):
         raise InvalidRequest(f"clip_norm: is {clip_norm}, and the optimizer's global_clipnorm {options.clip_norm}; pass one")
     decays = given._use_weight_decay  # noqa: SLF001 - what exclude_from_weight_decay has left
-    declaration = read_declaration(model, options.with_staleness(*parse_staleness(staleness)), decays)
+    declaration = read_declaration(model, options.with_staleness(*parse_staleness(staleness)), decays, embeddings_in(model))
     connection = ps if ps is not None else connect(**connect_args)
     try:
         link = link_type(

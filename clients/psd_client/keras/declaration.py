@@ -6,15 +6,16 @@ are the variables' paths. Imports no framework. Must not know connections, gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from psd.contract.errors import InvalidRequest, InvalidTensor
 from psd.contract.jobspec import DTYPES, GroupSpec, TensorSpec
 from psd.contract.rules import STATIC
+from psd.contract.tables import SparseTableSpec
 from psd_client.keras.options import KerasOptions
-from psd_client.optimizers import scalar_values
+from psd_client.optimizers import scalar_values, spec_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,8 @@ class KerasDeclaration:
         variables: Keras variables: those that are trained, in the order of model.trainable_variables, then those of frozen
             layers. tensors: their specs, in the same order. trained: how many are trained.
         groups: all of the job. options: of those that are trained, without the learning rate.
+        layers: the embeddings. tables: what they declare; the groups of these are the last ones. table_options: of these
+            groups, without the learning rate if that is the optimizer's.
     """
 
     variables: list[Any]
@@ -32,18 +35,29 @@ class KerasDeclaration:
     trained: int
     groups: list[GroupSpec]
     options: list[dict[str, Any]]
+    layers: list[Any]
+    tables: list[SparseTableSpec]
+    table_options: list[dict[str, Any]]
 
     def scalars(self, learning_rate: float) -> list[list[float]]:
         """The scalars of a push, per group; raises InvalidRequest for a learning rate that is out of range."""
-        trained = [
-            scalar_values(spec, {**options, "lr": learning_rate}, index)
-            for index, (spec, options) in enumerate(zip(self.groups, self.options, strict=False))
+        static: list[dict[str, Any]] = [{}] * (len(self.groups) - len(self.options) - len(self.table_options))
+        options = [*self.options, *static, *self.table_options]
+        return [
+            scalar_values(spec, {"lr": learning_rate, **values}, index)
+            for index, (spec, values) in enumerate(zip(self.groups, options, strict=True))
         ]
-        return trained + [[] for _ in self.groups[len(trained) :]]
+
+    def handle_of(self, layer: Any) -> int:
+        """The index of an embedding's handle among the tensors."""
+        return next(index for index, variable in enumerate(self.variables) if variable is layer.handle)
 
 
-def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], bool]) -> KerasDeclaration:
-    """Read and check the declaration. `decays`: whether the optimizer applies its weight decay to a variable.
+def read_declaration(
+    model: Any, options: KerasOptions, decays: Callable[[Any], bool], embeddings: Sequence[Any] = ()
+) -> KerasDeclaration:
+    """Read and check the declaration. `decays`: whether the optimizer applies its weight decay to a variable. embeddings: the
+    layers of the model whose rows are on the shards.
 
     Raises:
         InvalidRequest, InvalidTensor: the model has no variables yet, none to train, or one that psd cannot train.
@@ -67,7 +81,41 @@ def read_declaration(model: Any, options: KerasOptions, decays: Callable[[Any], 
         TensorSpec(name, tuple(variable.shape), _dtype(variable), group)
         for name, variable, group in zip(names, variables, group_of, strict=True)
     ]
-    return KerasDeclaration(variables, tensors, len(trained), specs, [values for _, values in groups])
+    tables, of_tables, table_options = _tables(embeddings, options, len(specs))
+    return KerasDeclaration(
+        variables,
+        tensors,
+        len(trained),
+        specs + of_tables,
+        [values for _, values in groups],
+        list(embeddings),
+        tables,
+        table_options,
+    )
+
+
+def _tables(
+    layers: Iterable[Any], options: KerasOptions, before: int
+) -> tuple[list[SparseTableSpec], list[GroupSpec], list[dict[str, Any]]]:
+    """The tables of embeddings, a group for each, and the groups' options. before: groups of the job that come first."""
+    named: dict[str, Any] = {}
+    for layer in layers:
+        first = named.setdefault(layer.spec.name, layer)
+        if (layer.spec, layer.optimizer) != (first.spec, first.optimizer):
+            raise InvalidRequest(
+                f"embedding {layer.spec.name!r}: two layers declare the table of this name differently; give both the same "
+                "dim, optimizer, init, seed and options, or another name to one"
+            )
+    tables: list[SparseTableSpec] = []
+    groups: list[GroupSpec] = []
+    values: list[dict[str, Any]] = []
+    for layer in named.values():
+        rule = layer.optimizer
+        spec, numbers = options.group(decays=True) if rule is None else (spec_of(rule), rule.scalars())
+        tables.append(replace(layer.spec, group=before + len(groups)))
+        groups.append(spec if rule is None else replace(spec, staleness=options.rule.staleness))
+        values.append(numbers)
+    return tables, groups, values
 
 
 def _frozen(model: Any, trained: list[Any]) -> list[Any]:

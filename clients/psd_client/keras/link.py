@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from psd_client.client import ParameterServer, worker_of
 from psd_client.keras.declaration import KerasDeclaration
+from psd_client.keras.table_rows import Gradients, LayerRows
 from psd_client.lanes.flat import FlatBuffers
 
 
@@ -38,7 +42,14 @@ class Link(ABC):
         self.is_skipped: Any = False
         self.is_scaled = False
         self._lock = threading.Lock()
-        self.worker.declare_tensors(declaration.tensors, declaration.groups, initial=self._initialize, **arguments)
+        self.worker.declare_tensors(
+            declaration.tensors, declaration.groups, initial=self._initialize, tables=declaration.tables, **arguments
+        )
+        index_of = {table.name: index for index, table in enumerate(declaration.tables)}
+        self._rows: list[tuple[int, LayerRows]] = []  # of embeddings, with the index of the handle
+        for layer in declaration.layers:
+            layer.link, layer.rows = self, LayerRows(self.worker, index_of[layer.spec.name], layer.spec.dim)
+            self._rows.append((declaration.handle_of(layer), layer.rows))
 
     @abstractmethod
     def _initialize(self, flat: FlatBuffers) -> None:
@@ -59,6 +70,15 @@ class Link(ABC):
             the worker's clock after the step, for Keras's `iterations`; a number or a tensor of the backend.
         """
 
+    @abstractmethod
+    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, is_learning: bool) -> Any:
+        """Rows (..., dim) of ids (...), in float32; if it is learning, the gradient of the handle is the norm of theirs."""
+
+    def pull_rows(self, ids: NDArray[Any], rows: LayerRows, *, is_learning: bool) -> NDArray[np.float32]:
+        """Pull a layer's rows, after other calls of the model's that run beside it."""
+        with self._noting():
+            return rows.pull(ids, is_learning=is_learning)
+
     def close(self) -> None:
         """Finish: no other worker waits for this one any more."""
         self.ps.close()
@@ -71,8 +91,23 @@ class Link(ABC):
         with self._noting():
             scalars = self.declaration.scalars(learning_rate)
             write(self.worker.gradients)
-            self.worker.push_pull_flat(scalars, float(self.batch_size), self.worker.gradients.present_but(missing))
+            present = self.worker.gradients.present_but(missing)
+            self.worker.push_pull_flat(scalars, float(self.batch_size), present, self._row_gradients())
             return self.ps.clock, self.ps.is_skipped
+
+    def _row_gradients(self) -> dict[int, Gradients]:
+        """The gradients of rows by table; those of the handles become zero, after they have told how the rows' are scaled."""
+        parts: dict[int, list[Gradients]] = {}
+        for handle, rows in self._rows:
+            view = self.worker.gradients.views[handle]
+            taken = rows.take(float(view))
+            view[...] = 0.0
+            if taken is not None:
+                parts.setdefault(rows.table, []).append(taken)
+        return {
+            table: (np.concatenate([ids for ids, _ in found]), np.concatenate([values for _, values in found]))
+            for table, found in parts.items()
+        }
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

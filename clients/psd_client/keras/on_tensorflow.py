@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest
 from psd_client.keras.link import Link
+from psd_client.keras.table_rows import LayerRows
 from psd_client.lanes.flat import FlatBuffers
 
 
@@ -64,6 +65,24 @@ class TensorFlowLink(Link):
                 raise self.error from None  # in eager mode the program can be given the error itself
             raise
         return clock
+
+    def look_up(self, handle: Any, ids: Any, rows: LayerRows, *, is_learning: bool) -> Any:
+        """See Link."""
+
+        def pulled(ids: Any) -> Any:
+            found = tf.numpy_function(lambda ids: self.pull_rows(ids, rows, is_learning=is_learning), [ids], tf.float32)
+            return tf.ensure_shape(found, (*ids.shape, rows.dim))
+
+        def tracked(handle: Any, ids: Any) -> tuple[Any, Callable[[Any], tuple[Any, None]]]:
+            del handle
+
+            def gradient(upstream: Any) -> tuple[Any, None]:
+                norm = tf.numpy_function(rows.collect, [ids, upstream], tf.float32)
+                return tf.ensure_shape(norm, ()), None
+
+            return pulled(ids), gradient
+
+        return tf.custom_gradient(tracked)(tf.convert_to_tensor(handle), ids) if is_learning else pulled(ids)
 
     def _exchange(self, rate: Any, named: dict[str, Any]) -> tuple[Any, Any]:
         """Run one step; traced once for each choice of variables that have a gradient, given by their index."""

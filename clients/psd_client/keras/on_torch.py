@@ -5,12 +5,13 @@ Must not know shards, sessions or rules. Together with torch.py's modules the on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from psd_client.keras.link import Link
+from psd_client.keras.table_rows import LayerRows
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.gradients import Gradients
@@ -54,7 +55,32 @@ class TorchLink(Link):
         torch._foreach_copy_(self._parameters[:trained], self._views[:trained])
         return clock
 
+    def look_up(self, handle: Any, ids: torch.Tensor, rows: LayerRows, *, is_learning: bool) -> Any:
+        """See Link."""
+        array = ids.detach().cpu().numpy()
+        found = torch.from_numpy(self.pull_rows(array, rows, is_learning=is_learning)).to(ids.device)
+
+        def collect(gradient: torch.Tensor) -> Any:
+            return rows.collect(array, gradient.detach().cpu().numpy())
+
+        return _Tracked.apply(handle.value, found, collect) if is_learning else found  # type: ignore[no-untyped-call]
+
     def close(self) -> None:
         """See Link."""
         self._gradients.close()
         super().close()
+
+
+class _Tracked(torch.autograd.Function):
+    """Rows that back-propagation gives gradients to. The handle's is what `collect` makes of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: torch.Tensor, rows: torch.Tensor, collect: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        """See torch.autograd.Function."""
+        ctx.collect, ctx.handle = collect, handle
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """See torch.autograd.Function."""
+        return torch.full_like(ctx.handle, float(ctx.collect(gradients[0]))), None, None

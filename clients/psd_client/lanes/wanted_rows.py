@@ -15,8 +15,8 @@ from psd.contract.rows import TableRows, in_frames, parts_of
 from psd.v1 import data_pb2
 
 FRAME_BYTES = 4 << 20
-"""Ids and numbers of one frame: while one is under way the shard looks up the next. Of smaller ones, 1 MiB or 256 KiB, each cost
-two switches between processes more than it saved."""
+"""Ids and numbers of one frame: while one is under way the shard looks up the next. Of smaller ones each cost two switches
+between processes, which was more than it saved."""
 
 
 class RowsToAsk(NamedTuple):

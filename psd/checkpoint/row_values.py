@@ -1,0 +1,67 @@
+"""The values of a table in a checkpoint, without its slots: for other programs, and for jobs that begin with them.
+
+Rows of a table that catches up lie as they were when they were last touched. Here they are what a worker would have read: they
+go through a small table of their own in ordinary memory, whose kernel brings them to the table's step. Must not know files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from psd.checkpoint.manifest import Manifest
+from psd.checkpoint.plain import ValueRows
+from psd.checkpoint.row_reading import StoredTable
+from psd.checkpoint.storage import FileStore
+from psd.checkpoint.table_records import StoredRows
+from psd_core.table import TableSpec, TableStore
+
+
+class StoredValues:
+    """The values of a table in a checkpoint; see ValueTable."""
+
+    def __init__(self, storage: FileStore, manifest: Manifest, table: int) -> None:
+        self._stored = StoredTable(storage, manifest, table)
+        self._spec = manifest.spec.tables[table]
+        self._group = manifest.spec.groups[self._spec.group]
+        self.location = f"checkpoint {manifest.name}"
+        self.count = self._stored.count
+        self.dim = self._spec.dim
+
+    def rows(self) -> Iterator[ValueRows]:
+        """See ValueTable."""
+        if self._spec.updates != "catch_up":
+            for batch in self._stored:
+                yield ValueRows(batch.ids, batch.rows[:, : self.dim])
+            return
+        with tempfile.TemporaryDirectory(prefix="psd-values-") as place:
+            for batch in self._stored:
+                yield self._caught_up(Path(place) / "table", batch)
+
+    def _caught_up(self, path: Path, batch: StoredRows) -> ValueRows:
+        group, n = self._group, max(1, len(batch.ids))
+        spec = TableSpec(
+            self._spec.name,
+            self.dim,
+            group.rule,
+            tuple(group.flags),
+            dict(zip(group.info.constants, group.constants, strict=True)),
+            seed=self._spec.seed,
+            updates=self._spec.updates,
+            dtype=self._spec.dtype,
+            push_max=n,
+            max_bytes=n * (4 * self._stored.width + 64),
+        )
+        store = TableStore.create(path, spec)
+        try:
+            none = np.empty((0, self._stored.width), np.float32)
+            history = self._stored.history if self._stored.history.size else None
+            store.write(np.empty(0, np.uint64), none, step=self._stored.step, history=history)
+            store.reserve(n)
+            store.write(batch.ids, batch.rows)
+            return ValueRows(batch.ids, store.read(batch.ids))
+        finally:
+            store.close(remove=True)
