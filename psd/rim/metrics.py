@@ -88,7 +88,7 @@ class _ShardCollector(Collector):
         if now.job is not None:
             yield from self._job(now.job)
             if now.job.tables is not None:
-                yield from self._tables(_by_table(now.job.tables.counts))
+                yield from self._tables(by_table(now.job.tables.counts))
         yield from self._checkpoints()
         yield from self._bulk()
 
@@ -331,7 +331,7 @@ def _cumulative(bounds: Sequence[float], counts: list[int]) -> list[tuple[str, f
     return buckets
 
 
-def _by_table(tables: Sequence[TableCounts]) -> list[TableCounts]:
+def by_table(tables: Sequence[TableCounts]) -> list[TableCounts]:
     """The numbers of each of the first TABLES_MAX tables, and of all others together."""
     others = tables[TABLES_MAX:]
     if not others:

@@ -177,8 +177,9 @@ def whole_numbers(step: int, rank: int) -> tuple[Any, Any]:
     return ids, rng.integers(-8, 9, (50, DIM)).astype(np.float32)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "grpc", "shm"])
-@pytest.mark.parametrize("consistency", ["async", "ssp:1", "sync"])
+@pytest.mark.parametrize(
+    ("consistency", "transport"), [("async", "shm"), ("async", "grpc"), ("ssp:1", "tcp"), ("sync", "grpc"), ("sync", "tcp")]
+)
 def test_rows_hold_the_sum_of_all_workers_gradients(run_workers: Callable[..., Any], consistency: str, transport: str) -> None:
     """Each push once, whatever the order, over each transport; steps that touch no table count like any other."""
 
@@ -210,3 +211,37 @@ def test_rows_hold_the_sum_of_all_workers_gradients(run_workers: Callable[..., A
         assert set(w) == {-2.0 * STEPS * 2 / 3}
         np.testing.assert_array_equal(a, of_a)
         np.testing.assert_array_equal(b, of_b)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_rows_of_16_bits_travel_so(run_workers: Callable[..., Any], transport: str) -> None:
+    """Gradients in float16 and rows stored in bfloat16, without a word about it; a reader gets the same."""
+
+    def worker(ps: psd_client.ParameterServer) -> Any:
+        tables = [Table(kind, 8, SGD(lr=1.0), dtype=kind) for kind in ("float32", "bfloat16")]
+        ps.declare({}, tables=tables)
+        moved = []
+        for kind, dtype in (("float32", np.float32), ("bfloat16", np.float16)):
+            before, table, ids = ps.stats(), ps.tables[kind], np.arange(100)
+            table.push(ids, np.repeat(ids, 8).reshape(100, 8).astype(dtype))
+            ps.pull()
+            rows = table.pull(ids)
+            assert rows.dtype == np.float32
+            np.testing.assert_array_equal(rows, -np.repeat(ids, 8).reshape(100, 8))
+            after = ps.stats()
+            moved += [after[name] - before[name] for name in ("sent_bytes", "received_bytes")]
+        return moved
+
+    row, half = 100 * 8 * 4, 100 * 8 * 2
+    assert run_workers(1, 2, worker, transport=transport) == [[100 * 16 + row, row, 100 * 16 + half, half]]
+
+
+def test_reader_of_a_job_with_tables_reads_its_tensors_too(cluster: Callable[..., Any]) -> None:
+    """Tensors at one version, rows as they are; a job of tables alone has no tensors."""
+    for params in ({}, {"w": np.ones(3)}):
+        servers = cluster(2).servers
+        with psd_client.connect(servers, 0, 1) as ps, psd_client.connect(servers, role="reader") as reader:
+            ps.declare(params, SGD(lr=1.0), tables=[Table("t", DIM, SGD(lr=1.0))])
+            ps.push_pull({name: np.ones(3) for name in params}, tables={"t": ([4], np.ones((1, DIM)).tolist())})
+            assert {name: value.tolist() for name, value in reader.pull().items()} == {name: [0.0] * 3 for name in params}
+            assert reader.tables["t"].pull(4).tolist() == [-1.0] * DIM

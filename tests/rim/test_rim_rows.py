@@ -15,6 +15,8 @@ from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 from psd.contract.config import Limits
 from psd.contract.errors import InvalidRequest, PsdError
 from psd.contract.wire import Kind, Stream
+from psd.rim.metrics import OTHER, TABLES_MAX, Metrics, by_table
+from psd.state.tables.block import TableCounts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 from psd_core.distinct import shard_of
 
@@ -260,3 +262,32 @@ def test_rows_are_not_served_while_the_shard_drains(cluster: Callable[..., Any],
     stream.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS))
     with pytest.raises(PsdError, match="shutting down"):
         answer(stream, Kind.ANSWER)
+
+
+def test_metrics_have_each_tables_numbers(cluster: Callable[..., Any], join: Join) -> None:
+    """Reads that found a row and others, rows made, gradients dropped: by table."""
+    server = cluster(1).shards[0]
+    worker = join(server.address)
+    worker.data.Push(iter(worker.push_frames(0, rows([1, 2]))), timeout=TIMEOUT_S)
+    worker.pull_rows(2, 3, clock=1)
+
+    lines = Metrics(server.shard, lambda: None, dict).render().decode().splitlines()
+
+    a = 'shard="0",table="a"'
+    for line in (
+        f"psd_table_rows{{{a}}} 2.0",
+        f'psd_table_reads_total{{result="hit",{a}}} 1.0',
+        f'psd_table_reads_total{{result="miss",{a}}} 1.0',
+        f"psd_table_rows_created_total{{{a}}} 2.0",
+        f'psd_table_rows_removed_total{{reason="evicted",{a}}} 0.0',
+        f'psd_table_gradients_dropped_total{{reason="unadmitted",{a}}} 0.0',
+    ):
+        assert line in lines, line
+
+
+def test_metrics_of_very_many_tables_share_a_series() -> None:
+    """The number of series is bounded, whatever a job declares; what they say adds up."""
+    found = by_table([TableCounts(f"t{i}", *[i] * 10) for i in range(TABLES_MAX + 3)])
+
+    assert [counts.name for counts in found[-2:]] == [f"t{TABLES_MAX - 1}", OTHER]
+    assert found[-1].rows == found[-1].unadmitted == 3 * TABLES_MAX + 3

@@ -42,7 +42,7 @@ class LayerRows:
         return norm
 
     def take(self, norm: float) -> Gradients | None:
-        """What was collected, once, multiplied by what has made of its norm the given one; None if there is nothing."""
+        """Gradients collected so far, once, multiplied by what has made of their norm the given one; None if there are none."""
         parts, before = self._parts, self._norm
         self._parts, self._norm = [], 0.0
         if not parts:
