@@ -169,3 +169,17 @@ def test_rows_that_find_no_room_are_counted_when_there_is_some(monkeypatch, worl
 
     assert driver.core.job.tables.version == 1
     assert (driver.rows(0, [1]), driver.rows(1, [1])) == ([-world_size], [-world_size])
+
+
+def test_rounds_that_everybody_skips_pass_without_a_step_of_the_tables():
+    """A worker that says it is further on has no gradient in them."""
+    driver = Driver(tables_spec(1))
+    (a,) = driver.start()
+    driver.heartbeat(a, 3)
+
+    tables = driver.core.job.tables
+    assert tables.version == 3
+    assert driver.push_rows(a, 3, {0: ([1], 1.0)}, weight=0.0).blocks_counted == 1
+    assert driver.push_rows(a, 4, {0: ([1], 1.0)}).blocks_counted == 1
+    assert [partition.store.counters()["step"] for partition in tables.partitions] == [1, 1]
+    assert driver.rows(0, [1]) == [-1.0]
