@@ -189,6 +189,7 @@ LIMITS: Options = {
     ),
     "table_rows_max": Option("N", "rows of one table on this shard", whole_number),
     "push_ids_max": Option("N", "ids of rows in one push, or one pull, at this shard", whole_number),
+    "push_bytes_max": Option("N", "ids and gradients of rows in one push at this shard", whole_number),
     "reads_max": Option(
         "N", "readers that are fetching parameters at a time; each may keep another version of them in memory", whole_number
     ),

@@ -120,6 +120,7 @@ class Limits:
         table_bytes_max: memory for the rows of all tables on this shard; 0: half of what is free where its state lies.
         table_rows_max: rows of one table on this shard.
         push_ids_max: ids, of all tables, in one push or one pull of rows at this shard.
+        push_bytes_max: ids and gradients of rows in one push, which the shard holds until its last frame has come.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
@@ -137,6 +138,7 @@ class Limits:
     table_bytes_max: int = 0
     table_rows_max: int = 1 << 31
     push_ids_max: int = 1 << 20
+    push_bytes_max: int = 1 << 30
     reads_max: int = 16
     calls: int = 0
     connections: int = 0
@@ -165,6 +167,7 @@ class Limits:
         _check_count("--max-table-bytes", self.table_bytes_max, 0, 1 << 48)
         _check_count("--max-table-rows", self.table_rows_max, 1, 1 << 31)
         _check_count("--max-push-ids", self.push_ids_max, 1, 1 << 20)
+        _check_count("--max-push-bytes", self.push_bytes_max, 1, 1 << 40)
         _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)
         _check_count("--max-connections", self.connections, 0, 1_000_000)

@@ -68,6 +68,15 @@ def test_wrong_rows_are_refused_by_name_and_change_nothing(rows, options, messag
     assert driver.push_rows(seat, 0, {0: ([1], 1.0)}).blocks_counted == 1
 
 
+def test_rows_that_wait_for_a_last_frame_are_bounded_in_bytes():
+    """A shard holds so much of one push, and says by which flag."""
+    driver = Driver(tables_spec(1), limits=Limits(push_bytes_max=30))
+    (seat,) = driver.start()
+
+    with pytest.raises(InvalidRequest, match="rows: 36 bytes are above the shard's --max-push-bytes 30"):
+        driver.push_rows(seat, 0, {0: ([1, 2, 3, 4], 1.0)}, frames=4)
+
+
 def test_an_id_of_another_shard_is_refused_in_pushes_and_pulls():
     """The error says whose it is."""
     driver = Driver(tables_spec(1), shard=1, shards=2)

@@ -27,14 +27,15 @@ Gradients: TypeAlias = dict[int, TableRows]
 
 @dataclass(slots=True)
 class StagedRows:
-    """Rows of a push whose last frame has not come. `ids`: how many."""
+    """Rows of a push whose last frame has not come. `ids`: how many; `nbytes`: with their gradients."""
 
     rows: list[TableRows] = field(default_factory=list)
     ids: int = 0
+    nbytes: int = 0
 
     def clear(self) -> None:
         """Forget them."""
-        self.rows, self.ids = [], 0
+        self.rows, self.ids, self.nbytes = [], 0, 0
 
 
 class RowChecks:
@@ -46,6 +47,7 @@ class RowChecks:
         self._shard = shard_index
         self._shards = shard_count
         self._ids_max = limits.push_ids_max
+        self._bytes_max = limits.push_bytes_max
         # The sum of a round is pushed to a store at once.
         self._table_ids_max = PUSH_MAX // spec.world_size if spec.consistency.has_rounds else PUSH_MAX
 
@@ -83,6 +85,9 @@ class RowChecks:
             raise InvalidRequest("more: stands on a frame without rows")
         staged.rows += [TableRows(table, ids.copy(), values.copy()) for table, ids, values in rows]
         staged.ids += count
+        staged.nbytes += payload.nbytes
+        if staged.nbytes > self._bytes_max:
+            raise InvalidRequest(f"rows: {staged.nbytes} bytes are above the shard's --max-push-bytes {self._bytes_max}")
 
     def gradients(self, staged: StagedRows, parts: Sequence[data_pb2.RowsPart], payload: memoryview) -> Gradients:
         """The rows of a push, with those of its last frame, which are read where they lie."""
