@@ -73,7 +73,7 @@ def test_rows_that_wait_for_a_last_frame_are_bounded_in_bytes():
     driver = Driver(tables_spec(1), limits=Limits(push_bytes_max=30))
     (seat,) = driver.start()
 
-    with pytest.raises(InvalidRequest, match="rows: 36 bytes are above the shard's --max-push-bytes 30"):
+    with pytest.raises(InvalidRequest, match="rows: 40 bytes are above the shard's --max-push-bytes 30"):
         driver.push_rows(seat, 0, {0: ([1, 2, 3, 4], 1.0)}, frames=4)
 
 
