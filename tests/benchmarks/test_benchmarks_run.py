@@ -97,6 +97,15 @@ def test_soak_when_workers_leave_and_die_then_every_push_is_accounted_for(tmp_pa
 
 
 @pytest.mark.process
+def test_table_soak_when_a_shard_is_killed_then_every_sum_and_counter_is_right(tmp_path):
+    """It exits with 1 otherwise."""
+    done = run("table_soak.py", "--minutes", "0.06", "--every", "1", "--json", str(tmp_path / "figures"))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "figures").read_text())["kills"] >= 1
+
+
+@pytest.mark.process
 def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp_path):
     """One transport, one round; it has a ratio, and there were scrapes."""
     size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1")
