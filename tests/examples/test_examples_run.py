@@ -27,17 +27,16 @@ def psd_run(*arguments: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_mnist_learns_digits(consistency):
+def test_mnist_learns_digits():
     """The accuracy is shown every 10 steps, and the last line is for programs.
 
     A larger learning rate than the example's own makes up for the few steps: after 100 of them the worst of 16 initial models
-    is at 87 %, and at 0.01 at 18 %. Momentum would not do: with stale gradients it makes some runs diverge.
+    is at 87 %, and at 0.01 at 18 %.
     """
     pytest.importorskip("torch")
 
     output = psd_run(
-        "--shards", "2", "--workers", "2", "--consistency", consistency,
+        "--shards", "2", "--workers", "2", "--consistency", "sync",
         str(EXAMPLES / "mnist.py"), "--steps", "100", "--lr", "0.03", "--data", "digits",
     )  # fmt: skip
 
@@ -49,7 +48,7 @@ def test_mnist_learns_digits(consistency):
     assert result["steps_per_s"] > 0
 
 
-@pytest.mark.parametrize("consistency", ["sync", "async", "ssp:2"])
+@pytest.mark.parametrize("consistency", ["sync", "ssp:2"])
 def test_linear_regression_finds_the_line(consistency):
     """y = 2x + 10, from two workers' noisy points."""
     output = psd_run("--shards", "1", "--workers", "2", "--consistency", consistency, str(EXAMPLES / "linear_regression.py"))
@@ -99,11 +98,10 @@ def test_demo_fails_if_a_run_fails(tmp_path):
     assert "does not have train-images-idx3-ubyte.gz" in finished.stderr
 
 
-@pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_custom_rule_learns_digits(consistency):
+def test_custom_rule_learns_digits():
     """A rule of the user's own, which psd-run lists and the shards find beside the script."""
     output = psd_run(
-        "--shards", "2", "--workers", "2", "--consistency", consistency, "--rule", "yogi:Yogi",
+        "--shards", "2", "--workers", "2", "--consistency", "async", "--rule", "yogi:Yogi",
         str(EXAMPLES / "custom_rule.py"), "--steps", "100",
     )  # fmt: skip
 
