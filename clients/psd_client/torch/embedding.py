@@ -86,7 +86,7 @@ class TableModule(torch.nn.Module):
         self.gradients = CollectedGradients()
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Prefetch the rows of the next step's batch brought while the program does other things.
+        """Bring the rows of the next step's batch while the program does other things.
 
         The next step's lookup of these very ids then finds them there; of other ones it brings them itself, as without. In
         synchronous and ssp jobs they are asked for as soon as the next `step()` has its parameters, so that they are the same
