@@ -34,6 +34,10 @@ enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PS
 #define PSD_GRAVE UINT32_MAX
 #define PSD_NOWHERE UINT64_MAX
 
+static inline int psd_is_live(uint64_t entry) { return (uint32_t)entry != 0 && (uint32_t)entry != PSD_GRAVE; }
+/* Clocks go around: of two that are less than 2^31 apart, whether the first is the later one. */
+static inline int psd_is_later(uint32_t clock, uint32_t than) { return (int32_t)(clock - than) > 0; }
+
 typedef struct {
     uint64_t id;
     uint32_t used;    /* clock of the last use */

@@ -6,7 +6,6 @@
 #include "table.h"
 
 PSD_INLINE uint64_t tag_of(uint64_t entry) { return entry >> 32; }
-PSD_INLINE int is_live(uint64_t entry) { return (uint32_t)entry != 0 && (uint32_t)entry != PSD_GRAVE; }
 /* The first tag whose home is this bucket or a later one. */
 PSD_INLINE uint64_t first_tag(uint64_t bucket, uint64_t buckets) { return ((bucket << 32) + buckets - 1) / buckets; }
 
@@ -20,7 +19,7 @@ uint64_t *psd_index_find(const psd_table *t, uint64_t id, uint32_t tag)
         int full = 1;
         for (int i = 0; i < PSD_BUCKET; i++) {
             const uint64_t entry = bucket[i];
-            if (tag_of(entry) == tag && is_live(entry) && psd_heads(t)[(uint32_t)entry - 1].id == id)
+            if (tag_of(entry) == tag && psd_is_live(entry) && psd_heads(t)[(uint32_t)entry - 1].id == id)
                 return &bucket[i];
             full &= entry != 0;
         }
@@ -43,7 +42,7 @@ static int place_in(const psd_table *t, int next, uint64_t entry, int graves)
         for (int i = 0; i < PSD_BUCKET; i++) {
             if (bucket[i] == entry)
                 return 0;
-            if (!room && (graves ? !is_live(bucket[i]) : bucket[i] == 0))
+            if (!room && (graves ? !psd_is_live(bucket[i]) : bucket[i] == 0))
                 room = &bucket[i];
             full &= bucket[i] != 0;
         }
@@ -107,7 +106,7 @@ void psd_index_move(psd_table *t, uint64_t n)
         int full = 1;
         for (int i = 0; i < PSD_BUCKET; i++) {
             full &= bucket[i] != 0;
-            if (is_live(bucket[i]) && tag_of(bucket[i]) >= low && tag_of(bucket[i]) < high) {
+            if (psd_is_live(bucket[i]) && tag_of(bucket[i]) >= low && tag_of(bucket[i]) < high) {
                 PSD_BEFORE(t, "index.copy");
                 placed += (uint64_t)place_in(t, 1, bucket[i], 0);
             }
@@ -165,7 +164,7 @@ uint64_t psd_index_scan(const psd_table *t, uint64_t tag, uint64_t **words, uint
             int full = 1;
             for (int i = 0; i < PSD_BUCKET; i++) {
                 full &= bucket[i] != 0;
-                if (is_live(bucket[i]) && tag_of(bucket[i]) >= tag && tag_of(bucket[i]) < end) {
+                if (psd_is_live(bucket[i]) && tag_of(bucket[i]) >= tag && tag_of(bucket[i]) < end) {
                     if (*count + found == max) { /* the caller has room for at least the entries of one home */
                         return tag;
                     }

@@ -34,12 +34,25 @@ static uint64_t find_all(psd_table *t)
     return missing;
 }
 
-/* Rows that were used at this very clock are not evicted. */
-static void mark_used(psd_table *t, uint32_t clock)
+/* Makes room for rows that are missing; returns how many of the push's own rows went. Rows that were used at its clock are not
+ * evicted, but a reader that is behind may mark one as used earlier, at the same time. Such a row begins anew. */
+static uint64_t evict(psd_table *t, uint64_t count, uint32_t clock)
 {
-    for (intptr_t k = 0; k < t->scratch.count; k++)
-        if (t->scratch.words[k] && t->scratch.words[k] != PSD_PASSED_OVER)
-            __atomic_store_n(&psd_heads(t)[(uint32_t)*t->scratch.words[k] - 1].used, clock, __ATOMIC_RELAXED);
+    psd_scratch *const s = &t->scratch;
+    uint64_t own = 0;
+    for (intptr_t k = 0; k < s->count; k++)
+        if (s->words[k] && s->words[k] != PSD_PASSED_OVER) {
+            uint32_t *const used = &psd_heads(t)[(uint32_t)*s->words[k] - 1].used;
+            if (psd_is_later(clock, __atomic_load_n(used, __ATOMIC_RELAXED)))
+                __atomic_store_n(used, clock, __ATOMIC_RELAXED);
+        }
+    psd_table_evict(t, count, clock);
+    for (intptr_t k = 0; k < s->count; k++)
+        if (s->words[k] && s->words[k] != PSD_PASSED_OVER && !psd_is_live(*s->words[k])) {
+            s->words[k] = NULL;
+            own++;
+        }
+    return own;
 }
 
 /* The place that the row number `taken` of a push is written to: spare ones from the top of the stack, then such as no row ever had. */
@@ -93,15 +106,18 @@ static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const floa
     psd_scratch *const s = &t->scratch;
     if (psd_combine(s, ids, values, n, (intptr_t)(p->whole ? t->spec.width : t->spec.dim), p->distinct, p->whole))
         return ENOMEM;
-    const uint64_t absent = find_all(t);
+    uint64_t absent = find_all(t);
     const int64_t passed_over = absent && !p->whole ? psd_table_admit(t) : 0;
     if (passed_over < 0)
         return ENOMEM;
-    const uint64_t missing = absent - (uint64_t)passed_over, seen = absent && !p->whole ? (uint64_t)s->sightings_count : 0;
+    uint64_t missing = absent - (uint64_t)passed_over;
+    const uint64_t seen = absent && !p->whole ? (uint64_t)s->sightings_count : 0;
     uint64_t room = t->spec.rows_max - t->root->rows;
     if (missing > room && t->spec.evicts) {
-        mark_used(t, p->clock);
-        room += psd_table_evict(t, missing - room, p->clock);
+        const uint64_t own = evict(t, missing - room, p->clock);
+        absent += own;
+        missing += own;
+        room = t->spec.rows_max - t->root->rows;
     }
     const uint64_t created = missing < room ? missing : room;
 

@@ -33,13 +33,15 @@ static uint64_t *evicted(psd_root *r) { return &r->evicted; }
 static uint64_t *expired(psd_root *r) { return &r->expired; }
 static uint64_t *removed(psd_root *r) { return &r->removed; }
 
-/* The ages of the rows of index words, in clocks. */
+/* The ages of the rows of index words, in clocks: 0 for what was used later than this one, by a reader that is ahead. */
 static void ages_of(const psd_table *t, uint64_t *const *words, uint64_t count, uint32_t clock, uint32_t *ages)
 {
     for (uint64_t i = 0; i < count; i++)
         PSD_PREFETCH(&psd_heads(t)[(uint32_t)*words[i] - 1]);
-    for (uint64_t i = 0; i < count; i++)
-        ages[i] = clock - psd_heads(t)[(uint32_t)*words[i] - 1].used;
+    for (uint64_t i = 0; i < count; i++) {
+        const uint32_t used = __atomic_load_n(&psd_heads(t)[(uint32_t)*words[i] - 1].used, __ATOMIC_RELAXED);
+        ages[i] = psd_is_later(clock, used) ? clock - used : 0;
+    }
 }
 
 /* Keeps the words whose rows are at least this old, which is the age that so many of them have; at most `most`. */

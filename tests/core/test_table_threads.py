@@ -52,3 +52,42 @@ def test_a_read_sees_each_push_whole_or_not_at_all_while_the_index_grows(case, u
     assert problems == []
     assert len(seen) > 1
     assert (store.read(KEYS) == value).all()
+
+
+def test_a_reader_that_is_behind_takes_no_row_from_a_push_that_needs_room(memory_path):
+    """It marks rows as used long ago, while the push that has found them looks for what was not used for longest."""
+    spec = TableSpec("t", 4, "sgd", max_bytes=1000 * TableSpec("t", 4, "sgd").row_bytes, push_max=1000)
+    store = TableStore.create(memory_path / "table", spec)
+    hot = np.arange(500, dtype=np.uint64)
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            store.read(hot, clock=0)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(1, 300):
+        ids = np.concatenate([hot, np.arange(1000 * step, 1000 * step + 300, dtype=np.uint64)])
+        store.push(ids, np.ones((800, 4), np.float32), SGD.named, clock=step, distinct=True)
+    is_over.set()
+    reader.join()
+
+    counters = store.counters()
+    assert counters["rows"] == counters["created"] - counters["evicted"] == 1000
+    assert len({row.tobytes() for row in store.read(hot)[:, 1:]} | {row.tobytes() for row in store.read(hot)[:, :-1]}) < 10
+
+
+def test_rows_that_a_reader_ahead_has_used_are_not_the_oldest(memory_path):
+    """Clocks go around, and so would their age."""
+    spec = TableSpec("t", 4, "sgd", max_bytes=64 * TableSpec("t", 4, "sgd").row_bytes, push_max=64)
+    store = TableStore.create(memory_path / "table", spec)
+    ids = np.arange(64, dtype=np.uint64)
+    store.push(ids, np.ones((64, 4), np.float32), SGD.named, clock=1)
+    store.read(ids[:32], clock=100)
+
+    store.push(ids[:16] + 1000, np.ones((16, 4), np.float32), SGD.named, clock=2)
+    store.expire(2, 0)
+
+    assert store.counters()["evicted"] == 16
+    assert store.read_rows(ids[:32])[1].all()
