@@ -236,9 +236,6 @@ class BlockState(Trained):
             self._waits.fail(error)
         return error
 
-    def _handed(self) -> Page:
-        return self.pin()
-
     def pin(self) -> Page:
         """The current page, pinned."""
         return self._arena.pin(self._slot)
