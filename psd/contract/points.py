@@ -1,4 +1,4 @@
-"""What workers log for those who look on: points of curves, and how a long curve is thinned.
+"""Points of curves that workers log for those who look on, and how a long curve is thinned.
 
 Shards keep them by it, readers likewise. Must not know who has measured what.
 """

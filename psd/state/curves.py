@@ -1,4 +1,4 @@
-"""What workers have logged, at shard 0: a few thousand points of each curve, in memory. Must not know how they come and go.
+"""Curves that workers log, at shard 0: a few thousand points of each, in memory. Must not know how they come and go.
 
 Nothing of it is in the arena: after a restart curves begin anew, while those who look on keep what they have seen.
 """

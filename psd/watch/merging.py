@@ -39,18 +39,15 @@ class MergedWait:
     shards: tuple[int, ...]
 
 
-def _short(message: str) -> str:
-    """The end of gRPC's long story of attempts to connect."""
-    return message.rpartition(": ")[2] if message.startswith("failed to connect") else message
+def reason(answer: Answer) -> str:
+    """Reason why a shard has not answered, without gRPC's long story of attempts to connect."""
+    message = answer.error_message
+    return f"{answer.error_code}, {message.rpartition(': ')[2] if message.startswith('failed to connect') else message}"
 
 
 def problems(answers: Sequence[Answer]) -> list[str]:
     """Problems of the picture itself; empty if all shards answered and belong together."""
-    found = [
-        f"{answer.server} did not answer: {answer.error_code}, {_short(answer.error_message)}"
-        for answer in answers
-        if answer.reply is None
-    ]
+    found = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
     replies = [(a.server, a.reply) for a in answers if a.reply is not None]
     for index, answer in enumerate(answers):
         reply = answer.reply
@@ -80,6 +77,8 @@ def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
             other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
             other.host, other.pid = other.host or worker.host, other.pid or worker.pid
             other.session = max(other.session, worker.session)
+            other.awaited_s = max(other.awaited_s, worker.awaited_s)
+            other.failed = other.failed or worker.failed
             other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
     return [merged[rank] for rank in sorted(merged)]
 

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from psd.v1 import control_pb2 as pb
 
 
 def wait_text(wait: pb.Wait) -> str:
     """One sentence: who waits, in what, for whom."""
+    return f"worker {wait.rank} waits {_wait_for(wait)}; so far {duration(wait.waited_s)}"
+
+
+def waits_text(waits: Sequence[pb.Wait]) -> list[str]:
+    """Sentences as of `wait_text`, one for all workers that wait alike."""
+    groups: dict[tuple[object, ...], list[pb.Wait]] = {}
+    for wait in waits:
+        missing = tuple(sorted(worker.rank for worker in wait.missing))
+        groups.setdefault((wait.kind, wait.name, wait.clock, missing), []).append(wait)
+    return [_together(group) for group in groups.values()]
+
+
+def _together(waits: Sequence[pb.Wait]) -> str:
+    if len(waits) == 1:
+        return wait_text(waits[0])
+    longest = max(wait.waited_s for wait in waits)
+    return f"workers {ranks_text([wait.rank for wait in waits])} wait {_wait_for(waits[0])}; so far {duration(longest)}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in their order, neighbours together: 0-3, 7."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _wait_for(wait: pb.Wait) -> str:
     what = {
         pb.WAIT_KIND_ROUND: f"in round {wait.clock}",
         pb.WAIT_KIND_EARLIER_ROUND: f"to push, until round {wait.clock} has closed,",
@@ -15,7 +48,7 @@ def wait_text(wait: pb.Wait) -> str:
         pb.WAIT_KIND_INITIAL_VALUES: "for the initial values",
     }.get(wait.kind, "")
     missing = ", ".join(_missing_text(worker) for worker in wait.missing) or "nobody in particular"
-    return f"worker {wait.rank} waits {what} for {missing}; so far {duration(wait.waited_s)}"
+    return f"{what} for {missing}"
 
 
 def _missing_text(worker: pb.WorkerStatus) -> str:
