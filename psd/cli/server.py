@@ -354,7 +354,8 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     else:
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
-    say(f"{name} has counted {server.totals}")
+    if first != _ALONE:
+        say(f"{name} has counted {server.totals}")
     threading.Thread(target=drain, daemon=True).start()
     more = [word for word in more if word not in (_DONE, _ALONE)]
     while not more:
