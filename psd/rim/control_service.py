@@ -66,6 +66,7 @@ class ControlService:
             "Describe": self.describe,
             "OpenBulk": self.open_bulk,
             "Status": self.status,
+            "Log": self.log,
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -157,6 +158,16 @@ class ControlService:
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """See ControlService.Status."""
-        del request, context
+        del context
         progress = self._checkpointer.progress if self._checkpointer is not None else None
-        return views.shard_status(self._shard, self._address(), progress)
+        reply = views.shard_status(self._shard, self._address(), progress)
+        if request.HasField("points_after"):
+            points, reply.points_last = self._shard.curves.after(request.points_after)
+            reply.points.extend(points)
+        return reply
+
+    def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
+        """See ControlService.Log."""
+        del context
+        self._shard.log(request)
+        return control_pb2.LogReply()
