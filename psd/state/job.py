@@ -123,7 +123,7 @@ class Job:
         if self._tables_index is not None:
             times = RoundTimes(now, on_awaited if first is None else None)
             checks = RowChecks(spec, shard_index, shard_count, limits)
-            self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall)
+            self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
             self._trained.append(self.tables)
         self.trained_count = len(self._trained)
         self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}

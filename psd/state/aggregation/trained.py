@@ -25,6 +25,7 @@ from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent import Loan
 from psd.state.aggregation.pages import Counted
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Update
+from psd.state.aggregation.rules import rule_failed
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
@@ -132,6 +133,8 @@ class Trained(ABC):
         with self.lock:
             if self._is_due:
                 self._apply_due()
+            elif self._failure is not None:
+                self._settle()  # a round that has all its gradients, and whose rule has raised, tries again
             session, clock = self._counted(part.rank)
             if session == part.session and clock > part.clock:
                 return Outcome.DUPLICATE
@@ -258,6 +261,15 @@ class Trained(ABC):
         self._waits.reached(version)
         self.times.on_close(self._round.waited())
         closed.end()
+
+    def _note_failed(self, cause: BaseException, rule: str, kind: str, name: str) -> RuleFailed:
+        """The error for a user's rule that has raised; see rule_failed. A round stays open then: whoever waits for it, now or
+        later, learns why, and a worker that sends again tries again."""
+        error = rule_failed(cause, rule, kind, name, self.version, is_known=self._failure is not None)
+        if self._policy.has_rounds:
+            self._failure = error
+            self._waits.fail(error)
+        return error
 
     # -- waits -------------------------------------------------------------------------------------------------------------
 
