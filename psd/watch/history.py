@@ -92,7 +92,7 @@ def moment_of(snapshot: JobSnapshot) -> Moment:
 
 
 class History:
-    """What has been seen so far.
+    """Everything that has been seen so far.
 
     Attributes:
         moments: the oldest first. events: the last ones, the oldest first.
