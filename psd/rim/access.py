@@ -52,7 +52,6 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Load": _WORKER,
     _CONTROL + "Rollback": _WORKER,
     _CONTROL + "OpenBulk": _WORKER,
-    _CONTROL + "Log": _WORKER,
     _DATA + "Push": _WORKER,
     _DATA + "Pull": _WORKER,
     _DATA + "PullRows": _WORKER,

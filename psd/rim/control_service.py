@@ -66,7 +66,6 @@ class ControlService:
             "Describe": self.describe,
             "OpenBulk": self.open_bulk,
             "Status": self.status,
-            "Log": self.log,
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -158,16 +157,6 @@ class ControlService:
 
     def status(self, request: control_pb2.StatusRequest, context: grpc.ServicerContext) -> control_pb2.StatusReply:
         """See ControlService.Status."""
-        del context
+        del request, context
         progress = self._checkpointer.progress if self._checkpointer is not None else None
-        reply = views.shard_status(self._shard, self._address(), progress)
-        if request.HasField("points_after"):
-            points, reply.points_last = self._shard.curves.after(request.points_after)
-            reply.points.extend(points)
-        return reply
-
-    def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
-        """See ControlService.Log."""
-        del context
-        self._shard.log(request)
-        return control_pb2.LogReply()
+        return views.shard_status(self._shard, self._address(), progress)

@@ -23,7 +23,6 @@ from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.curves import Curves
 from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
@@ -68,7 +67,6 @@ class Shard:
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
         admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
-        curves: what workers have logged; at shard 0 alone.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
-        self.curves = Curves()
         self.is_draining = False
         self._started = now()
 
@@ -122,14 +119,6 @@ class Shard:
             )
             self._core.barriers.on_arrive(begun_as, request.seq, ticket)
             return ticket
-
-    def log(self, request: control_pb2.LogRequest) -> None:
-        """Keep what a worker has measured, for those who look on."""
-        if self.config.shard_index != 0:
-            raise WrongShard(f"shard 0 keeps what workers log, this is shard {self.config.shard_index}")
-        with self._core.lock:
-            worker = self._core.check_caller(request.caller)
-        self.curves.add(worker.rank, request.points)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take back the arrival, at a barrier or a load, of a caller that has given up."""

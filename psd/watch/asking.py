@@ -48,22 +48,12 @@ class Asker:
         self._channels = [dial(server, credentials) for server in servers]
         self._calls: list[StatusCall] = []
 
-    def ask(self, timeout_s: float, points_after: int | None = None) -> list[Answer]:
-        """Ask all shards at once; the answers, or errors, are in the order of `servers`.
-
-        Args:
-            points_after: of what workers have logged, fetch from shard 0 what is newer than this; None: nothing.
-        """
+    def ask(self, timeout_s: float) -> list[Answer]:
+        """Ask all shards at once; the answers, or errors, are in the order of `servers`."""
         self._dial_anew_if_changed()
-        metadata = self._credentials.metadata()
-        requests = [control_pb2.StatusRequest() for _ in self.servers]
-        if points_after is not None:
-            requests[0].points_after = points_after
+        request, metadata = control_pb2.StatusRequest(), self._credentials.metadata()
         stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in self._channels]  # type: ignore[no-untyped-call]
-        self._calls = [
-            stub.Status.future(request, timeout=timeout_s, metadata=metadata)
-            for stub, request in zip(stubs, requests, strict=True)
-        ]
+        self._calls = [stub.Status.future(request, timeout=timeout_s, metadata=metadata) for stub in stubs]
         return [self._answer(server, call) for server, call in zip(self.servers, self._calls, strict=True)]
 
     def silent(self) -> list[str]:

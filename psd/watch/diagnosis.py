@@ -1,4 +1,4 @@
-"""What a look means, in words: is the job training, what limits it, who is slow. Pure functions on snapshots."""
+"""The meaning of a look, in words: is the job training, what limits it, who is slow. Pure functions on snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has happened between two looks at a job: joins, departures, restarts, checkpoints, refused requests.
+"""Events between two looks at a job: joins, departures, restarts, checkpoints, refused requests.
 
 Pure functions on snapshots. What came and went between two looks is not seen.
 """
@@ -11,7 +11,7 @@ from psd.watch.snapshot import Event, JobSnapshot, ShardSnapshot, WorkerSnapshot
 
 
 def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
-    """What the second look shows that the first one did not; of a first look, nothing but troubles."""
+    """Events that the second look shows and the first one does not; of a first look, nothing but troubles."""
     if before is None:
         return [Event(now.at, "lost", "error", _lost(shard)) for shard in now.shards if shard.state == "no answer"]
     return [Event(now.at, *event) for event in _events(before, now)]

@@ -5,12 +5,44 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from psd.contract.points import CURVES_MAX, POINTS_MAX, thinned
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
 
 MOMENTS_MAX = 2400
 EVENTS_MAX = 500
+CURVES_MAX = 256
+POINTS_MAX = 8192
+"""Points that are kept of one curve, of all workers together."""
+
+
+class Ranked(Protocol):
+    """A point of a worker."""
+
+    @property
+    def rank(self) -> int:
+        """The worker's."""
+        ...
+
+
+PointT = TypeVar("PointT", bound=Ranked)
+
+
+def thinned(points: Sequence[PointT], points_max: int) -> list[PointT]:
+    """The same points if they are few; else without every second point of each worker in the older half.
+
+    So a curve is as fine as it was measured at its end, and the coarser the further back, but goes back to its beginning.
+    """
+    if len(points) <= points_max:
+        return list(points)
+    half = len(points) // 2
+    kept, is_next_kept = [], dict[int, bool]()
+    for point in points[:half]:
+        is_kept = is_next_kept.get(point.rank, True)
+        is_next_kept[point.rank] = not is_kept
+        if is_kept:
+            kept.append(point)
+    return [*kept, *points[half:]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +92,7 @@ def moment_of(snapshot: JobSnapshot) -> Moment:
 
 
 class History:
-    """What has been seen so far.
+    """Everything that has been seen so far.
 
     Attributes:
         moments: the oldest first. events: the last ones, the oldest first.

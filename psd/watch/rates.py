@@ -1,4 +1,4 @@
-"""How fast counters have grown in the last seconds. Must not know what they count."""
+"""Rates at which counters have grown in the last seconds. Must not know what they count."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ Must not know terminals or browsers. Not thread-safe: looks are taken by one thr
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from psd.watch.rates import Rates
 from psd.watch.snapshot import (
     CallTimes,
     CheckpointSnapshot,
-    CurvePoint,
     Event,
     JobSnapshot,
     ShardSnapshot,
@@ -46,7 +44,7 @@ _IN_ROUNDS = (pb.WAIT_KIND_ROUND, pb.WAIT_KIND_EARLIER_ROUND, pb.WAIT_KIND_STALE
 class Asks(Protocol):
     """Asks the shards; see psd/watch/asking.py: Asker."""
 
-    def ask(self, timeout_s: float, points_after: int | None = None) -> list[Answer]:
+    def ask(self, timeout_s: float) -> list[Answer]:
         """Return the answers, in the order of the shards."""
         ...
 
@@ -71,14 +69,12 @@ class Sampler:
         self._clock = clock
         self._wall = wall
         self._rates = Rates(RATE_S)
-        self._points_last = 0
         self._events: list[Event] = []
 
     def look(self, timeout_s: float = ANSWER_S) -> JobSnapshot:
         """Ask all shards once; the job as it is now."""
-        self.answers = self._asker.ask(timeout_s, self._points_last)
+        self.answers = self._asker.ask(timeout_s)
         before, now = self.now, self._snapshot(self.answers)
-        self._take_points(self.answers[0].reply)
         self._events = events_between(before, now)
         self.history.add(now, self._events)
         self.now = now
@@ -217,15 +213,6 @@ class Sampler:
             last_seen_s=worker.last_seen_s,
             waits=printable(wait_text(max(own, key=lambda wait: wait.waited_s))) if own else "",
         )
-
-    def _take_points(self, reply: pb.StatusReply | None) -> None:
-        if reply is None:
-            return
-        # A shard that has restarted counts anew: what it has is asked for at the next look.
-        self._points_last = reply.points_last if reply.points_last >= self._points_last else 0
-        for point in reply.points:
-            if math.isfinite(point.at):
-                self.history.add_point(printable(point.curve), CurvePoint(point.rank, point.step, point.value, point.at))
 
 
 def _worker_state(worker: pb.WorkerStatus) -> str:

@@ -1,4 +1,4 @@
-"""What one look at a job amounts to: plain values, ready to be shown. Must not know where they come from.
+"""The result of one look at a job: plain values, ready to be shown. Must not know where they come from.
 
 Totals are as the shards told them, so that they agree with psdctl status and the metrics. Rates are those of the last seconds
 (`RATE_S` in psd/watch/sampler.py); they are 0 where nothing is known yet.

@@ -38,7 +38,6 @@ MAY = {
     "psd.v1.ControlService/Join": TRAINS,
     "psd.v1.ControlService/Declare": TRAINS,
     "psd.v1.ControlService/Heartbeat": TRAINS,
-    "psd.v1.ControlService/Log": TRAINS,
     "psd.v1.ControlService/Leave": TRAINS,
     "psd.v1.ControlService/Commit": TRAINS,
     "psd.v1.ControlService/Measure": TRAINS,

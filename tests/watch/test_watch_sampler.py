@@ -1,6 +1,5 @@
 """Looks at a job: psd/watch/sampler.py, with scripted answers and a clock that the test sets."""
 
-import math
 from dataclasses import asdict
 
 import pytest
@@ -18,7 +17,6 @@ class ScriptedJob:
 
     def __init__(self, shards=2, workers=2):
         self.seconds = 0.0
-        self.asked = []
         self.replies = [
             pb.StatusReply(
                 shard_index=index,
@@ -40,9 +38,8 @@ class ScriptedJob:
         self.is_silent = [False] * shards
         self.sampler = Sampler(self, lambda: self.seconds, lambda: 1e9 + self.seconds)
 
-    def ask(self, timeout_s, points_after=None):
+    def ask(self, timeout_s):
         del timeout_s
-        self.asked.append(points_after)
         return [
             Answer(f"host:{7000 + index}", None, "UNAVAILABLE", "failed to connect to all addresses: refused")
             if silent
@@ -195,25 +192,6 @@ def test_events_are_what_differs_between_two_looks(job):
         "worker 0 is back, at step 20",
     ]
     assert {event.at for event in job.sampler.history.events} == {1e9 + 3, 1e9 + 4}
-
-
-def test_points_are_asked_for_once_and_again_when_shard_0_has_restarted(job):
-    reply = job.replies[0]
-    reply.points.add(curve="loss", rank=1, step=1, value=math.nan, at=1e9)
-    reply.points.add(curve="loss", rank=1, step=2, value=0.5, at=1e9 + 1)
-    reply.points_last = 2
-    job.look()
-    del reply.points[:]
-    job.look()
-    reply.points_last = 0
-    job.look()
-    reply.points.add(curve="loss", rank=1, step=2, value=0.4, at=1e9 + 9)
-    job.look()
-
-    assert job.asked == [0, 2, 2, 0]
-    first, second = job.sampler.history.curves["loss"]
-    assert math.isnan(first.value)
-    assert (second.step, second.value) == (2, 0.4), "a step that is made again takes the place of the first"
 
 
 def test_the_history_is_bounded_and_goes_back_to_the_beginning():
