@@ -320,6 +320,11 @@ class Shard:
         return STATES.get(self._core.life.now, ShardState.SERVING)
 
     @property
+    def began_at(self) -> int:
+        """The step at which the job began here: that of its checkpoint, or 0."""
+        return self._core.began_at
+
+    @property
     def absent(self) -> dict[int, Absence]:
         """The workers that nobody waits for any more, by rank, and why."""
         members = self._core.membership

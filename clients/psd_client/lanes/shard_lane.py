@@ -210,7 +210,7 @@ class ShardLane(Lane):
             return self._asked("PullRows", data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
         method = bulk_pb2.BULK_METHOD_PULL_ROWS
         message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
-        return connection.pull_rows(message, WantedRows(self._name, wanted), call)
+        return connection.pull_rows(message, WantedRows(self._name, wanted, connection.places), call)
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """See Lane."""
