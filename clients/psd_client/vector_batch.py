@@ -287,9 +287,9 @@ class Batch:
 
 def _spec(vector: VectorHandle) -> VectorSpec:
     """The declaration of what a program has passed as a vector. Raises InvalidRequest if it is none."""
-    if isinstance(vector, VectorHandle):
-        return vector.spec
-    refuse(InvalidRequest, "vector", "one of ParameterServer.vector or matrix", vector)
+    if not isinstance(vector, VectorHandle):
+        refuse(InvalidRequest, "vector", "one of ParameterServer.vector or matrix", vector)
+    return vector.spec
 
 
 def _name(vector: VectorHandle) -> str:

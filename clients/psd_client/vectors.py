@@ -88,8 +88,8 @@ class Vector(VectorHandle):
 
         Args:
             name: one that is built in (see docs/vectors.md), such as "sqrt" or "clip"; or the import path of your own,
-                "my_module:function", which the operator must have allowed (`--rule`). Yours is called with a piece of the vector,
-                a read-only array, and the arguments, and returns an array of that length and dtype.
+                "my_module:function", which the operator must have allowed (`--rule`). Yours is called with a piece of the
+                vector, a read-only array, and the arguments, and returns an array of that length and dtype.
             arguments: numbers that the function takes.
             of: the vector that it is applied to.
         """
@@ -109,8 +109,7 @@ class Vector(VectorHandle):
         """Set all elements, or those from `start` on, to an array's.
 
         Args:
-            values: of the vector's shape, or, with `start`, of any number of elements that are there from `start` on. Converted to
-                the vector's dtype, as NumPy does within one kind of number.
+            values: of the vector's shape, or, with `start`, as many as there are to be set; converted to the vector's dtype.
         """
         self._run(lambda b: b.put(self, values, start))
 

@@ -1,7 +1,7 @@
 """Server-side vectors on the wire: declarations and batches as messages, and what may be in them.
 
-Both sides say operations in the words of psd_core/vector_operations.py. Owns their message form, how a batch is cut for a shard,
-and the checks that need no vectors' values. Must not know sessions, files or connections.
+Both sides say operations in the words of psd_core/vector_operations.py. Owns their message form, how a batch is cut for a
+shard, and the checks that need no vectors' values. Must not know sessions, files or connections.
 """
 
 from __future__ import annotations
