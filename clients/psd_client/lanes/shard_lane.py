@@ -7,13 +7,13 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows
+from psd.contract.rows import FRAME_BYTES_MAX, TableRows
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
@@ -164,6 +164,9 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
+            if not part.blocks and part.feed is None and part.nbytes <= FRAME_BYTES_MAX:
+                (frame,) = self._push_frames(part)
+                return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
@@ -252,8 +255,14 @@ class ShardLane(Lane):
     def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
         rows = WantedRows(self._name, wanted)
+        asked = self._rows_frames(rows, first)
         try:
-            for frame in self._channel.stream_in(f"{_DATA}{method}", self._rows_frames(rows, first), call):
+            answers: Iterable[bytes]
+            if len(rows.requests) == 1 and can_start_threads():
+                answers = (self._channel.frame(f"{_DATA}{method}", next(asked), call),)
+            else:
+                answers = self._channel.stream_in(f"{_DATA}{method}", asked, call)
+            for frame in answers:
                 head, payload = frames.split(frame, "RowsFrame")
                 rows.fill(data_pb2.RowsFrame.FromString(head), payload)
         finally:
