@@ -231,9 +231,6 @@ class BlockState(Trained):
         assert cause is not None
         return self._note_failed(cause, self._bound.name, "tensor", tensor)
 
-    def _handed(self) -> Page:
-        return self.pin()
-
     def pin(self) -> Page:
         """The current page, pinned."""
         return self._arena.pin(self._slot)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Verdict
@@ -120,10 +119,6 @@ class Trained(ABC):
 
         reader: the rank of a worker that computes its next gradient from it.
         """
-
-    @abstractmethod
-    def _handed(self) -> Any:
-        """The present version as cuts take it."""
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -263,7 +258,7 @@ class Trained(ABC):
             return
         closed, self._failure = self._round, None
         self._open(version)
-        self._waits.reached(version, self._handed)
+        self._waits.reached(version)
         self.times.on_close(self._round.waited())
         closed.end()
 
@@ -279,15 +274,15 @@ class Trained(ABC):
     # -- waits -------------------------------------------------------------------------------------------------------------
 
     def at_version(self, version: int, whose: object, take: Take) -> bool:
-        """Hand what a cut takes of a version to `take` when that is reached; False if it is passed.
+        """Call `take` when the version is reached; False if it is passed.
 
-        `take` runs under this lock; not any more after `not_at_version` with the same two arguments.
+        It runs under this lock; not any more after `not_at_version` with the same two arguments.
         """
         with self.lock:
             if self.version > version:
                 return False
             if self.version == version:
-                take(self._handed())
+                take()
             else:
                 self._waits.add_take(version, whose, take)
             return True

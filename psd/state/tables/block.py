@@ -130,7 +130,8 @@ class TablesBlock(Trained):
     Attributes:
         partitions: one for each table.
         checks: of what is sent about rows.
-        marks: by table, the snapshot that the next one is to begin after; None: it is to be full. Set by whoever stores them.
+        base: the checkpoint for later ones to build on, see psd/state/durability/table_bases.py; empty: none.
+        bases: those that this shard has stored whole, with the marks of the tables' snapshots. Both are set by whoever stores.
     """
 
     def __init__(
@@ -146,7 +147,8 @@ class TablesBlock(Trained):
     ) -> None:
         self.partitions = [Partition(table, spec, store, rules) for table, store in zip(spec.tables, stores, strict=True)]
         self.checks = checks
-        self.marks: list[Mark | None] = [None] * len(stores)
+        self.base = ""
+        self.bases: Mapping[str, Sequence[Mark]] = {}
         self._wall = wall
         self._world_size = spec.world_size
         self._pool = SumsPool([table.dim for table in spec.tables])
@@ -308,14 +310,15 @@ class TablesBlock(Trained):
             else:
                 _narrow(partition.store.read(ids, clock=used), values)
 
-    def _handed(self) -> list[TableSnapshot] | None:
-        return self.snapshots()
+    def snapshots(self, base: str) -> list[TableSnapshot] | None:
+        """A snapshot of each table, begun; None while others are under way. Under the lock.
 
-    def snapshots(self) -> list[TableSnapshot] | None:
-        """A snapshot of each table, begun; None while others are under way. Under the lock."""
+        base: the checkpoint whose rows they need not have again; they have all if this shard does not remember it.
+        """
+        marks: Sequence[Mark | None] = self.bases.get(base) or [None] * len(self.partitions)
         begun: list[TableSnapshot] = []
         try:
-            for partition, mark in zip(self.partitions, self.marks, strict=True):
+            for partition, mark in zip(self.partitions, marks, strict=True):
                 begun.append(partition.store.snapshot(mark))
         except ArenaClosed:
             raise
