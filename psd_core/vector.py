@@ -1,8 +1,8 @@
 """The crash-safe store of a shard's part of all vectors: a directory of files, mapped shared.
 
 A batch is one transaction: `kill -9` at any instant leaves all of it, or nothing. How is told in docs/design/vectors.md. This
-module owns the files: it makes and locks them, takes space for what C is about to write, and removes what no vector has. Must not
-know ranks, messages or checkpoints.
+module owns the files: it makes and locks them, takes space for what C is about to write, and removes what no vector has. Must
+not know ranks, messages or checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
 from psd_core._vector_format import BatchForgotten, UnknownVector, VectorError, VectorPart, VectorSpec
-from psd_core.vector_operations import DTYPES, STRIPE, Operation
+from psd_core.vector_operations import DTYPES, STRIPE, Operation, extent
 
 __all__ = [
     "CRASH_POINTS",
@@ -215,7 +215,7 @@ class VectorStore:
                 raise VectorError(f"vectors: at most {form.VECTORS_MAX}")
             taken = {part.number for part in self._parts.values()}
             number = next(n for n in range(form.VECTORS_MAX) if n not in taken)
-            part = VectorPart(spec, number, *form.extent(spec.size, self.shard, self.shards))
+            part = VectorPart(spec, number, *extent(spec.size, self.shard, self.shards))
             path = self._directory / self._vector_name(number)
             self._crash_point("file")
             file = files.File(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
