@@ -124,7 +124,7 @@ class Limits:
         vectors_max: server-side vectors of one job.
         vector_bytes_max: memory for this shard's part of all vectors; 0: as much as there is where its state lies.
         batch_operations_max: operations on vectors in one batch.
-        batch_bytes_max: numbers that one batch brings to this shard, or one pull of vectors takes from it, which it holds meanwhile.
+        batch_bytes_max: numbers that one batch brings to this shard, or one pull at indices takes from it; held meanwhile.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
@@ -143,7 +143,7 @@ class Limits:
     table_rows_max: int = 1 << 31
     push_ids_max: int = 1 << 20
     push_bytes_max: int = 1 << 30
-    vectors_max: int = 4096
+    vectors_max: int = 1024
     vector_bytes_max: int = 0
     batch_operations_max: int = 1024
     batch_bytes_max: int = 1 << 30

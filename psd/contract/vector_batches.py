@@ -1,7 +1,7 @@
-"""Batches of operations on server-side vectors as messages: written for each shard by the client, read and checked by the shard.
+"""Batches of operations on server-side vectors as messages: written for each shard by the client, and read by the shard.
 
-The numbers that an operation brings are its part of the *payload*, in arrays that each begin at a multiple of 8 bytes: values, or
-indices and values. A client sends a shard only what that shard has. Must not know sessions, stores or connections.
+The numbers that an operation brings are its part of the *payload*, in arrays that each begin at a multiple of 8 bytes: values,
+or indices and values. A client sends a shard only what that shard has. Must not know sessions, stores or connections.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OutgoingBatch:
 
     def _add(self, operation: Operation) -> None:
         has: Any = operation
-        entry = self._message.operations.add(operator=_OPERATORS[type(operation)])  # type: ignore[arg-type]
+        entry = self._message.operations.add(operator=_OPERATORS[type(operation)])
         x = getattr(operation, "x", ())
         names = [x] if isinstance(x, str) else list(x)
         if isinstance(operation, (words.Zip, words.Dot)):
@@ -113,18 +113,19 @@ class OutgoingBatch:
             numbers, entry.function = operation.arguments, operation.function
         if numbers:
             is_whole = self._specs[has.out].dtype == "int64"
-            (entry.wholes if is_whole else entry.numbers).extend(numbers)  # type: ignore[arg-type]
+            field: Any = entry.wholes if is_whole else entry.numbers
+            field.extend(numbers)
 
 
-def payload_bytes(pieces: Pieces) -> int:
+def payload_bytes(pieces: Sequence[NDArray[Any]]) -> int:
     """Bytes of the payload that these pieces make."""
     return sum(piece.nbytes + _padding(piece.nbytes) for piece in pieces)
 
 
-def payload_parts(pieces: Pieces) -> Iterator[memoryview]:
+def payload_parts(pieces: Sequence[NDArray[Any]]) -> Iterator[memoryview]:
     """The payload, piece by piece, with what lies between."""
     for piece in pieces:
-        yield memoryview(np.ascontiguousarray(piece)).cast("B")
+        yield np.ascontiguousarray(piece).data.cast("B")
         if _padding(piece.nbytes):
             yield memoryview(bytes(_padding(piece.nbytes)))
 
@@ -162,7 +163,7 @@ class IncomingBatch:
         """
         found: list[words.Operation] = []
         for place, entry in enumerate(self._message.operations):
-            kind = _KINDS.get(entry.operator)
+            kind: Any = _KINDS.get(entry.operator)
             if kind is None:
                 raise InvalidRequest(f"operations[{place}].operator: {entry.operator} is none")
             try:
@@ -173,7 +174,7 @@ class IncomingBatch:
             raise InvalidRequest(f"payload: has {len(self._payload)} bytes, but the operations bring {self._at}")
         return found
 
-    def _operation(self, kind: type, entry: vectors_pb2.VectorOperation) -> words.Operation:
+    def _operation(self, kind: Any, entry: vectors_pb2.VectorOperation) -> Any:
         x, y = self._named("x", entry.x), self._named("y", entry.y)
         expected = 1 if kind in _ONE_OPERAND else 2 if kind in (words.Zip, words.Dot) else None
         if expected is not None and len(x) != expected:
@@ -186,23 +187,23 @@ class IncomingBatch:
                 return words.Dot(x[0].name, x[1].name)
             if kind is words.Gram:
                 return words.Gram([spec.name for spec in x], [spec.name for spec in y])
-            return kind(x[0].name)  # type: ignore[no-any-return]
+            return kind(x[0].name)
         (out,) = self._named("out", [entry.out])
         check_alike("x", [out, *x])
         names = [spec.name for spec in x]
         if kind in _WITH_PAYLOAD:
             return self._with_payload(kind, entry, out)
         if kind is words.Copy:
-            return words.Copy(out.name, *names)
+            return words.Copy(out.name, names[0])
         numbers: Sequence[float] = list(entry.wholes) if out.dtype == "int64" else list(entry.numbers)
         count = len(x) if kind is words.Combine else _NUMBERS.get(kind, len(numbers))
         if len(numbers) != count:
             field = "wholes" if out.dtype == "int64" else "numbers"
             raise InvalidRequest(f"{field}: expected {count}, got {len(numbers)}")
         if kind is words.Fill or kind is words.Scale:
-            return kind(out.name, numbers[0])  # type: ignore[no-any-return]
+            return kind(out.name, numbers[0])
         if kind is words.Axpy:
-            return words.Axpy(out.name, numbers[0], *names)
+            return words.Axpy(out.name, numbers[0], names[0])
         if kind is words.Combine:
             return words.Combine(out.name, numbers, names)
         if kind is words.Random:
@@ -212,7 +213,7 @@ class IncomingBatch:
         check_function("map" if kind is words.Map else "zip", entry.function, len(numbers), out.dtype)
         if kind is Custom:
             return words.Apply(out.name, self._function(entry.function, numbers), names)
-        return kind(out.name, entry.function, *names, numbers)  # type: ignore[no-any-return]
+        return kind(out.name, entry.function, *names, numbers)
 
     def _function(self, path: str, arguments: Sequence[float]) -> Callable[..., Any]:
         function = self._functions.get(path)
@@ -222,12 +223,12 @@ class IncomingBatch:
         found = function
         return (lambda *pieces: found(*pieces, *arguments)) if arguments else found
 
-    def _with_payload(self, kind: type, entry: vectors_pb2.VectorOperation, out: VectorSpec) -> words.Operation:
+    def _with_payload(self, kind: Any, entry: vectors_pb2.VectorOperation, out: VectorSpec) -> Any:
         count = entry.count
         if kind is words.Put or kind is words.Add:
             if entry.start + count > out.size:
                 raise InvalidRequest(f"start: {entry.start} + {count} elements end beyond {out.name!r}, which has {out.size}")
-            return kind(out.name, entry.start, self._take(count, out.dtype))  # type: ignore[no-any-return]
+            return kind(out.name, entry.start, self._take(count, out.dtype))
         columns = 1
         if kind is words.AddRows:
             columns = out.columns

@@ -78,7 +78,7 @@ class VectorService:
             raise InvalidRequest("batch: the first frame must have it")
         batch = frame.head.batch
         self._shard.vectors.check_payload(batch.payload_bytes)
-        payload, at = memoryview(np.empty(batch.payload_bytes, np.uint8)).cast("B"), 0
+        payload, at = np.empty(batch.payload_bytes, np.uint8).data, 0
         while True:
             part = frame.payload
             if len(part) > len(payload) - at:
@@ -119,7 +119,7 @@ class VectorService:
             limit = self._shard.config.limits.reads_max
             raise Overloaded(f"Fetch: {limit} callers are fetching already (the shard's --max-reads)")
         try:
-            numbers = memoryview(self._shard.vectors.fetch(request)).cast("B")
+            numbers = self._shard.vectors.fetch(request).data.cast("B")
             for at in range(0, len(numbers), FRAME_BYTES):
                 yield frames.join(b"", numbers[at : at + FRAME_BYTES])
         finally:

@@ -67,7 +67,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ class Storage:
                     self.directory / _VECTORS_NAME,
                     shard=config.shard_index,
                     shards=config.shard_count,
-                    sessions_max=4 * config.limits.workers_max,
+                    sessions_max=2 * config.limits.workers_max + 1,
                     crash_point=self._tables_crash_point,
                 )
             except ArenaFull as error:

@@ -40,6 +40,14 @@ class VectorCounts:
     sent_bytes: int = 0
 
 
+class _Seat:
+    """A rank's place among those that send batches: one batch at a time, and the session that the last one began in."""
+
+    def __init__(self) -> None:
+        self.lock = locks.new(Level.LEAF)
+        self.session = 0
+
+
 class VectorDesk:
     """Handles the calls of VectorService.
 
@@ -49,8 +57,8 @@ class VectorDesk:
 
     def __init__(self, core: ShardCore) -> None:
         self._core = core
-        self._lock = locks.new(Level.LEAF)
-        self._sessions: dict[int, int] = {}  # the last one of each rank whose batches the store knows
+        self._lock = locks.new(Level.LEAF)  # of the counts
+        self._seats: dict[int, _Seat] = {}  # by rank
         self.counts = VectorCounts()
 
     # -- changes ---------------------------------------------------------------------------------------------------------
@@ -64,16 +72,17 @@ class VectorDesk:
                 f"{len(request.operations)}"
             )
         self.check_payload(len(payload))
-        name = self._named(request.caller, request.session, request.seq)
-        with self._store() as vectors:
+        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
             found = vectors.answer(name)
-            if found is not None:
-                self._count(repeated=1)
-                return found
-            specs = self._known(vectors, request.vectors)
-            operations = IncomingBatch(request, payload, specs, self._core.functions).operations()
-            found = vectors.run([_named_errors(operation) for operation in operations], name)
-        self._count(batches=1, operations=len(operations), received_bytes=len(payload))
+            is_new = found is None
+            if found is None:
+                specs = self._known(vectors, request.vectors)
+                operations = IncomingBatch(request, payload, specs, self._core.functions).operations()
+                found = vectors.run([_named_errors(operation) for operation in operations], name)
+        if is_new:
+            self._count(batches=1, operations=len(request.operations), received_bytes=len(payload))
+        else:
+            self._count(repeated=1)
         return found
 
     def check_payload(self, nbytes: int) -> None:
@@ -85,9 +94,10 @@ class VectorDesk:
     def create(self, request: vectors_pb2.VectorChange) -> None:
         """Make a vector; see VectorService.Create."""
         spec = spec_of(request.vector)
-        name = self._named(request.caller, request.session, request.seq)
+        with self._core.lock:
+            self._core.check_caller(request.caller)
         self._open()
-        with self._store() as vectors:
+        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
             there = vectors.vectors()
             if spec.name in there:
                 check_same(spec, there[spec.name])
@@ -98,8 +108,7 @@ class VectorDesk:
     def drop(self, request: vectors_pb2.VectorChange) -> None:
         """Remove a vector; see VectorService.Drop."""
         spec = spec_of(request.vector)
-        name = self._named(request.caller, request.session, request.seq)
-        with self._store() as vectors:
+        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
             if vectors.answer(name) is None:
                 self._known(vectors, [request.vector])
                 vectors.drop_vector(spec.name, name)
@@ -153,8 +162,13 @@ class VectorDesk:
 
     # -- checks ----------------------------------------------------------------------------------------------------------
 
-    def _named(self, caller: Any, session: int, seq: int) -> BatchName:
-        """The name of a batch of a worker that takes part in a job."""
+    @contextmanager
+    def _named(self, vectors: VectorStore, caller: Any, session: int, seq: int) -> Iterator[BatchName]:
+        """The name of a batch of a worker that takes part in a job; no other one of that worker runs meanwhile.
+
+        Raises:
+            SessionFenced: the worker has gone on with a later session: this comes too late to be heard of.
+        """
         core = self._core
         with core.lock:
             worker = core.check_caller(caller)
@@ -162,13 +176,25 @@ class VectorDesk:
             core.on_used()
         if seq < 1:
             raise InvalidRequest(f"seq: must be at least 1, got {seq}")
-        begun_as = check_begun_as(session, caller)
-        with self._lock:
-            before = self._sessions.get(worker.rank, begun_as)
-            self._sessions[worker.rank] = max(before, begun_as)
-        if before < begun_as and core.storage.vectors is not None:
-            core.storage.vectors.forget(before)  # its last batch is answered, or this one would be that
-        return BatchName(begun_as, seq)
+        name = BatchName(check_begun_as(session, caller), seq)
+        seat = self._seats.setdefault(worker.rank, _Seat())
+        with seat.lock:
+            if name.session < seat.session:
+                raise worker.replaced(name.session)
+            if name.session > seat.session:
+                vectors.forget(seat.session)  # whose last batch was answered, or this one would be that
+                seat.session = name.session
+                self._forget_old(vectors)
+            yield name
+
+    def _forget_old(self, vectors: VectorStore) -> None:
+        """Make room for another session, if there is little: of those that an earlier process has known, the oldest go."""
+        known = vectors.sessions()
+        beyond = len(known) - 2 * self._core.config.limits.workers_max
+        if beyond >= 0:
+            in_use = {seat.session for seat in self._seats.values()}
+            for session in sorted(known.keys() - in_use)[: beyond + 1]:
+                vectors.forget(session)
 
     def _known(self, vectors: VectorStore, asked: Sequence[vectors_pb2.VectorSpec]) -> list[VectorSpec]:
         """The declarations that a caller has, which must be those of vectors that are there."""
@@ -176,7 +202,9 @@ class VectorDesk:
         specs = [spec_of(message) for message in asked]
         for spec in specs:
             if spec.name not in there:
-                raise UnknownVector(f"vectors: there is no vector {spec.name!r}; it was dropped, or never made", vector=spec.name)
+                raise UnknownVector(
+                    f"vectors: there is no vector {spec.name!r}; it was dropped, or never made", vector=spec.name
+                )
             check_same(spec, there[spec.name])
         return specs
 
@@ -208,9 +236,10 @@ class VectorDesk:
     def _store(self) -> Iterator[VectorStore]:
         """The store, whose errors come out as the shard's."""
         vectors = self._core.storage.vectors
+        if vectors is None:
+            self._core.declared()
+            raise UnknownVector("vectors: none was made yet")
         try:
-            if vectors is None:
-                raise store.UnknownVector("vectors: none was made yet")
             yield vectors
         except store.UnknownVector as error:
             raise UnknownVector(str(error)) from error
