@@ -210,7 +210,10 @@ class CheckpointUnsupported(PsdError):
 
 
 class RuleFailed(PsdError):
-    """A user's own update rule raised an exception on a shard; the block is as it was. Detail: rule, tensor, version."""
+    """A user's own update rule raised an exception on a shard; the block, or the table, is as it was.
+
+    Detail: rule, tensor (or table), version.
+    """
 
     code = "FAILED_PRECONDITION"
 

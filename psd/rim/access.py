@@ -40,6 +40,7 @@ ROLES: dict[str, frozenset[Role]] = {
     # Whoever looks on.
     _CONTROL + "Describe": _ALL,
     _CONTROL + "Status": _ALL,
+    _CONTROL + "Curves": _ALL,
     _DATA + "Read": _ALL,
     _DATA + "ReadRows": _ALL,
     _VECTORS + "List": _ALL,
@@ -52,6 +53,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Commit": _WORKER,
     _CONTROL + "Measure": _WORKER,
     _CONTROL + "Barrier": _WORKER,
+    _CONTROL + "Log": _WORKER,
     _CONTROL + "Load": _WORKER,
     _CONTROL + "Rollback": _WORKER,
     _CONTROL + "OpenBulk": _WORKER,

@@ -255,6 +255,15 @@ class ShardServer:
         """Name of the checkpoint that was taken because the shard ends; empty before."""
         return "" if self._last_checkpoint is None else self._last_checkpoint.name
 
+    @property
+    def totals(self) -> str:
+        """Sentence about what this process of the shard has done. The first step is that of the checkpoint it began with."""
+        now = self.shard.status()
+        clock = max((worker.clock for worker in now.workers), default=self.shard.began_at)
+        counters = now.counters
+        pushes = f"{counters.pushes_accepted} pushes, {counters.pushes_late} late"
+        return f"{pushes}, up to step {clock} from {self.shard.began_at}"
+
     def expect_end(self) -> None:
         """Note that `take_last_checkpoint` is about to be called, so that `drain` does not do so."""
         self._was_told_before = True

@@ -23,6 +23,7 @@ from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
+from psd.state.curves import Batch, Curves
 from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
@@ -100,6 +101,7 @@ class Shard:
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
         self.vectors = VectorDesk(self._core)
+        self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
 
@@ -220,6 +222,26 @@ class Shard:
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
 
+    # -- curves --------------------------------------------------------------------------------------------------------
+
+    def log(self, request: control_pb2.LogRequest) -> None:
+        """Keep the points of a worker's series; see ControlService.Log."""
+        self._check_keeps_curves()
+        worker = self.check_caller(request.caller)
+        batch = Batch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        self._curves.add(worker.rank, worker.connection, batch)
+
+    def curves(self, after: int) -> control_pb2.CurvesReply:
+        """The points of all workers' series; see ControlService.Curves."""
+        self._check_keeps_curves()
+        latest, more, parts = self._curves.read(after)
+        curves = [control_pb2.Curve(**part._asdict()) for part in parts]
+        return control_pb2.CurvesReply(incarnation=self._core.incarnation, latest=latest, more=more, curves=curves)
+
+    def _check_keeps_curves(self) -> None:
+        if self.config.shard_index != 0:
+            raise WrongShard(f"scalars are kept by shard 0, this is shard {self.config.shard_index}")
+
     # -- what the rim asks ---------------------------------------------------------------------------------------------
 
     @property
@@ -298,6 +320,11 @@ class Shard:
         if self.is_draining:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)
+
+    @property
+    def began_at(self) -> int:
+        """The step at which the job began here: that of its checkpoint, or 0."""
+        return self._core.began_at
 
     @property
     def absent(self) -> dict[int, Absence]:
