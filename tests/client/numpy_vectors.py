@@ -55,6 +55,10 @@ class Connection:
         self.space.most = max(self.space.most, len(self.space.arrays))
         return Vector(self, name)
 
+    @property
+    def vectors(self):
+        return {name: Vector(self, name) for name in self.space.arrays}
+
     def batch(self):
         return Batch(self)
 
@@ -73,8 +77,8 @@ class Vector:
     def pull(self):
         return self.array.copy()
 
-    def put(self, values, indices=slice(None)):
-        self.array[indices] = values
+    def put(self, values, start=0):
+        self.array[start : start + len(values)] = values
 
     def drop(self):
         del self.ps.space.arrays[self.name]
@@ -102,7 +106,7 @@ class Batch:
 
     def _reduce(self, compute):
         found = Number()
-        self.todo.append(lambda: setattr(found, "value", float(compute())))
+        self.todo.append(lambda: setattr(found, "value", compute()))
         return found
 
     def copy(self, y, x):
@@ -117,11 +121,17 @@ class Batch:
     def put(self, y, values):
         self._write(y, lambda: values)
 
-    def map(self, y, name):
-        self._write(y, lambda: FUNCTIONS[name](y.array))
+    def combine(self, y, coefficients, vectors):
+        self._write(y, lambda: sum(a * x.array for a, x in zip(coefficients, vectors, strict=True)))
 
-    def zip(self, y, name, x, *arguments):
-        self._write(y, lambda: FUNCTIONS[name](y.array, x.array, *arguments))
+    def map(self, y, name, of=None):
+        self._write(y, lambda: FUNCTIONS[name]((of or y).array))
+
+    def zip(self, y, name, x, *arguments, of=None):
+        self._write(y, lambda: FUNCTIONS[name]((of or y).array, x.array, *arguments))
+
+    def gram(self, ys, xs):
+        return self._reduce(lambda: np.array([[y.array @ x.array for x in xs] for y in ys]))
 
     def dot(self, y, x):
         return self._reduce(lambda: y.array @ x.array)
@@ -140,4 +150,4 @@ class Number:
     value: float
 
     def __float__(self):
-        return self.value
+        return float(self.value)

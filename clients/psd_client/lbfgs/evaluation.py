@@ -66,7 +66,7 @@ class Evaluator:
                 trouble = _BAD_GRADIENT + int(np.flatnonzero(~np.isfinite(gradient))[0])
             if not trouble and loss != math.inf:
                 self._open(f"part.{self._rank}", self._size).put(gradient)
-        self._shares.put([state.nfev, loss, trouble], np.arange(_LINE * self._rank, _LINE * (self._rank + 1)))
+        self._shares.put([state.nfev, loss, trouble], _LINE * self._rank)
 
     def _checked(self, loss: Any, gradient: Any) -> tuple[float, NDArray[np.float64]]:
         gradient = np.asarray(gradient)

@@ -92,7 +92,7 @@ def minimize(
             the loss has no value there, and a shorter step is tried. x is a new array (n,) of float64.
         x0: where to begin, (n,); worker 0's.
         l2, l1: weights of the regularization, >= 0. With l1, OWL-QN (Andrew and Gao 2007): elements of x become zeros.
-        history: pairs of differences that the direction is made of, 1 to 100.
+        history: pairs of differences that the direction is made of, 1 to 20.
         max_iterations: most iterations.
         tolerance: end when no element of the gradient is above it, or when the objective has decreased in 5 iterations by no
             more than it as a share of the objective (of 1, if that is smaller).
@@ -134,8 +134,10 @@ class _Vectors:
         return self._open[name]
 
     def drop_all_but(self, *names: str) -> None:
-        for name, vector in self._open.items():
-            if name not in names:
+        """Drop the others of this name, also those that an earlier life of a program has made."""
+        for full_name, vector in self._ps.vectors.items():
+            prefix, _, name = full_name.partition(f"{self._prefix}.")
+            if not prefix and name and name not in names:
                 vector.drop()
 
 
