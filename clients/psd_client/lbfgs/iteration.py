@@ -1,7 +1,7 @@
-"""Iterations of L-BFGS, as the leader makes them: batches on the shards' vectors, and decisions on the numbers that they return.
+"""Iterations of L-BFGS, as the leader makes them: batches on the shards' vectors, and decisions on the numbers that come back.
 
-Vectors, all of the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, the history's pairs (s.i, y.i);
-with L1 also the pseudo-gradient, the orthant, and one to compute in. Nothing here has elements of them.
+Vectors, all of the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, the history's pairs
+(s.i, y.i); with L1 also the pseudo-gradient, the orthant, and one to compute in. Nothing here has elements of them.
 """
 
 from __future__ import annotations
