@@ -105,6 +105,10 @@ class ShardLane(Lane):
         """See Lane."""
         return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, timeout_s)
 
+    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
+        """See Lane."""
+        self._channel.unary(f"{_CONTROL}Log", request, control_pb2.LogReply, call, is_wait=False)
+
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """See Lane."""
         self._channel.is_leaving = True

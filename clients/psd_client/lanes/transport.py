@@ -256,6 +256,10 @@ class Lane(ABC):
         """Send a heartbeat without waiting; return a function that waits for the reply."""
 
     @abstractmethod
+    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
+        """Report scalars to shard 0."""
+
+    @abstractmethod
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """Report that the worker has finished. Starts no thread, so that it works while the interpreter exits."""
 
