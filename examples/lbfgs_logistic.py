@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import sparse_data
 from scipy.optimize import minimize as scipy_minimize
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, hstack
 from scipy.special import expit
 from sparse_data import Array, SparseRows
 
@@ -28,14 +28,16 @@ import psd_client
 import psd_client.lbfgs
 
 
+LossAndGrad = Callable[[Array], tuple[float, Array]]
+
+
 def matrix(rows: SparseRows, size: int) -> csr_matrix:
     """Rows as a matrix (rows, size); feature 0, which no file has, is the bias."""
-    rows_and_bias = csr_matrix((rows.values.astype(np.float64), rows.ids, rows.starts), (len(rows.labels), size))
-    rows_and_bias[:, 0] = 1.0
-    return rows_and_bias
+    of_files = csr_matrix((rows.values.astype(np.float64), rows.ids, rows.starts), (len(rows.labels), size))
+    return hstack([np.ones((len(rows.labels), 1)), of_files[:, 1:]], format="csr")
 
 
-def logistic_loss(features: csr_matrix, labels: Array) -> Callable[[Array], tuple[float, Array]]:
+def logistic_loss(features: csr_matrix, labels: Array) -> LossAndGrad:
     """Sum of the logistic losses, and its gradient, as functions of the weights. Labels are 0 or 1."""
     signs, by_feature = 2.0 * labels - 1, features.T.tocsr()
 
@@ -119,6 +121,8 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=1e-8, help="see minimize (default %(default)s)")
     parser.add_argument("--plain", action="store_true", help="minimize in this process, by SciPy, without psd")
     args = parser.parse_args()
+    if args.plain and args.l1:
+        parser.error("--plain: L-BFGS-B of SciPy has no --l1")
     try:
         train(args)
     except (psd_client.ConfigError, FileNotFoundError, ValueError) as error:

@@ -5,8 +5,8 @@ $ psd-run --shards 2 --workers 2 examples/lda.py
 $ psd-run --shards 2 --workers 2 examples/lda.py --data docword.kos.txt.gz --topics 100 --sweeps 100
 
 Each worker has a share of the documents. It samples topics of their tokens with its own copy of the counts, then sends what has
-changed, and gets what the others have changed. The topics of the tokens are on the shards, too, and change with the counts, in one
-batch: the job goes on from a checkpoint with any number of workers. `--plain` samples in this process, without psd.
+changed, and gets what the others have changed. The topics of the tokens are on the shards, too, and change with the counts, in
+one batch: the job goes on from a checkpoint with any number of workers. `--plain` samples in this process, without psd.
 """
 
 from __future__ import annotations

@@ -254,13 +254,8 @@ def generated_documents(count: int = 400, words: int = 600, topics: int = 10, le
     of_document = rng.dirichlet(np.full(topics, 0.1), size=count)
     of_topic = rng.dirichlet(np.full(words, 0.05), size=topics)
     texts = [rng.multinomial(length, mixture @ of_topic) for mixture in of_document]
-    return Documents(
-        "generated",
-        np.repeat(np.arange(count), length),
-        np.concatenate([np.repeat(np.arange(words), t) for t in texts]),
-        count,
-        words,
-    )
+    of_token = np.concatenate([np.repeat(np.arange(words), times) for times in texts])
+    return Documents("generated", np.repeat(np.arange(count), length), of_token, count, words)
 
 
 def corpus(data: Path | None, min_count: int) -> Corpus:

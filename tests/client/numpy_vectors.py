@@ -137,13 +137,13 @@ class Batch:
         return self._reduce(lambda: y.array @ x.array)
 
     def sum(self, y):
-        return self._reduce(lambda: y.array.sum())
+        return self._reduce(lambda: np.sum(y.array))
 
     def min(self, y):
-        return self._reduce(lambda: y.array.min())
+        return self._reduce(lambda: np.min(y.array))
 
     def max(self, y):
-        return self._reduce(lambda: y.array.max())
+        return self._reduce(lambda: np.max(y.array))
 
 
 class Number:

@@ -1,7 +1,7 @@
 """Evaluation of the loss by all workers: each one's share, and what the leader learns of all shares.
 
-A worker puts its gradient in a vector of its own. When that is complete on all shards, it puts one line into a small vector of all
-workers: the number of the evaluation, the loss, and a trouble if there is one. So the leader knows whose shares are whole.
+A worker puts its gradient in a vector of its own. When that is complete on all shards, it puts one line into a small vector of
+all workers: the number of the evaluation, the loss, and a trouble if there is one. So the leader knows whose shares are whole.
 """
 
 from __future__ import annotations

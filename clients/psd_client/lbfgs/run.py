@@ -102,7 +102,7 @@ def minimize(
     Raises:
         InvalidRequest, InvalidTensor: an argument is wrong.
         NonFiniteGradient: a loss is NaN, or a gradient NaN or infinite; names the worker. Raised on all workers.
-        WorkerFailed: a worker has left, or its loss_and_grad has raised, so that its share is missing. Raised on all the others.
+        WorkerFailed: a worker has left, or its loss_and_grad has raised, so that its share is missing. Raised on the others.
         WaitTimeout, ShardUnavailable, SessionFenced: as `ParameterServer.push`.
     """
     start = _checked_start(x0)
@@ -238,18 +238,10 @@ class _Run:
 
 
 def _result(state: State, x: NDArray[np.float64]) -> Result:
-    is_success = state.status in (Status.CONVERGED_GRADIENT, Status.CONVERGED_DECREASE)
-    return Result(
-        x,
-        state.fun,
-        state.nit,
-        state.nfev,
-        is_success,
-        int(state.status),
-        MESSAGES[state.status],
-        state.gradient_norm,
-        state.step,
-    )
+    status = state.status
+    is_success = status in (Status.CONVERGED_GRADIENT, Status.CONVERGED_DECREASE)
+    counts = state.nit, state.nfev
+    return Result(x, state.fun, *counts, is_success, int(status), MESSAGES[status], state.gradient_norm, state.step)
 
 
 def _checked_start(x0: Any) -> NDArray[np.float64]:
