@@ -27,7 +27,6 @@ from sparse_data import Array, SparseRows
 import psd_client
 import psd_client.lbfgs
 
-
 LossAndGrad = Callable[[Array], tuple[float, Array]]
 
 
