@@ -76,9 +76,7 @@ def show(result: psd_client.lbfgs.Result) -> None:
         print(f"iteration {result.nit:4d}  objective {result.fun:.6f}  gradient {result.gradient_norm:.2e}", flush=True)
 
 
-def alone(
-    loss_and_grad: Callable[[Array], tuple[float, Array]], size: int, args: argparse.Namespace
-) -> psd_client.lbfgs.Result:
+def alone(loss_and_grad: LossAndGrad, size: int, args: argparse.Namespace) -> psd_client.lbfgs.Result:
     """Have SciPy minimize in this process."""
 
     def objective(weights: Array) -> tuple[float, Array]:

@@ -23,15 +23,24 @@ FUNCTIONS = {
 }
 
 
+class Killed(BaseException):
+    """End of a worker, which nothing catches."""
+
+
 class Space:
-    """The shards: vectors by name, and a barrier. `before_batch` is called before each batch of the leader's."""
+    """The shards: vectors by name, and a barrier of the workers that are there.
+
+    Attributes:
+        arrays: by name. most: how many there were at most. before_batch: called before each batch of the leader's.
+    """
 
     def __init__(self, world_size=1):
         self.world_size = world_size
         self.arrays = {}
         self.most = 0
         self.before_batch = lambda: None
-        self.meeting = threading.Barrier(world_size, timeout=10)
+        self._changed = threading.Condition()
+        self._present, self._arrived, self._opened = world_size, 0, 0
 
     def minimize(self, *arguments, losses, **options):
         """Results, or errors, of all workers, by rank."""
@@ -39,15 +48,35 @@ class Space:
         def worker(rank):
             try:
                 return minimize(Connection(self, rank), losses[rank], *arguments, **options)
-            except Exception as error:  # noqa: BLE001 - the result of the worker
+            except (Exception, Killed) as error:  # noqa: BLE001 - the result of the worker
                 return error
 
         with ThreadPoolExecutor(self.world_size) as pool:
             return list(pool.map(worker, range(self.world_size)))
 
+    def leave(self):
+        """Wait for one worker less."""
+        with self._changed:
+            self._present -= 1
+            self._open_if_complete()
+
+    def meet(self):
+        with self._changed:
+            self._arrived += 1
+            opens = self._opened + 1
+            self._open_if_complete()
+            assert self._changed.wait_for(lambda: self._opened >= opens, timeout=10)
+
+    def _open_if_complete(self):
+        if self._arrived >= self._present:
+            self._arrived, self._opened = 0, self._opened + 1
+            self._changed.notify_all()
+
 
 class Connection:
-    def __init__(self, space, rank):
+    """One worker's."""
+
+    def __init__(self, space, rank=0):
         self.space, self.rank, self.world_size = space, rank, space.world_size
 
     def vector(self, name, size):
@@ -63,7 +92,7 @@ class Connection:
         return Batch(self)
 
     def barrier(self, _name):
-        self.space.meeting.wait()
+        self.space.meet()
 
 
 class Vector:

@@ -59,7 +59,7 @@ def strong_wolfe(fun: float, slope: float, first: float) -> Search:
         step = _between(low, high) if high else low.step * GROWTH
         if high and abs(high.step - low.step) <= 1e-12 * max(high.step, low.step):
             break
-    if low.step == 0:
+    if not low.fun < fun:
         raise NoStep
     yield low.step  # the slope is still steep there, but the objective is smaller
     return low.step
