@@ -27,7 +27,7 @@ import psd_client
 
 
 class Shared:
-    """What lies on the shards: counts of words by topic, the tokens' topics, and what workers tell each other.
+    """Vectors on the shards: counts of words by topic, topics of the tokens, and what workers tell each other.
 
     A topic that was not drawn yet is 0, and the first one is 1. Who has a share of the tokens also has the counts right, since
     both change in one batch.
