@@ -94,7 +94,7 @@ class Sampler:
         self.answers = self._asker.ask(self._answer_s)
         before, now = self.now, self._snapshot(self.answers)
         self._events = events_between(before, now)
-        self.history.add(now, self._events)
+        self.history.add(now if before is not None else None, self._events)
         self.points = self._new_points() if self.answers[0].reply is not None else []
         self.now = now
         return now

@@ -227,7 +227,7 @@ def test_the_history_is_bounded_and_goes_back_to_the_beginning():
 
     moments = job.sampler.history.moments
     assert len(moments) <= MOMENTS_MAX
-    assert (moments[0].at, moments[-1].at) == (1e9 + 1, 1e9 + MOMENTS_MAX + 1000)
+    assert (moments[0].at, moments[-1].at) == (1e9 + 2, 1e9 + MOMENTS_MAX + 1000)
     assert len(job.told) == EVENTS_MAX
 
 

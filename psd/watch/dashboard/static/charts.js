@@ -3,7 +3,7 @@
 import { h, s, setText } from "./dom.js";
 import { clockTime, number, whole } from "./words.js";
 
-const LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 168;
+const RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 168;
 const SERIES_MAX = 8;
 
 export const colour = (index) => `var(--s${index % 8})`;
@@ -59,9 +59,11 @@ function together(series) {
 }
 
 export class LineChart {
-  // title: what is drawn. format: of values. isTime: along the day, else along steps. isFromZero: the axis begins at 0.
-  constructor(title, { format = number, isTime = true, isFromZero = true } = {}) {
-    Object.assign(this, { title, format, isTime, isFromZero });
+  // title: what is drawn. format: of values, tick: of those on the axis. isTime: along the day, else along steps. isFromZero: the
+  // axis begins at 0. base: round numbers are round in units of its powers.
+  constructor(title, { format = number, tick = format, isTime = true, isFromZero = true, base = 1 } = {}) {
+    Object.assign(this, { title, format, tick, isTime, isFromZero, base });
+    this.left = 44;
     this.output = h("output");
     this.plot = s("svg", { class: "plot", role: "img", tabindex: "0" });
     this.key = h("div", { class: "key" });
@@ -76,7 +78,7 @@ export class LineChart {
       if (event.key === "Escape") this.point(null);
       if (!step) return;
       event.preventDefault();
-      this.point(Math.max(LEFT, Math.min(this.width - RIGHT, (this.cursor ?? this.width - RIGHT) + step)));
+      this.point(Math.max(this.left, Math.min(this.width - RIGHT, (this.cursor ?? this.width - RIGHT) + step)));
     });
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
@@ -105,11 +107,11 @@ export class LineChart {
     }
     const xs = series.flatMap(({ points }) => [points[0][0], points[points.length - 1][0]]);
     const low = this.data.from ?? Math.min(...xs), high = this.data.to ?? Math.max(...xs);
-    const drawn = series.map((each) => ({ ...each, points: thinned(each.points, low, high, this.width - LEFT - RIGHT) }));
+    const drawn = series.map((each) => ({ ...each, points: thinned(each.points, low, high, this.width - this.left - RIGHT) }));
     const ys = [...drawn.flatMap(({ points }) => points.map((point) => point[1]).filter((y) => y !== null)), ...band.flatMap((b) => [b[1], b[2]])];
     this.drawn = drawn;
     if (!ys.length) {
-      this.plot.replaceChildren(s("text", { x: LEFT, y: HEIGHT / 2 }, "nothing yet"));
+      this.plot.replaceChildren(s("text", { x: 8, y: HEIGHT / 2 }, "nothing yet"));
       this.plot.setAttribute("aria-label", `${this.title}: nothing yet`);
       this.scales = null;
       setText(this.output, "");
@@ -121,14 +123,18 @@ export class LineChart {
     const room = (top - bottom) * 0.06;
     top += room;
     if (!this.isFromZero) bottom -= room;
+    const unit = this.base > 1 ? this.base ** Math.max(0, Math.floor(Math.log(Math.max(1, top)) / Math.log(this.base))) : 1;
+    const levels = ticks(bottom / unit, top / unit).map((value) => value * unit);
+    this.left = Math.max(36, 16 + 6.3 * Math.max(...levels.map((value) => this.tick(value).length)));
+    const LEFT = this.left;
     const x = (value) => LEFT + ((value - low) / (high - low || 1)) * (this.width - LEFT - RIGHT);
     const y = (value) => HEIGHT - BOTTOM - ((value - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
     this.scales = { x, y, low, high };
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     const parts = [];
-    for (const value of ticks(bottom, top)) {
+    for (const value of levels) {
       parts.push(s("line", { class: "grid-line", x1: LEFT, x2: this.width - RIGHT, y1: y(value), y2: y(value) }));
-      parts.push(s("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" }, this.format(value)));
+      parts.push(s("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" }, this.tick(value)));
     }
     const count = Math.max(2, Math.floor((this.width - LEFT) / 90));
     for (const value of this.isTime ? timeTicks(low, high, count) : ticks(low, high, count)) {
@@ -189,7 +195,7 @@ export class LineChart {
       setText(this.output, this.drawn.slice(0, 2).map((each) => this.format(lastOf(each.points))).join(" · "));
       return;
     }
-    const at = low + ((this.cursor - LEFT) / (this.width - LEFT - RIGHT)) * (high - low);
+    const at = low + ((this.cursor - this.left) / (this.width - this.left - RIGHT)) * (high - low);
     const nearest = this.drawn.map((each) => each.points.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a)));
     const where = nearest[0][0];
     this.cross.setAttribute("x1", this.scales.x(where));

@@ -36,10 +36,10 @@ export class ShardPage extends Detail {
   constructor(job, index) {
     super(job, `Shard ${index}`);
     this.index = index;
-    this.rounds = new LineChart("Rounds per second", { format: rate });
-    this.cpu = new LineChart("Cores in use", { format: (value) => value.toFixed(2) });
-    this.memory = new LineChart("Memory", { format: bytes });
-    this.latency = new LineChart("Time of a call, waits included", { format: short });
+    this.rounds = new LineChart("Rounds per second", { format: rate, tick: number });
+    this.cpu = new LineChart("Cores in use", { format: (value) => value.toFixed(2), tick: number });
+    this.memory = new LineChart("Memory", { format: bytes, base: 1024 });
+    this.latency = new LineChart("Time of a call, with waits", { format: short });
     this.ages = new Ages();
     this.calls = new Table("Calls", [
       { name: "Call", word: true, value: (c) => c.call },
@@ -96,7 +96,7 @@ export class WorkerPage extends Detail {
   constructor(job, rank) {
     super(job, `Worker ${rank}`);
     this.rank = rank;
-    this.speed = new LineChart("Steps per second", { format: rate });
+    this.speed = new LineChart("Steps per second", { format: rate, tick: number });
     this.awaited = new LineChart("Part of the time that others wait for it", { format: share });
     this.behind = new LineChart("Steps behind the foremost worker", { format: number });
     this.curves = new Map();

@@ -4,7 +4,7 @@
 import { h, setText } from "./dom.js";
 import { clockTime, share } from "./words.js";
 
-const LEFT = 52, RIGHT = 8, FOOT = 18;
+const LEFT = 36, RIGHT = 8, FOOT = 18;
 
 export class HeatMap {
   constructor(title) {
@@ -73,6 +73,9 @@ export class HeatMap {
       rows[index].forEach((value, row) => {
         if (row < ranks.length && value !== null) this.cells[row][column] = Math.max(this.cells[row][column] ?? 0, value);
       });
+    });
+    for (const row of this.cells) row.forEach((value, column) => {
+      if (value === null && column) row[column] = row[column - 1] ?? null;  // a look came a little later than its column
     });
     const context = this.canvas.getContext("2d");
     context.scale(ratio, ratio);

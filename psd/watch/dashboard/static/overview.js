@@ -16,11 +16,11 @@ export class Overview {
     this.notice = h("section", { class: "card notice", role: "alert", hidden: true }, h("h2", {}, "Problems"), h("ul"));
     this.curves = new Map();
     this.curveGrid = h("div", { class: "grid" });
-    this.speed = new LineChart("Steps per second", { format: rate });
-    this.traffic = new LineChart("Bytes per second, all shards", { format: perSecond });
-    this.awaited = new HeatMap("Time that others wait for each worker");
+    this.speed = new LineChart("Steps per second", { format: rate, tick: number });
+    this.traffic = new LineChart("Bytes per second", { format: perSecond, base: 1024 });
+    this.awaited = new HeatMap("Waited for, by worker");
     this.behind = new LineChart("Steps behind the foremost worker", { format: number });
-    this.latency = new LineChart("Time of a call, waits included", { format: short });
+    this.latency = new LineChart("Time of a call, with waits", { format: short });
     this.ages = new Ages();
     this.shards = new Table("Shards", SHARD_COLUMNS, { key: (shard) => shard.index, away: (shard) => shard.state === "no answer" });
     this.workers = new Table("Workers", WORKER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
@@ -58,7 +58,7 @@ export class Overview {
     this.behind.update({ series: perItem(history, "behind", now.workers.map((worker) => `worker ${worker.rank}`)), ...time });
     this.awaited.update({ ranks: now.workers.map((worker) => worker.rank), times: history.at, rows: history.awaited, ...time });
     this.ages.update(now);
-    this.behind.element.hidden = now.consistency === "sync" && !now.quorum;
+    this.behind.element.hidden = now.consistency === "sync" && (!now.quorum || now.quorum >= now.world_size);
     this.shards.update(now.shards);
     this.workers.update(now.workers);
     setText(this.shardCount, `${now.shards.filter((shard) => shard.state === "serving").length} of ${now.shards.length} serving`);
@@ -115,13 +115,15 @@ class Answers {
     this.spark = h("div");
     this.limit = h("p", { class: "say" });
     this.limitMore = h("p", { class: "more" });
+    this.split = h("div", { class: "split", "aria-hidden": "true" }, h("i"));
+    this.splitMore = h("p", { class: "more" });
     this.slow = h("div", { class: "chips" });
     this.slowMore = h("p", { class: "more" });
     const answer = (title, ...parts) => h("section", { class: "answer" }, h("h2", {}, title), ...parts);
     this.element = h("div", { class: "card answers" },
       answer("Is it training?", this.state, this.stateMore),
       answer("How fast?", this.speed, this.speedMore, this.spark),
-      answer("What limits it?", this.limit, this.limitMore),
+      answer("What limits it?", this.limit, this.limitMore, h("div", {}, this.split, this.splitMore)),
       answer("Who is slow?", this.slow, this.slowMore));
   }
 
@@ -131,10 +133,15 @@ class Answers {
     const saved = now.checkpoint?.name ? `checkpoint ${duration(now.checkpoint.age_s)} ago` : now.checkpoint ? "no checkpoint yet" : "no checkpoints are taken";
     setText(this.stateMore, [now.consistency, now.quorum && now.quorum < now.world_size ? `quorum ${now.quorum}` : "", `${now.workers.filter((w) => w.state === "live").length} of ${now.world_size} workers`, saved].filter(Boolean).join(" · "));
     this.speed.replaceChildren(rate(now.steps_per_s), h("small", {}, " steps/s"));
-    setText(this.speedMore, `${perSecond(now.received_per_s)} in, ${perSecond(now.sent_per_s)} out · ${bytes(now.parameter_bytes)} of parameters`);
+    const aStep = now.steps_per_s > 0 ? `${short(1 / now.steps_per_s)} a step · ` : "";
+    setText(this.speedMore, `${aStep}${perSecond(now.received_per_s)} in, ${perSecond(now.sent_per_s)} out`);
     this.spark.replaceChildren(spark(history.steps_per_s ?? []));
     setText(this.limit, now.limit || (now.state === "finished" ? "Nothing any more" : "Nothing is measured while no steps are made"));
     const busiest = now.shards.reduce((a, b) => (b.cpu_share > a.cpu_share ? b : a));
+    const inCalls = Math.max(...now.shards.map((shard) => shard.in_calls_share));
+    this.split.parentElement.hidden = !now.limit;
+    this.split.firstElementChild.style.width = `${100 - inCalls * 100}%`;
+    setText(this.splitMore, `a worker's time: ${share(1 - inCalls)} its own, ${share(inCalls)} in calls`);
     setText(this.limitMore, busiest.cpu_share > 0 ? `the busiest shard, ${busiest.index}, uses ${busiest.cpu_share.toFixed(2)} cores` : "");
     const slow = now.workers.filter((worker) => now.slow.includes(worker.rank)).sort((a, b) => b.awaited_share - a.awaited_share);
     keep(this.slow, slow.slice(0, 8), (worker) => worker.rank, () => h("a", { class: "tag warn" }), (chip, worker) => {

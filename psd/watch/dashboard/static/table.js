@@ -74,7 +74,7 @@ export function tag(cell, text, kind) {
 export function meter(cell, value, { warn = 0.1, bad = 0.3 } = {}) {
   if (!cell.firstElementChild) cell.append(h("span", { class: "meter" }, h("b"), h("span", {}, h("i"))));
   const [number, bar] = cell.firstElementChild.children;
-  setText(number, `${Math.round(value * 100)} %`);
+  setText(number, `${Math.round(value * 100)}%`);
   setAttribute(cell.firstElementChild, "data-is", value >= bad ? "bad" : value >= warn ? "warn" : "good");
   bar.firstElementChild.style.width = `${Math.min(100, value * 100)}%`;
 }

@@ -36,6 +36,6 @@ export function number(value) {
 
 export const whole = (value) => value.toLocaleString("en");
 export const rate = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
-export const share = (value) => `${Math.round(value * 100)} %`;
+export const share = (value) => `${Math.round(value * 100)}%`;
 export const seen = (seconds) => (seconds < 0 ? "never" : `${duration(seconds)} ago`);
 export const clockTime = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
