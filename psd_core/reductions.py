@@ -1,4 +1,4 @@
-"""Answers of reductions: what shards have found out about their parts of vectors, exact, so that the order of adding does not matter.
+"""Answers of reductions: what shards find out about their parts of vectors. Sums are exact, so their order does not matter.
 
 Owns the exact sum, the extreme, and their bytes. Must not know vectors, batches or messages.
 """
@@ -76,7 +76,7 @@ class Extreme:
     def merge(self, other: Extreme) -> Extreme:
         """The extreme of both parts."""
         first, second = (self, other) if self.index <= other.index else (other, self)
-        if first.index < 0 or second.value != second.value and first.value == first.value:
+        if first.index < 0 or (second.value != second.value and first.value == first.value):
             return second
         is_beyond = second.value > first.value if self.greatest else second.value < first.value
         return second if is_beyond and first.value == first.value else first
