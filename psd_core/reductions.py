@@ -76,7 +76,7 @@ class Extreme:
     def merge(self, other: Extreme) -> Extreme:
         """The extreme of both parts."""
         first, second = (self, other) if self.index <= other.index else (other, self)
-        if first.index < 0 or second.value != second.value and first.value == first.value:
+        if first.index < 0 or (second.value != second.value and first.value == first.value):
             return second
         is_beyond = second.value > first.value if self.greatest else second.value < first.value
         return second if is_beyond and first.value == first.value else first

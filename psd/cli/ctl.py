@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints, credentials, monitoring
+from psd.cli import checkpoints, credentials, monitoring, plot
 from psd.cli.arguments import (
     CREDENTIAL_OPTIONS,
     EXIT_FAILURE,
@@ -57,6 +57,7 @@ commands:
   export        write the parameters of a checkpoint as a plain safetensors file
   import        make a file to begin a job with of the ids and rows of a table
   credentials   make a certificate and tokens for a job on Kubernetes
+  plot          draw what workers have logged, and compare runs
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
 psdctl COMMAND --help explains each."""
@@ -226,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
     monitoring.add_command(commands)
+    plot.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:
