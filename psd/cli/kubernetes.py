@@ -159,6 +159,7 @@ _FOR_CLUSTERS = ("image", "name", "namespace", "insecure", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
     "metrics_port": "metrics are on port 7002",
+    "log_dir": "kubectl logs has the output of each pod",
     "max_shard_restarts": "Kubernetes restarts shards without limit",
 }
 

@@ -23,11 +23,13 @@ from typing import BinaryIO
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.display import Display, is_terminal
+from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
 from psd.cli.processes import Child
 from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
 from psd.cli.state import StateDirectory, shard_path
+from psd.cli.summary import Summary
 from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
 from psd.cli.watchdog import Watchdog
@@ -50,9 +52,11 @@ class Plan:
     Attributes:
         run_id: of this run only; processes are found by it.
         shards, workers, on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
-        has_checkpoints: the shards have a place for them.
+        checkpoint_dir: where the shards store checkpoints; empty: nowhere.
+        log_dir: for a file of each process; None: no files.
         state_dir: where the shards' state directories are made.
         is_state_private: it is removed in any case.
+        is_continued: it holds what an earlier run has left.
         shard_command: the command of a shard, by index, address to listen at, and state directory.
         worker_command: the command of every worker.
         shard_environ: the environment of the shards.
@@ -66,9 +70,11 @@ class Plan:
     restarts_max: int
     shard_restarts_max: int
     grace_s: float
-    has_checkpoints: bool
+    checkpoint_dir: str
+    log_dir: Path | None
     state_dir: Path
     is_state_private: bool
+    is_continued: bool
     shard_command: Callable[[int, str, Path], Sequence[str]]
     worker_command: Sequence[str]
     shard_environ: Mapping[str, str]
@@ -87,7 +93,7 @@ class Launcher:
             restarts_max=plan.restarts_max,
             shard_restarts_max=plan.shard_restarts_max,
             grace_s=plan.grace_s,
-            has_checkpoints=plan.has_checkpoints,
+            has_checkpoints=bool(plan.checkpoint_dir),
         )
         self._selector = selectors.DefaultSelector()
         self._children: dict[Name, Child] = {}
@@ -103,6 +109,8 @@ class Launcher:
         self._display = Display(sys.stdout.buffer, self._rows)
         self._reader_is_gone = False
         self._checkpoint = ""  # the last one that a shard has told of
+        self._log_files: LogFiles | None = None
+        self._summary = Summary(is_continued=plan.is_continued, checkpoint_dir=plan.checkpoint_dir)
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
@@ -111,6 +119,7 @@ class Launcher:
             self._selector.register(wakeups, selectors.EVENT_READ)
             plan = self._plan
             try:
+                self._log_files = LogFiles(plan.log_dir) if plan.log_dir is not None else None
                 self._state = StateDirectory(plan.state_dir, plan.run_id, plan.shards, is_private=plan.is_state_private)
             except ConfigError as error:
                 self._say(f"error: {error}")
@@ -127,8 +136,11 @@ class Launcher:
         assert status is not None
         if self._reader_is_gone:
             return exit_status(signal.SIGPIPE)
-        took = f"{time.monotonic() - started_at:.1f} s"
-        self._say(f"all workers have finished ({took})" if status == 0 else f"the job has ended with status {status} ({took})")
+        self._say("all workers have finished" if status == 0 else f"the job has ended with status {status}")
+        for line in self._summary.lines(time.monotonic() - started_at):
+            self._say(line)
+        if self._log_files is not None:
+            self._log_files.close()
         return status
 
     # -- events --
@@ -188,6 +200,7 @@ class Launcher:
         returncode = child.close()
         if self._watchdog is not None:
             self._watchdog.remove(child.pid)
+        self._summary.on_exit(name.kind, time.monotonic())
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
     # -- actions --
@@ -212,6 +225,7 @@ class Launcher:
             servers = [self._addresses[index] for index in range(self._plan.shards)]
             command, environ = self._plan.worker_command, self._plan.worker_environ(name.number, servers)
         self._lines[name] = Lines(is_live=self._display.is_live)
+        self._summary.on_start(name.kind, name.number, time.monotonic())
         try:
             child = Child(command, environ)
         except OSError as error:
@@ -264,6 +278,7 @@ class Launcher:
     # -- output --
 
     def _show(self, name: Name, lines: Sequence[bytes]) -> None:
+        self._keep(str(name), lines)
         if name.kind == "shard":
             lines = [line for line in lines if not self._is_repeated(line)]
         self._write([self._prefixes.line(str(name), line) for line in lines])
@@ -271,6 +286,7 @@ class Launcher:
             return
         for line in lines:
             text = line.decode(errors="replace")
+            self._summary.on_line(name.number, text)
             if ready := re.fullmatch(READY_PATTERN, text):
                 is_new = name.number not in self._addresses
                 self._addresses[name.number] = ready[3]
@@ -281,6 +297,12 @@ class Launcher:
                 self._policy.on_done(name)
             elif re.fullmatch(LAST_CHECKPOINT_PATTERN, text):
                 self._perform(self._policy.on_saved(time.monotonic()))
+
+    def _keep(self, name: str, lines: Sequence[bytes]) -> None:
+        """Add lines to the log files, if there are any."""
+        trouble = self._log_files.write(name, lines) if self._log_files is not None else ""
+        if trouble:
+            self._say(trouble)
 
     def _is_repeated(self, line: bytes) -> bool:
         """True for the news of a checkpoint that another shard has told."""
@@ -299,6 +321,7 @@ class Launcher:
         if quote is not None and quote in self._lines and self._lines[quote].tail:
             lines[0] += b"; its last lines:"
             lines += [b"    " + line for line in self._lines[quote].tail]
+        self._keep("psd-run", lines)
         self._write([self._own_prefixes.line("psd-run", line) for line in lines], sys.stderr.buffer)
 
     def _rows(self) -> list[bytes]:

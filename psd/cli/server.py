@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 DONE_PATTERN = r"psd-server: shard (\d+)/(\d+) done: all workers have left"
 """The line on standard error that announces a proper end with --exit-when-done; psd-run recognizes it."""
 
+COUNTED_PATTERN = r"psd-server: shard \d+/\d+ has counted (\d+) pushes, (\d+) late, up to step (\d+) from (\d+)"
+"""The line on standard error with which a shard that ends in order says what it has done; psd-run adds it up."""
+
 STORED_PATTERN = r"psd-server: INFO stored checkpoint (\S+)"
 """The log's line about a checkpoint. All shards that come last together write it; psd-run shows it once."""
 
@@ -351,6 +354,8 @@ def _serve(server: ShardServer, config: ServerConfig, wakeups: Wakeups, say: Cal
     else:
         say(f"{name} got {signal_name(first)}: draining for at most {grace_s:g} s; a second signal ends it at once")
 
+    if first != _ALONE:
+        say(f"{name} has counted {server.totals}")
     threading.Thread(target=drain, daemon=True).start()
     more = [word for word in more if word not in (_DONE, _ALONE)]
     while not more:

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 from psd.contract import arguments
 from psd.contract.config import ClientConfig, ConfigError, parse_servers
 from psd.contract.consistency import Consistency
+from psd.contract.launchers import launched
 
 NumberT = TypeVar("NumberT", int, float)
 
 VARIABLES = {
     "PSD_SERVERS": "addresses of the shards, in their order, separated by commas",
-    "PSD_RANK": "this worker's number, from 0 (on Kubernetes JOB_COMPLETION_INDEX serves as well)",
-    "PSD_WORLD_SIZE": "number of workers",
+    "PSD_RANK": "this worker's number, from 0; else what torchrun, mpirun, srun or Kubernetes says",
+    "PSD_WORLD_SIZE": "number of workers; else what torchrun, mpirun or srun says",
     "PSD_RUN_ID": "name of the job; others are refused",
     "PSD_CONSISTENCY": "sync, async or ssp:S, unless the script says which",
     "PSD_QUORUM": "workers whose gradients close a synchronous round, unless the script says how many",
@@ -33,6 +34,8 @@ VARIABLES = {
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
     "PSD_STANDALONE": "0: without a cluster do not train alone on a private shard; 1: do so whatever else is set",
+    "PSD_LOG_DIR": "directory where workers write the scalars of ps.log, as JSON lines",
+    "PSD_TENSORBOARD": "directory where workers write the scalars of ps.log for TensorBoard",
     "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates; turns TLS on",
     "PSD_TLS_CERT": "PEM file of this client's own certificate, if the shards require one",
     "PSD_TLS_KEY": "PEM file of its key",
@@ -42,7 +45,11 @@ VARIABLES = {
 
 
 _HOW_TO_TRAIN = frozenset(
-    f"PSD_{name}" for name in ("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT")
+    f"PSD_{name}"
+    for name in (
+        *("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT"),
+        *("LOG_DIR", "TENSORBOARD"),
+    )
 )
 """Variables that do not say where a job is."""
 
@@ -61,8 +68,20 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
     return _number(environ, name, int, "a whole number")
 
 
-def _rank(environ: Mapping[str, str]) -> int | None:
-    return _integer(environ, "PSD_RANK" if "PSD_RANK" in environ else "JOB_COMPLETION_INDEX")
+def _who(environ: Mapping[str, str], world_size: int | None) -> tuple[int | None, int | None]:
+    """Rank and number of workers by the environment: psd's own variables, then the launcher's."""
+    rank = _integer(environ, "PSD_RANK")
+    if rank is not None:
+        return rank, world_size
+    said = launched(environ)
+    if said is None:
+        return None, world_size
+    if None not in (world_size, said.world_size) and world_size != said.world_size:
+        raise ConfigError(
+            f"world_size: it is given as {world_size}, but {said.size_name} is {said.world_size} and {said.rank_name} "
+            f"{said.rank}; set PSD_RANK, too, if this process is another launcher's"
+        )
+    return said.rank, said.world_size if world_size is None else world_size
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
@@ -91,8 +110,9 @@ def client_config(
         ConfigError: a value is wrong, or servers, rank or world_size are given nowhere.
     """
     servers = servers if servers is not None else environ.get("PSD_SERVERS")
-    rank = rank if rank is not None else _rank(environ)
     world_size = world_size if world_size is not None else _integer(environ, "PSD_WORLD_SIZE")
+    if rank is None:
+        rank, world_size = _who(environ, world_size)
     for name, value in (("servers", servers), ("rank", rank), ("world_size", world_size)):
         if value is None:
             why = why_not_alone(environ)
@@ -138,7 +158,10 @@ def why_not_alone(environ: Mapping[str, str] = os.environ) -> str:
     named = next((name for name in ours if name not in _HOW_TO_TRAIN), None)
     if named is not None:
         return f"{named} is set"
-    return f"WORLD_SIZE is {environ['WORLD_SIZE']}" if environ.get("WORLD_SIZE", "1") != "1" else ""
+    if environ.get("WORLD_SIZE", "1") != "1":
+        return f"WORLD_SIZE is {environ['WORLD_SIZE']}"
+    said = launched(environ)
+    return "" if said is None or said.world_size in (None, 1) else f"{said.size_name} is {said.world_size}"
 
 
 def worker_environment(servers: str, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -159,6 +182,11 @@ def worker_environment(servers: str, rank: int, world_size: int, environ: Mappin
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
     }
+
+
+def scalar_directories(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The directories for scalars as JSON lines and for TensorBoard; empty: none."""
+    return environ.get("PSD_LOG_DIR", ""), environ.get("PSD_TENSORBOARD", "")
 
 
 def memory_directory() -> Path:

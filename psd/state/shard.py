@@ -23,6 +23,7 @@ from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
+from psd.state.curves import Batch, Curves
 from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
@@ -32,6 +33,7 @@ from psd.state.job import Job
 from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.vectors.desk import VectorDesk
 from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -66,7 +68,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
+        self.vectors = VectorDesk(self._core)
+        self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
 
@@ -218,6 +222,26 @@ class Shard:
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
 
+    # -- curves --------------------------------------------------------------------------------------------------------
+
+    def log(self, request: control_pb2.LogRequest) -> None:
+        """Keep the points of a worker's series; see ControlService.Log."""
+        self._check_keeps_curves()
+        worker = self.check_caller(request.caller)
+        batch = Batch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        self._curves.add(worker.rank, worker.connection, batch)
+
+    def curves(self, after: int) -> control_pb2.CurvesReply:
+        """The points of all workers' series; see ControlService.Curves."""
+        self._check_keeps_curves()
+        latest, more, parts = self._curves.read(after)
+        curves = [control_pb2.Curve(**part._asdict()) for part in parts]
+        return control_pb2.CurvesReply(incarnation=self._core.incarnation, latest=latest, more=more, curves=curves)
+
+    def _check_keeps_curves(self) -> None:
+        if self.config.shard_index != 0:
+            raise WrongShard(f"scalars are kept by shard 0, this is shard {self.config.shard_index}")
+
     # -- what the rim asks ---------------------------------------------------------------------------------------------
 
     @property
@@ -296,6 +320,11 @@ class Shard:
         if self.is_draining:
             return ShardState.DRAINING
         return STATES.get(self._core.life.now, ShardState.SERVING)
+
+    @property
+    def began_at(self) -> int:
+        """The step at which the job began here: that of its checkpoint, or 0."""
+        return self._core.began_at
 
     @property
     def absent(self) -> dict[int, Absence]:

@@ -126,9 +126,16 @@ TIMEOUT_S = 30.0
 @pytest.mark.process
 def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job, tmp_path):
     checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-steps", "1")
-    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints)
+    logs = tmp_path / "logs"
+    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints, "--log-dir", str(logs))
 
     assert run.end() == 0
+    assert re.search(r"\[psd-run\]  \d+\.\d s; step 4, \S+ steps/s; 12 pushes accepted, 0 late", run.output)
+    assert run.lines[-1] == f"[psd-run]  checkpoints: {tmp_path / 'checkpoints'}"
+    assert (logs / "worker-2.log").read_text().endswith("trained to -12.0\n")
+    assert sorted(file.name for file in logs.iterdir()) == sorted(
+        ["psd-run.log", "shard-0.log", "shard-1.log", "worker-0.log", "worker-1.log", "worker-2.log"]
+    )
     for rank in range(3):
         assert f"[worker {rank}] trained to -12.0" in run.output
     for index in range(2):

@@ -40,6 +40,9 @@ def script(tmp_path):
         (["--from-checkpoint", "m.safetensors", "true"], "--from-checkpoint: m.safetensors holds parameters alone"),
         (["--checkpoint-keep", "0", "true"], "--checkpoint-keep: expected 1 to 1000000, got 0"),
         (["--grace", "-1", "true"], "--grace: expected 0 to 3600 seconds, got -1"),
+        (["--env", "=1", "true"], "--env: expected NAME=VALUE"),
+        (["--env", "NOT_SET_HERE", "true"], "--env: NOT_SET_HERE has no value: it is not set here"),
+        (["--env", "PSD_RANK=1", "true"], "--env: PSD_RANK is set by psd-run itself"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -139,6 +142,13 @@ def test_worker_environ_when_the_user_has_set_something_then_only_who_is_who_is_
 
     assert (environ["OMP_NUM_THREADS"], environ["MALLOC_TRIM_THRESHOLD_"], environ["PSD_CONSISTENCY"]) == ("7", "1", "async")
     assert (environ["PSD_RUN_ID"], environ["PSD_RANK"]) == (plan.run_id, "0")
+
+
+def test_environ_when_variables_are_asked_for_then_shards_and_workers_have_them(script):
+    plan = parse(["--env", "A=x=y", "--env", "HOME", "--env", "OMP_NUM_THREADS=5", script], {"HOME": "/home"})
+
+    for environ in (plan.shard_environ, plan.worker_environ(0, SERVERS)):
+        assert (environ["A"], environ["HOME"], environ["OMP_NUM_THREADS"]) == ("x=y", "/home", "5")
 
 
 def test_environ_when_there_are_credentials_for_shards_elsewhere_then_they_are_not_handed_on(script):

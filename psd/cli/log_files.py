@@ -1,0 +1,62 @@
+"""psd-run --log-dir: one file per process, with its lines as it wrote them, without prefix and colours of ours.
+
+    DIR/psd-run.log   DIR/shard-0.log   DIR/worker-0.log
+
+A process that is started again goes on in its file, and so does the next run with the directory: nothing is overwritten. Knows
+neither processes nor terminals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from psd.contract.config import ConfigError
+
+
+class LogFiles:
+    """The files of one run.
+
+    Args:
+        directory: made if need be.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, BinaryIO] = {}
+        self._has_failed = False
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._open("psd-run")
+        except OSError as error:
+            raise ConfigError(f"--log-dir: cannot write to {directory}: {error.strerror or error}") from error
+
+    def write(self, name: str, lines: Sequence[bytes]) -> str:
+        """Add lines, without their ends, of one process, such as "worker 0".
+
+        Returns:
+            What is to be said about it: that the disk is full, say, once; usually nothing. The job goes on without the files.
+        """
+        if not lines or self._has_failed:
+            return ""
+        try:
+            file = self._files.get(name) or self._open(name)
+            file.write(b"".join(line + b"\n" for line in lines))
+        except OSError as error:
+            self._has_failed = True
+            return f"--log-dir: cannot write to {self.directory}: {error.strerror or error}; the job goes on without log files"
+        return ""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self, name: str) -> BinaryIO:
+        self._files[name] = (self.directory / f"{name.replace(' ', '-')}.log").open("ab", buffering=0)
+        return self._files[name]

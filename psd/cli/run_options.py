@@ -1,0 +1,240 @@
+"""psd-run's flags, and the page that --help prints. Says what may be asked for; psd/cli/run.py makes a plan of it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+
+from psd.cli import kubernetes, logs
+from psd.cli.arguments import (
+    SERVER_DEFAULTS,
+    Option,
+    Options,
+    Parser,
+    add_checkpoint_options,
+    add_options,
+    add_rule_option,
+    seconds,
+    whole_number,
+)
+from psd.cli.policy import SHARD_STARTS_MAX
+from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError
+from psd.contract.environment import VARIABLES
+
+SHARDS_MAX = 256
+WORKERS_MAX = 4096
+RESTARTS_MAX = 1_000_000
+
+SHARD_RESTARTS = 100
+"""Restarts by default: a limit for a shard that dies of each request, about once a second."""
+
+SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables that say which process is which."""
+
+_USAGE = """\
+psd-run [options] script.py [args ...]
+       psd-run [options] -m module [args ...]
+       psd-run [options] -- command [args ...]"""
+
+_DESCRIPTION = """\
+Run a training job on this machine: start the shards of a parameter server and the workers that train
+with them, show all output, each line with the name of its process, and end with the workers' status. A
+script.py is run by this Python; anything else is executed as a command. With --on kubernetes, run the job
+on a cluster."""
+
+_EPILOG = """\
+examples:
+  psd-run --shards 2 --workers 4 train.py --epochs 3
+  psd-run --workers 2 --consistency async -m my.package.train
+  psd-run --workers 8 --consistency ssp:3 --max-restarts 2 train.py
+  psd-run --on kubernetes --image registry/psd:1 --shards 2 --workers 4 train.py --epochs 3
+
+Each worker finds the defaults of psd_client.connect() and psd.distribute() in its environment,
+so that the script needs no addresses and no ranks:
+{variables}
+psd-run sets the first four, and those for which an option is given. For scripts that read them it sets RANK,
+LOCAL_RANK and WORLD_SIZE, too; not MASTER_ADDR and MASTER_PORT, since psd needs no process group of torch: a
+script that wants one beside it names them. Unless they are set, psd-run also sets OMP_NUM_THREADS, so that all
+workers together have as many threads as there are cores; PYTHONUNBUFFERED=1; and malloc thresholds that spare
+fresh memory for each message. All output goes to standard output, psd-run's own messages to standard error.
+On a terminal progress bars are redrawn in place, below the lines, and each process has a colour; a file gets
+one state a second, and no colours. NO_COLOR=1 turns colours off. With --log-dir each process's output is in a
+file of its own as well; runs add to these files, and never empty them.
+
+The shards listen on 127.0.0.1 alone, without TLS and tokens: other machines cannot reach them, but all users
+of this machine can. PSD_TLS_* and PSD_TOKEN_FILE are for shards elsewhere, and are not passed on to the
+workers.
+
+when something dies or is told to end:
+  a worker fails       it is restarted with its rank, while --max-restarts lasts; then the others
+                       get SIGTERM, and after --grace SIGKILL. Status: the worker's. Until it is back
+                       the others wait for it, for as long as --lease says; or, with
+                       --on-worker-failure continue, they go on, also when no restarts are left
+  a shard dies         it is restarted at its address and continues where it was: its state directory
+                       has its parameters. Workers wait for it and repeat unanswered requests. When
+                       --max-shard-restarts are used up, or it could not be started {starts} times in a
+                       row, or has never served, the job is stopped in the same way. Status: 1
+  Ctrl-C, SIGTERM,     with --checkpoint-dir, a last checkpoint is taken while the workers train, within
+  SIGHUP               --grace; a second one skips that. Then the job is stopped in the same way, the
+                       shards after the workers; if there was no checkpoint, they store what they hold.
+                       Another one kills everything at once. Status: 128 + the signal's number
+  psd-run is killed    its watchdog (a small process) ends all others, and removes their state, within
+                       seconds
+  the watchdog dies    psd-run says so and starts another
+  all workers end      the shards end, too, by themselves or, if a worker did not leave, by SIGTERM
+
+The shards keep their state in memory (a private directory under /dev/shm, or, where there is none, among
+temporary files); it is removed at the end in any case. With --state-dir it is kept there, and removed only
+if all workers end with status 0: otherwise psd-run with the same --state-dir and --shards continues with
+the parameters, under the same PSD_RUN_ID, while scripts start over.
+
+--on kubernetes applies the manifests of deploy/ with kubectl, or prints them (--dry-run), and does not wait
+for the job. A script.py with a relative path is sent, alone; an absolute path, a module or a command is taken
+from the image. Shards require certificate and token; where there are none, openssl makes them. Kubernetes
+restarts what dies; see deploy/README.md.
+
+exit status:
+  0      all workers ended with status 0; or the job is on the cluster
+  N      the status of the first worker that failed for good; 128 + N if signal N killed it
+  1      a shard died for good, or could not start; or --state-dir is in use or not psd-run's
+  2      the options are wrong
+  74     all is well, or psd-run got a signal, but the last checkpoint could not be stored
+  128+N  psd-run got signal N: 130 for Ctrl-C, 143 for SIGTERM"""
+
+
+_SIZE: Options = {
+    "shards": Option("N", "server processes", whole_number),
+    "workers": Option("N", "training processes", whole_number),
+}
+
+_TRAINING: Options = {
+    "consistency": Option("WORD", "sync, async, or ssp:S for at most S steps apart (default: sync)"),
+    "quorum": Option("K", "sync: close a round with K workers' gradients; late ones are dropped (default: all)", whole_number),
+    "reduce": Option(None, "how to combine a round's gradients (default: mean)", choices=("mean", "sum")),
+    "aggregation": Option(
+        None,
+        "fast: add gradients as they arrive; exact (sync): in the order of the ranks, so that a run ends in the same bits "
+        "whatever the timing and whichever shard is killed (default: fast)",
+        choices=("fast", "exact"),
+    ),
+    "transport": Option(
+        None,
+        "how gradients and parameters travel: shm, tcp, grpc, or auto, the first of these that works (default: auto)",
+        choices=TRANSPORTS,
+    ),
+}
+
+_FAULTS: Options = {
+    "on_worker_failure": Option(
+        None,
+        "when a worker fails: wait until it has been restarted, and stop the job when no restarts are left; continue without "
+        "it meanwhile, and then; or end the job at once",
+        choices=ON_WORKER_FAILURE,
+    ),
+    "max_restarts": Option("R", "restart failed workers, R times in all", whole_number),
+    "max_shard_restarts": Option(
+        "R", f"restart shards that have died, R times in all (default: {SHARD_RESTARTS})", whole_number
+    ),
+    "state_dir": Option(
+        "DIR",
+        "where the shards keep the parameters, also after a failure of the job (default: a private directory in memory)",
+    ),
+    "lease_s": Option("SECONDS", "stop waiting for a worker that has been silent for this long", seconds),
+    "grace_s": Option(
+        "SECONDS", "time between SIGTERM and SIGKILL, for workers and for shards, and for the last checkpoint before", seconds
+    ),
+}
+
+_WATCHING: Options = {
+    "log_dir": Option("DIR", "also write the output to files there, one for each process, such as DIR/worker-0.log"),
+    "log_level": Option(
+        None,
+        f"least important records of the shards to show (default: {logs.LOG_LEVEL}); workers log as their script says",
+        choices=logs.LEVELS,
+    ),
+    "metrics_port": Option(
+        "BASE",
+        "serve each shard's Prometheus metrics at http://127.0.0.1:PORT/metrics, PORT being BASE + its number (default: no "
+        "metrics)",
+        whole_number,
+    ),
+}
+
+_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, "log_level": logs.LOG_LEVEL, **SERVER_DEFAULTS}
+
+
+def parser() -> Parser:
+    """The parser of psd-run's arguments."""
+    variables = "\n".join(f"  {name:20} {meaning}" for name, meaning in VARIABLES.items())
+    found = Parser("psd-run", _USAGE, _DESCRIPTION, _EPILOG.format(variables=variables, starts=SHARD_STARTS_MAX))
+    add_options(found.add_argument_group("size"), _SIZE, _DEFAULTS)
+    training = found.add_argument_group("training (defaults for scripts that do not set these)")
+    add_options(training, _TRAINING, _DEFAULTS)
+    add_rule_option(training)
+    add_options(found.add_argument_group("faults"), _FAULTS, _DEFAULTS)
+    add_checkpoint_options(found)
+    kubernetes.add_options(found)
+    add_options(found.add_argument_group("watching"), _WATCHING, _DEFAULTS)
+    processes = found.add_argument_group("processes")
+    processes.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a variable in the environment of all shards and workers; just NAME takes the value that it has here; may be "
+        "given several times",
+    )
+    what = found.add_argument_group("what to run (everything after it is passed on)")
+    what.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a Python module, with its arguments, as a script"
+    )
+    what.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script.py", help="Python script or command, and its arguments"
+    )
+    found.add_information()
+    return found
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ConfigError if a number, or what two options say together, cannot be."""
+    check_count("--shards", args.shards, 1, SHARDS_MAX)
+    check_count("--workers", args.workers, 1, WORKERS_MAX)
+    check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
+    if args.on_worker_failure == "end" and args.max_restarts:
+        raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {args.max_restarts}")
+    if args.max_shard_restarts is not None:
+        check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
+    if args.metrics_port is not None:
+        check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
+
+
+def check_consistency(args: argparse.Namespace, consistency: str | None) -> None:
+    """Raise ConfigError if --quorum or --aggregation does not go together with --consistency."""
+    if args.quorum is not None:
+        check_count("--quorum", args.quorum, 1, args.workers)
+        if consistency not in (None, "sync"):
+            raise ConfigError(f"--quorum: is for sync only, where workers wait for each other; --consistency is {consistency}")
+    if args.aggregation == "exact" and consistency not in (None, "sync"):
+        raise ConfigError(f"--aggregation: exact is for sync only, where there are rounds; --consistency is {consistency}")
+
+
+def check_count(name: str, value: int, low: int, high: int) -> None:
+    """Raise ConfigError unless a number lies between two others."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that --env names; ConfigError if one is psd-run's own, or has no value."""
+    found = {}
+    for word in given:
+        name, has_value, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"--env: expected NAME=VALUE, or the NAME of a variable that is set here, got {word!r}")
+        if name in SET_BY_PSD_RUN:
+            raise ConfigError(f"--env: {name} is set by psd-run itself")
+        if not has_value and name not in environ:
+            raise ConfigError(f"--env: {name} has no value: it is not set here; write {name}=VALUE")
+        found[name] = value if has_value else environ[name]
+    return found

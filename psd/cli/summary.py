@@ -1,0 +1,74 @@
+"""The lines with which psd-run ends: what the job has done, by what its shards say of themselves when they end.
+
+    12.3 s; step 400, 32.5 steps/s; 800 pushes accepted, 3 late
+    1 restart of shards
+    checkpoints: /data/run-7
+
+A push goes to all shards, so that the largest count holds. A shard that was started again counts from then on; if no other one
+has counted from the beginning, there is no word of a rate. Knows no processes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from psd.cli.server import COUNTED_PATTERN
+
+
+class Summary:
+    """What psd-run has seen and heard of one job.
+
+    Args:
+        is_continued: the shards go on with what an earlier run has left, of which this one has not seen the beginning.
+        checkpoint_dir: where the checkpoints are; empty: there are none.
+    """
+
+    def __init__(self, *, is_continued: bool = False, checkpoint_dir: str = "") -> None:
+        self._is_continued = is_continued
+        self._checkpoint_dir = checkpoint_dir
+        self._starts: dict[tuple[str, int], int] = {}
+        self._began_at = self._ended_at = 0.0
+        self._accepted = self._late = self._steps = self._clock = 0
+        self._has_counts = False
+        self._is_whole = False
+
+    def on_start(self, kind: str, number: int, now: float) -> None:
+        """Note that a process is started, for the first time or again."""
+        self._starts[kind, number] = self._starts.get((kind, number), 0) + 1
+        if kind == "worker" and not self._began_at:
+            self._began_at = now
+
+    def on_exit(self, kind: str, now: float) -> None:
+        """Note that a process has ended."""
+        if kind == "worker":
+            self._ended_at = now
+
+    def on_line(self, shard: int, line: str) -> None:
+        """Note what a shard says about itself."""
+        counted = re.fullmatch(COUNTED_PATTERN, line)
+        if counted is None:
+            return
+        accepted, late, clock, began_at = map(int, counted.groups())
+        self._has_counts = True
+        self._is_whole |= self._starts.get(("shard", shard), 0) == 1 and not self._is_continued
+        self._accepted, self._late = max(self._accepted, accepted), max(self._late, late)
+        self._clock, self._steps = max(self._clock, clock), max(self._steps, clock - began_at)
+
+    def lines(self, took_s: float) -> list[str]:
+        """The summary of a job that took so long, all in all."""
+        first = [f"{took_s:.1f} s"]
+        if self._has_counts:
+            rate = ""
+            trained_s = self._ended_at - self._began_at
+            if self._is_whole and trained_s > 0:
+                rate = f", {self._steps / trained_s:.3g} steps/s"
+            since = "" if self._is_whole else " since the shards were last started"
+            first += [f"step {self._clock}{rate}", f"{self._accepted} pushes accepted, {self._late} late{since}"]
+        restarts = [self._restarts(kind) for kind in ("worker", "shard")]
+        found = ["; ".join(first), ", ".join(filter(None, restarts))]
+        found += [f"checkpoints: {self._checkpoint_dir}"] if self._checkpoint_dir else []
+        return [line for line in found if line]
+
+    def _restarts(self, kind: str) -> str:
+        count = sum(starts - 1 for (started, _), starts in self._starts.items() if started == kind)
+        return f"{count} {'restart' if count == 1 else 'restarts'} of {kind}s" if count else ""

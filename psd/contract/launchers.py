@@ -1,0 +1,89 @@
+"""Ranks from other launchers' environments: which worker a process is, where psd-run has not said it.
+
+    PSD_RANK, PSD_WORLD_SIZE               psd-run's, and Kubernetes manifests'
+    RANK, WORLD_SIZE                       torchrun
+    OMPI_COMM_WORLD_RANK, ..._SIZE         mpirun of Open MPI
+    PMI_RANK, PMI_SIZE                     mpirun of MPICH and Intel MPI
+    SLURM_PROCID, SLURM_STEP_NUM_TASKS     srun
+    JOB_COMPLETION_INDEX                   an Indexed Job of Kubernetes, which does not say how many there are
+
+The first that is there holds. torchrun comes before srun, which often starts one torchrun per host; its own tasks are not the
+workers then. torchrun and mpirun do not start each other: if they disagree, one's variables are left over from elsewhere, and
+nobody can say which. srun may set PMI_RANK as well, so that this one counts only outside of SLURM.
+
+Pure functions on a mapping; knows no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from psd.contract.config import ConfigError
+
+
+class Launched(NamedTuple):
+    """What a launcher says of this process: its rank, how many there are, if it says so, and the two variables."""
+
+    rank: int
+    world_size: int | None
+    rank_name: str
+    size_name: str
+
+
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("JOB_COMPLETION_INDEX", ""),
+)
+
+_EXCLUSIVE = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Of these, one at most has started this process."""
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """What the launcher of this process says; None if none of those above has started it.
+
+    Raises:
+        ConfigError: two launchers disagree, or a variable is not a number.
+    """
+    found = [_read(environ, rank_name, size_name) for rank_name, size_name in _LAUNCHERS if _is_there(environ, rank_name)]
+    first = found[0] if found else None
+    for other in found[1:]:
+        assert first is not None
+        agree = other.rank == first.rank and first.world_size in (None, other.world_size)
+        if other.rank_name in _EXCLUSIVE and not agree:
+            raise ConfigError(
+                f"rank: {_words(first)}, but {_words(other)}. One of them is left over from another launcher: unset it, or set "
+                "PSD_RANK and PSD_WORLD_SIZE"
+            )
+    return first
+
+
+def _is_there(environ: Mapping[str, str], rank_name: str) -> bool:
+    if rank_name == "PMI_RANK" and "SLURM_PROCID" in environ:
+        return False
+    # A batch script has SLURM_PROCID, too, and is no task: what it starts by itself is one process.
+    return rank_name in environ and (rank_name != "SLURM_PROCID" or "SLURM_STEP_NUM_TASKS" in environ)
+
+
+def _read(environ: Mapping[str, str], rank_name: str, size_name: str) -> Launched:
+    rank = _integer(environ, rank_name)
+    world_size = _integer(environ, size_name) if size_name in environ else None
+    if world_size is not None and not 0 <= rank < world_size:
+        raise ConfigError(f"{rank_name}: expected 0 to {size_name} - 1, which is {world_size - 1}, got {rank}")
+    return Launched(rank, world_size, rank_name, size_name)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"{name}: expected a whole number, got {environ[name]!r}") from None
+
+
+def _words(said: Launched) -> str:
+    size = "" if said.world_size is None else f" of {said.size_name}={said.world_size}"
+    return f"{said.rank_name} is {said.rank}{size}"

@@ -1,0 +1,442 @@
+"""The crash-safe store of a shard's part of all vectors: a directory of files, mapped shared.
+
+A batch is one transaction: `kill -9` at any instant leaves all of it, or nothing. How is told in docs/design/vectors.md. This
+module owns the files: it makes and locks them, takes space for what C is about to write, and removes what no vector has. Must
+not know ranks, messages or checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd_core import _arena_file as files
+from psd_core import _vector
+from psd_core import _vector_format as form
+from psd_core import _vector_program as programs
+from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
+from psd_core._vector_format import BatchForgotten, UnknownVector, VectorError, VectorPart, VectorSpec
+from psd_core._vector_log import LOG_NAME, RECORD_NAME, VectorLog
+from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
+from psd_core._vector_snapshot import Piece, VectorSnapshot
+from psd_core.vector_operations import DTYPES, STRIPE, Operation, extent
+
+__all__ = [
+    "CRASH_POINTS",
+    "WINDOW",
+    "BatchForgotten",
+    "BatchName",
+    "Piece",
+    "UnknownVector",
+    "VectorError",
+    "VectorSnapshot",
+    "VectorSpec",
+    "VectorStore",
+]
+
+CRASH_POINTS = (
+    "record", "state", "commit", "staged", "copy", "fold", "entry", "session", "applied", "done", "file", "catalog", "unlink",
+)  # fmt: skip
+"""Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
+
+_CATALOG = "catalog"
+
+
+class VectorStore:
+    """A shard's part of all vectors. Made by `create` or `open`; closed by `close`.
+
+    Thread-safe: batches, declarations and reads take place one after the other, each whole.
+
+    Raises:
+        ArenaClosed: from every method, after `close`.
+        VectorError: naming the field; nothing has changed.
+
+    Attributes:
+        shard, shards: which part.
+    """
+
+    def __init__(self, directory: Path, log: files.File, front: form.Superblock, *, is_new: bool, crash_point: Any) -> None:
+        """Take over an open and locked log; not for callers."""
+        self.shard, self.shards, _ = front
+        self._directory = directory
+        self._crash_point = crash_point or (lambda _: None)
+        self._lock = threading.Lock()
+        self._is_snapshot_open = False
+        core = _vector.Vectors(
+            answers_max=programs.ANSWERS_MAX,
+            operands_max=programs.OPERANDS_MAX,
+            sessions_max=front.sessions_max,
+            capacity=form.VECTORS_MAX,
+            on_store=crash_point,
+        )
+        self._open: _vector.Vectors | None = core
+        self._log = VectorLog(directory, log, front, core, is_new=is_new)
+        self._sessions = VectorSessions(core)
+        self._parts: dict[str, VectorPart] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
+        if is_new:
+            self._write_catalog(b"[]")
+        self._recover(core)
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        shard: int,
+        shards: int,
+        sessions_max: int = 1024,
+        crash_point: Callable[[str], None] | None = None,
+    ) -> VectorStore:
+        """Make an empty store, in a directory that is not there yet.
+
+        Args:
+            sessions_max: how many sessions' answers are kept.
+            crash_point: called at each of CRASH_POINTS.
+
+        Raises:
+            ArenaError: there is one. ArenaFull: no space; nothing is left of it.
+        """
+        if not 0 <= shard < shards:
+            raise VectorError(f"shard: expected 0 to {shards - 1}, got {shard}")
+        final = Path(directory)
+        if final.exists():
+            raise ArenaError(f"{final} holds vectors already")
+        unfinished = final.with_name(final.name + ".new")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with files.lack_of_space(f"no space for vectors in {final.parent}"):
+            unfinished.mkdir(mode=0o700, parents=True)
+            log = files.File(unfinished / LOG_NAME, os.O_RDWR | os.O_CREAT)
+            try:
+                log.lock()
+                front = form.Superblock(shard, shards, sessions_max)
+                store = cls(unfinished, log, front, is_new=True, crash_point=crash_point)
+                unfinished.rename(final)
+            except BaseException:
+                log.close()
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+        store._directory = final
+        return store
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], *, crash_point: Callable[[str], None] | None = None) -> VectorStore:
+        """Take over what a process has left, by dying or by `close(remove=False)`; finish the batch that it was at.
+
+        Raises:
+            FileNotFoundError: there is none. ArenaBusy: another process has it.
+            ArenaCorrupt: a file is not what was written; all are left alone.
+        """
+        final = Path(directory)
+        with files.lack_of_space(f"no space in {final}"):
+            log = files.File(final / LOG_NAME, os.O_RDWR)
+            try:
+                log.lock()
+                front = form.unpack_superblock(log.read(form.SUPERBLOCK_BYTES, 0))
+                return cls(final, log, front, is_new=False, crash_point=crash_point)
+            except BaseException as error:
+                log.close()
+                if isinstance(error, ArenaCorrupt):
+                    raise ArenaCorrupt(f"{final}: {error}") from None
+                raise
+
+    def close(self, *, remove: bool) -> None:
+        """Close the store. Idempotent. remove: delete the directory, too."""
+        with self._lock:
+            if self._open is None:
+                return
+            self._open = None
+            self._arrays.clear()
+            if remove:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            self._log.close()
+            del self._log, self._sessions  # and with them the maps, which hold the lock of the file
+
+    def sync(self) -> None:
+        """Have all that was written reach the disk, if the files lie on one. Returns when it has."""
+        with self._used():
+            for name in (*(self._vector_name(part.number) for part in self._parts.values()), RECORD_NAME, _CATALOG, LOG_NAME):
+                file = files.File(self._directory / name, os.O_RDWR)
+                file.sync()
+                file.close()
+
+    # Vectors.
+
+    def create_vector(self, spec: VectorSpec, name: BatchName | None = None) -> None:
+        """Make a vector of zeros. One of the same declaration that is there stays as it is.
+
+        Args:
+            name: of this as a batch: what was done once is not done again.
+
+        Raises:
+            VectorError: the declaration cannot be, or one of that name has another. ArenaFull: no space.
+        """
+        spec.check()
+        with self._used() as core:
+            if self._sessions.kept(name) is not None:
+                return
+            found = self._parts.get(spec.name)
+            if found is not None and found.spec != spec:
+                raise VectorError(f"{spec.name!r}: it is there as {found.spec}, and asked for as {spec}")
+            if found is not None:
+                self._run(core, (), name)
+                return
+            if len(self._parts) == form.VECTORS_MAX:
+                raise VectorError(f"vectors: at most {form.VECTORS_MAX}")
+            taken = {part.number for part in self._parts.values()}
+            number = next(n for n in range(form.VECTORS_MAX) if n not in taken)
+            part = VectorPart(spec, number, *extent(spec.size, self.shard, self.shards))
+            path = self._directory / self._vector_name(number)
+            self._crash_point("file")
+            file = files.File(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                nbytes = self._file_bytes(part)
+                file.extend(nbytes)
+                file.reserve(0, nbytes)
+                self._change_catalog(core, [*self._parts.values(), part], name)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                file.close()
+
+    def drop_vector(self, vector: str, name: BatchName | None = None) -> None:
+        """Remove a vector. Raises UnknownVector."""
+        with self._used() as core:
+            if self._sessions.kept(name) is not None:
+                return
+            part = self._part(vector)
+            if self._is_snapshot_open:
+                raise VectorError(f"{vector!r}: a snapshot is being copied; no vector goes meanwhile")
+            self._change_catalog(core, [other for other in self._parts.values() if other is not part], name)
+
+    def vectors(self) -> dict[str, VectorSpec]:
+        """The vectors, by name."""
+        with self._used():
+            return {name: part.spec for name, part in self._parts.items()}
+
+    def extent(self, vector: str) -> tuple[int, int]:
+        """First element that is here, and the one after the last. Raises UnknownVector."""
+        with self._used():
+            part = self._part(vector)
+            return part.begin, part.end
+
+    # Batches.
+
+    def run(self, operations: Sequence[Operation], name: BatchName | None = None) -> bytes:
+        """Run a batch over the stripes that are here, as one transaction.
+
+        Args:
+            name: a batch of this name that was run is answered, and not run again.
+
+        Returns:
+            Its answers, see `unpack_answers`; those of one without reductions are empty.
+
+        Raises:
+            VectorError: "operations[2], Axpy: x: ...". BatchForgotten: it was run, and its answer is no longer kept.
+            ArenaFull: no space. In each case nothing has changed.
+        """
+        with self._used() as core:
+            answers = self._sessions.kept(name)
+            return self._run(core, operations, name) if answers is None else answers
+
+    def answer(self, name: BatchName) -> bytes | None:
+        """The answers of a batch that was run, or None. Raises BatchForgotten."""
+        with self._used():
+            return self._sessions.kept(name)
+
+    def sessions(self) -> dict[int, int]:
+        """The sessions, and the largest sequence number of each."""
+        with self._used():
+            return self._sessions.latest()
+
+    def forget(self, session: int) -> None:
+        """Forget a session that sends nothing any more, if it is known."""
+        with self._used():
+            self._sessions.forget(session)
+
+    # Reads. Each returns the elements that are here, in the order in which they are asked for.
+
+    def read(self, vector: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Elements of a range of the whole vector; to its end by default. Raises UnknownVector; VectorError: start or stop."""
+        with self._used():
+            part = self._part(vector)
+            stop = part.spec.size if stop is None else stop
+            if not 0 <= start <= stop <= part.spec.size:
+                raise VectorError(f"start and stop: expected 0 <= start <= stop <= {part.spec.size}, got {start} and {stop}")
+            begin, end = max(start, part.begin) - part.begin, min(stop, part.end) - part.begin
+            out: NDArray[Any] = self._arrays[vector][begin : max(begin, end)].copy()
+            return out
+
+    def read_at(self, vector: str, indices: NDArray[Any]) -> NDArray[Any]:
+        """Elements by index, (n,) int64|uint64. Raises UnknownVector; VectorError: an index is out of range."""
+        with self._used():
+            part = self._part(vector)
+            at = programs.whole_numbers("indices", indices, part.spec.size)
+            return self._arrays[vector].take(at[(at >= part.begin) & (at < part.end)] - part.begin)
+
+    def read_rows(self, vector: str, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows of a matrix by number, as one run of elements; of a row that two shards share, what is here.
+
+        Raises UnknownVector; VectorError: it is no matrix, or has no such row.
+        """
+        with self._used():
+            part = self._part(vector)
+            width = part.spec.columns
+            if not width:
+                raise VectorError(f"{vector!r}: it is no matrix")
+            begins = programs.whole_numbers("rows", rows, part.spec.size // width) * width
+            here = begins[(begins >= part.begin) & (begins + width <= part.end)]
+            array = self._arrays[vector]
+            if len(here) == len(begins):
+                return array.take((here - part.begin)[:, None] + np.arange(width)).reshape(-1)
+            at = begins[:, None] + np.arange(width)
+            return array.take(at[(at >= part.begin) & (at < part.end)] - part.begin)
+
+    # Checkpoints.
+
+    def snapshot(self) -> VectorSnapshot:
+        """Vectors as they are now, whatever batches come meanwhile; one at a time. No vector is dropped until it ends.
+
+        Raises:
+            VectorError: there is one.
+        """
+        with self._used() as core:
+            if self._is_snapshot_open:
+                raise VectorError("snapshot: there is one already")
+            core.begin_snapshot()
+            self._is_snapshot_open = True
+            parts = tuple(self._parts.values())
+            return VectorSnapshot(parts, self._sessions.latest(), self._copy_of_snapshot, self._end_snapshot)
+
+    def _copy_of_snapshot(self, part: VectorPart, first: int, count: int) -> NDArray[Any]:
+        begin, end = first * STRIPE, min((first + count) * STRIPE, part.end - part.begin)
+        out = np.empty(end - begin, part.spec.dtype)
+        with self._used() as core:
+            core.copy_of_snapshot(part.number, first, count, out.view(np.uint8))
+        return out
+
+    def _end_snapshot(self) -> None:
+        with contextlib.suppress(ArenaClosed), self._used() as core:
+            core.end_snapshot()
+            self._is_snapshot_open = False
+
+    # How it is done. Everything below needs the lock.
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[_vector.Vectors]:
+        with self._lock:
+            if self._open is None:
+                raise ArenaClosed(f"{self._directory} has been closed")
+            yield self._open
+
+    def _part(self, vector: str) -> VectorPart:
+        part = self._parts.get(vector)
+        if part is None:
+            raise UnknownVector(f"vector: there is no {vector!r}")
+        return part
+
+    def _run(self, core: _vector.Vectors, operations: Sequence[Operation], name: BatchName | None) -> bytes:
+        claim = self._sessions.claim(name)
+        program = programs.compiled(operations, self._parts, claim)
+        self._log.make_room(program, claim)
+        if not program.changes:
+            core.run_apart(program.head)
+            answers = core.answer(program.head)
+        else:
+            self._log.write(program)
+            if program.functions:
+                core.try_record(programs.calls_of(program))
+            core.commit_record()
+            core.finish()
+            answers = core.answer()
+            core.set_applied()
+            self._log.shorten()
+        self._sessions.note(claim)
+        return answers
+
+    def _change_catalog(self, core: _vector.Vectors, parts: Sequence[VectorPart], name: BatchName | None) -> None:
+        claim = self._sessions.claim(name)
+        text = form.catalog_text(parts)
+        program = programs.catalog_record(text, claim)
+        self._log.make_room(program, claim)
+        self._log.write(program)
+        core.commit_record()
+        self._apply_catalog(core, text)
+        core.answer()
+        core.set_applied()
+        self._sessions.note(claim)
+
+    def _recover(self, core: _vector.Vectors) -> None:
+        """Finish what a process that died was at."""
+        self._attach(core, (self._directory / _CATALOG).read_bytes())
+        if core.applied != core.commit:
+            if core.applied + 1 != core.commit:
+                raise ArenaCorrupt("applied: it is neither commit nor the one before")
+            problem = core.problem()
+            if problem is not None:
+                raise ArenaCorrupt(problem)
+            text = programs.catalog_in(self._log.record.data)
+            if text is not None:
+                self._apply_catalog(core, text)
+            else:
+                core.finish()
+            core.answer()
+            core.set_applied()
+            self._sessions.read()
+        self._log.shorten()
+        self._remove_strangers()
+
+    def _attach(self, core: _vector.Vectors, text: bytes) -> None:
+        """Map the vectors of a catalog that are not mapped yet, and forget the others."""
+        parts = form.catalog_of(text, self.shard, self.shards)
+        for name in [name for name, part in self._parts.items() if parts.get(name) != part]:
+            core.detach_vector(self._parts.pop(name).number)
+            del self._arrays[name]
+        for name, part in parts.items():
+            if name not in self._parts:
+                path, nbytes = self._directory / self._vector_name(part.number), self._file_bytes(part)
+                file = files.File(path, os.O_RDWR)
+                if file.size < nbytes:
+                    raise ArenaCorrupt(f"{path.name}: it has {file.size} bytes, expected {nbytes}: truncated")
+                mapping = file.map_shared(0, nbytes)
+                file.close()
+                files.populate(mapping, 0, nbytes)
+                self._arrays[name] = np.frombuffer(mapping, part.spec.dtype, part.end - part.begin)
+                core.attach_vector(part.number, mapping, part.end - part.begin, DTYPES.index(part.spec.dtype))
+                self._parts[name] = part
+
+    def _apply_catalog(self, core: _vector.Vectors, text: bytes) -> None:
+        """Do what the record says; may be repeated."""
+        self._crash_point("catalog")
+        self._write_catalog(text)
+        self._attach(core, text)
+        self._crash_point("unlink")
+        self._remove_strangers()
+
+    def _write_catalog(self, text: bytes) -> None:
+        unfinished = self._directory / (_CATALOG + ".new")
+        unfinished.write_bytes(text)
+        unfinished.rename(self._directory / _CATALOG)
+
+    def _remove_strangers(self) -> None:
+        known = {self._vector_name(part.number) for part in self._parts.values()}
+        for path in self._directory.glob("vector-*"):
+            if path.name not in known:
+                path.unlink()
+
+    @staticmethod
+    def _vector_name(number: int) -> str:
+        return f"vector-{number}"
+
+    @staticmethod
+    def _file_bytes(part: VectorPart) -> int:
+        return align(max(part.end - part.begin, 1) * part.spec.itemsize, 4096)
