@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints, credentials, monitoring
+from psd.cli import checkpoints, credentials, dashboard, monitoring
 from psd.cli.arguments import (
     CREDENTIAL_OPTIONS,
     EXIT_FAILURE,
@@ -39,6 +39,7 @@ from psd.contract.waits import explained
 from psd.v1 import control_pb2, control_pb2_grpc
 from psd.watch.asking import Asker, dial, why_failed
 from psd.watch.merging import problems
+from psd.watch.sampler import ANSWER_S
 
 TIMEOUT_MAX_S = 3_600.0
 
@@ -57,6 +58,7 @@ commands:
   export        write the parameters of a checkpoint as a plain safetensors file
   import        make a file to begin a job with of the ids and rows of a table
   credentials   make a certificate and tokens for a job on Kubernetes
+  dashboard     show the job in a browser, live
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
 psdctl COMMAND --help explains each."""
@@ -201,6 +203,18 @@ def _add_status(commands: Commands) -> None:
     parser.set_defaults(run=_run_status, parser=parser)
 
 
+def _add_dashboard(commands: Commands) -> None:
+    parser = dashboard.add_command(commands)
+    _add_where(parser, ANSWER_S, "how long a look waits for each shard")
+    parser.add_information()
+    parser.set_defaults(run=_run_dashboard, parser=parser, watch=None)
+
+
+def _run_dashboard(args: argparse.Namespace) -> int:
+    _check(args)
+    return dashboard.run(args)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Replace the parsed flags of commands that ask shards by checked values."""
     parser: Parser = args.parser
@@ -226,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
     monitoring.add_command(commands)
+    _add_dashboard(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:
