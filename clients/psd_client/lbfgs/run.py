@@ -238,7 +238,15 @@ class _Run:
 def _result(state: State, x: NDArray[np.float64]) -> Result:
     is_success = state.status in (Status.CONVERGED_GRADIENT, Status.CONVERGED_DECREASE)
     return Result(
-        x, state.fun, state.nit, state.nfev, is_success, int(state.status), MESSAGES[state.status], state.gradient_norm, state.step
+        x,
+        state.fun,
+        state.nit,
+        state.nfev,
+        is_success,
+        int(state.status),
+        MESSAGES[state.status],
+        state.gradient_norm,
+        state.step,
     )
 
 

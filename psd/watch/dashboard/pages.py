@@ -165,9 +165,7 @@ class Pages:
         if cookie is None:
             return self._refusal(403, "this is not the dashboard's token")
         response = web.json_response({})
-        response.set_cookie(
-            self._cookie, cookie, max_age=int(VISIT_S), httponly=True, samesite="Strict", secure=self._is_https
-        )
+        response.set_cookie(self._cookie, cookie, max_age=int(VISIT_S), httponly=True, samesite="Strict", secure=self._is_https)
         return response
 
 
