@@ -298,7 +298,7 @@ class ParameterExchange:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._await_closed()
         self.buffers.before_push()
-        header = self._requests.header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
+        header = self._requests.header(values, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)
