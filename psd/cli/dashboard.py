@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_FAILURE
 
     def say() -> None:
-        for line in _announcement(args.host, place):
+        for line in announcement(args.host, place):
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
@@ -123,7 +123,7 @@ def _place(args: argparse.Namespace) -> Place:
     return server.Place(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
 
 
-def _announcement(host: str, place: Place) -> list[str]:
+def announcement(host: str, place: Place) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     port = place.listener.getsockname()[1]
