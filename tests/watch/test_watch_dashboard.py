@@ -129,12 +129,13 @@ def test_the_page_loads_nothing_from_elsewhere():
     assert set(elsewhere) <= {"http://www.w3.org/2000/svg"}
 
     async def headers():
-        async with dashboard(ScriptedJob()) as address, aiohttp.ClientSession() as session:
-            async with (
-                session.get(f"{address}/static/app.js") as script,
-                session.get(f"{address}/static/..%2fserver.py") as other,
-            ):
-                return script.headers, script.content_type, other.status
+        async with (
+            dashboard(ScriptedJob()) as address,
+            aiohttp.ClientSession() as session,
+            session.get(f"{address}/static/app.js") as script,
+            session.get(f"{address}/static/..%2fserver.py") as other,
+        ):
+            return script.headers, script.content_type, other.status
 
     found, kind, outside = asyncio.run(headers())
     assert "default-src 'none'; script-src 'self'" in found["Content-Security-Policy"]
