@@ -160,6 +160,7 @@ _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
     "metrics_port": "metrics are on port 7002",
     "log_dir": "kubectl logs has the output of each pod",
+    "tensorboard": "use --env PSD_TENSORBOARD=DIR, a directory of the pod that outlives it",
     "max_shard_restarts": "Kubernetes restarts shards without limit",
 }
 

@@ -7,6 +7,7 @@ Must not know frameworks, names of tensors, or how anything travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,17 @@ from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.rows import Gradients
+from psd_client.worker.vector_calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
 
 
 class FlatCalls(WorkerConnection):
     """A worker that declares, pushes and pulls whole buffers."""
+
+    @cached_property
+    def vectors(self) -> VectorCalls:
+        """The calls for server-side vectors."""
+        return VectorCalls(self._config, self._session, self._shards, self.operation, lambda: self._exchange is not None)
 
     def declare_tensors(
         self,
