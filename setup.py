@@ -49,6 +49,7 @@ WITH_RULES = {
 KERNELS = [f"psd_core/csrc/{name}.c" for name in ("half", "kernels", "kernels_f32", "kernels_f64")]
 ROWS = ["psd_core/csrc/half.c", "psd_core/csrc/kernels_f32.c"]
 TABLES = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("table*.c"))
+VECTORS = sorted(path.relative_to(ROOT).as_posix() for path in CSRC.glob("vector*.c"))
 
 kernels = Extension("psd_core._kernels", sources=["psd_core/_kernels.pyx", *KERNELS], **WITH_RULES)
 arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], depends=["psd_core/csrc/arena.h"], **HOW)
@@ -56,13 +57,17 @@ table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES, *R
 distinct = Extension(
     "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
 )
-kernels.cython_directives = arena.cython_directives = table.cython_directives = distinct.cython_directives = {
+vector = Extension("psd_core._vector", sources=["psd_core/_vector.pyx", *VECTORS], libraries=["m"], depends=HEADERS, **HOW)
+EXTENSIONS = [kernels, arena, table, distinct, vector]
+directives = {
     "language_level": "3",
     "boundscheck": DEBUG,
     "wraparound": DEBUG,
     "initializedcheck": DEBUG,
     "cdivision": not DEBUG,
 }
+for extension in EXTENSIONS:
+    extension.cython_directives = directives
 
 
 class BuildExtWithHeaders(build_ext):
@@ -106,7 +111,7 @@ def generate_protobuf() -> None:
 
 
 setup(
-    ext_modules=[kernels, arena, table, distinct],
+    ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildExtWithHeaders, "build_py": BuildPyWithProtobuf},
     options={"build_ext": {"force": True}},  # never reuse objects that were built with other flags
 )

@@ -175,6 +175,11 @@ class Process:
             return False
         return True
 
+    def check(self) -> None:
+        """Raise ProcessFailed, with its last words, if it has ended."""
+        if self.wait(0):
+            raise ProcessFailed(f"{self.name}: ended with status {self._process.returncode}{self._last_words()}")
+
     def begin_end(self) -> None:
         """Tell it that no more comes."""
         if self._process.stdin is not None:
@@ -273,6 +278,10 @@ class Shard:
     def signal(self, signum: int) -> None:
         """Send a signal to the process."""
         self._started.signal(signum)
+
+    def check(self) -> None:
+        """Raise ProcessFailed, with its last words, if it has ended."""
+        self._started.check()
 
     def kill(self) -> None:
         """Kill with SIGKILL; return when it is gone."""

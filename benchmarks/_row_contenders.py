@@ -19,14 +19,24 @@ __all__ = ["Starter", "join", "psd", "ray", "raw_tcp", "shared_memory", "tensorf
 
 
 def psd(
-    name: str, transport: str, workers: int, shards: int, shape: Shape, consistency: str, *, is_distinct: bool = False
+    name: str,
+    transport: str,
+    workers: int,
+    shards: int,
+    shape: Shape,
+    consistency: str,
+    *,
+    is_distinct: bool = False,
+    in_one: bool = False,
 ) -> Starter:
-    """A contender: psd over one transport. is_distinct: workers get each distinct id once."""
+    """A contender: psd over one transport. is_distinct: workers get each distinct id once. in_one: all tables' rows are in one
+    table."""
 
     def start(stack: ExitStack) -> Contender:
         servers = [Shard("--lease", "120", "--insecure", index=index, count=shards) for index in range(shards)]
         start_all(stack, servers)
-        return join(stack, name, transport, workers, servers, shape, consistency, is_distinct=is_distinct)
+        how = {"is_distinct": is_distinct, "in_one": in_one}
+        return join(stack, name, transport, workers, servers, shape, consistency, **how)
 
     return start
 
@@ -41,11 +51,12 @@ def join(
     consistency: str,
     *,
     is_distinct: bool = False,
+    in_one: bool = False,
 ) -> Contender:
     """Start psd's workers of shards that serve already."""
     addresses = [server.address for server in servers]
-    told = {"servers": ",".join(addresses), "transport": transport, "consistency": consistency, "is_distinct": is_distinct}
-    peers = _workers("psd_rows", workers, shape, told)
+    told = {"servers": ",".join(addresses), "transport": transport, "consistency": consistency}
+    peers = _workers("psd_rows", workers, shape, {**told, "is_distinct": is_distinct, "in_one": in_one})
     _all_ready(stack, peers)
     return Contender(name, workers, len(servers), "", peers, [server.pid for server in servers], servers=addresses)
 

@@ -99,12 +99,10 @@ def run(match: Match, args: Namespace) -> list[dict[str, Any]]:
 
 def measure_tables(args: Namespace, transport: str, stack: ExitStack) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure 26 tables, of dim 16 and 2,048 ids each, against one table of the same rows; returns also what has failed."""
-    many = Shape(26, max(1, args.rows // 26), 16, max(1, args.ids * 2048 // 10_000), args.zipf)
-    one = Shape(1, many.rows * many.tables, many.dim, many.ids * many.tables, args.zipf)
+    shape = Shape(26, max(1, args.rows // 26), 16, max(1, args.ids * 2048 // 10_000), args.zipf)
     match = Match(stack)
-    for name, shape in (("26 tables", many), ("1 table", one)):
-        # Distinct ids, so that both move the same number of rows but for chance.
-        match.add(name, psd(name, transport, 1, args.shards, shape, "sync", is_distinct=True))
+    for name, in_one in (("26 tables", False), ("1 table", True)):
+        match.add(name, psd(name, transport, 1, args.shards, shape, "sync", is_distinct=True, in_one=in_one))
     return run(match, args), match.failed
 
 

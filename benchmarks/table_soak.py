@@ -60,9 +60,8 @@ def run(shards: list[Shard], workers: list[Peer], seconds: float, every_s: float
     next_kill = begun + every_s
     while (now := time.monotonic()) < begun + seconds:
         if now - begun >= WARM_SHARE * seconds:
-            for worker in workers:
-                if worker.wait(0):
-                    worker.answer()  # says why it has ended
+            for process in (shards[0], *workers):
+                process.check()
             samples.append((now - begun, {name: (private_bytes(pid), descriptors(pid)) for name, pid in pids.items()}))
         if now >= next_kill:
             shards[1].kill()

@@ -26,7 +26,6 @@ cdef extern from "arena.h" nogil:
 
 cdef extern from "table.h" nogil:
     enum:
-        PSD_SLOTS_MAX
         PSD_FLAGS_MAX
         PSD_SCALARS_MAX
         PSD_RULES
@@ -38,6 +37,7 @@ cdef extern from "table.h" nogil:
         PSD_REMOVED_MAX
         PSD_CHUNK_BUCKETS
         PSD_LOG_MAX
+        PSD_OWN_SLOTS_MAX
     ctypedef struct psd_hyper:
         uint8_t flags[PSD_FLAGS_MAX]
         double scalars[PSD_SCALARS_MAX]
@@ -53,13 +53,13 @@ cdef extern from "table.h" nogil:
         double scalars[PSD_SCALARS_MAX]
     ctypedef struct psd_table_spec:
         uint64_t dim, width, rows_max, push_max, notes, seed, admit_after, admit_below
-        int rule, rowwise, init, evicts, catches_up, settles, rests, is_half
+        int rule, rowwise, init, slots, evicts, catches_up, settles, rests, is_half
         uint8_t rest_without[PSD_SCALARS_MAX]
         int64_t decay_at
         double a, b
         psd_hyper flags
-        int64_t slot_at[PSD_SLOTS_MAX]
-        float slot_start[PSD_SLOTS_MAX]
+        int64_t slot_at[PSD_OWN_SLOTS_MAX]
+        float slot_start[PSD_OWN_SLOTS_MAX]
     ctypedef struct psd_region:
         uint64_t at, size, backed
     ctypedef struct psd_scratch:
@@ -78,8 +78,18 @@ cdef extern from "table.h" nogil:
         uint64_t reads, hits
         void (*on_store)(void *, const char *) noexcept
         void *context
+    ctypedef struct psd_own_rule:
+        int (*apply)(void *, intptr_t) noexcept
+        void *context
+        intptr_t capacity, count
+        float *pieces
+        float *gradients
+        uint64_t *ids
+        uint64_t *places
+        double scale
     ctypedef struct psd_push:
         psd_hyper hyper
+        psd_own_rule *own
         double scale
         uint32_t clock
         int distinct, whole
@@ -184,6 +194,30 @@ cdef void _call(void *context, const char *name) noexcept with gil:
     (<object>context)(name.decode())
 
 
+cdef class OwnRule:
+    """A user's own rule for one push: a function of the number of rows, which changes the first of `pieces`, (1 + slots, batch, dim), by `gradients`, (batch, dim)."""
+
+    cdef psd_own_rule own
+    cdef uint64_t dim, width
+    cdef object apply, kept
+    cdef readonly object error  # what the function has raised, or None
+
+    def __cinit__(self, apply, float[:, :, ::1] pieces not None, float[:, ::1] gradients not None, uint64_t[:, ::1] names not None):
+        assert gradients.shape[0] == names.shape[1] == pieces.shape[1] > 0 and gradients.shape[1] == pieces.shape[2] > 0 and names.shape[0] == 2
+        self.apply, self.kept, self.dim, self.width = apply, (pieces, gradients, names), pieces.shape[2], pieces.shape[0] * pieces.shape[2]
+        self.own = psd_own_rule(_apply, <void *>self, pieces.shape[1], 0, &pieces[0, 0, 0], &gradients[0, 0], &names[0, 0], &names[1, 0])
+
+
+cdef int _apply(void *context, intptr_t count) noexcept with gil:
+    cdef OwnRule rule = <OwnRule>context
+    try:
+        rule.apply(count)
+    except BaseException as error:
+        rule.error = error
+        return -1
+    return 0
+
+
 cdef class Partition:
     """One partition. One thread at a time may call what changes it; `read` and `walk` may come from any thread meanwhile."""
 
@@ -199,7 +233,9 @@ cdef class Partition:
     ):
         cdef int i
         cdef psd_table_spec *spec = &self.table.spec
-        assert 0 <= rule < PSD_RULES and len(flags) <= PSD_FLAGS_MAX and len(slot_at) == len(slot_start) <= PSD_SLOTS_MAX
+        assert -1 <= rule < PSD_RULES and len(flags) <= PSD_FLAGS_MAX and len(slot_at) == len(slot_start) <= PSD_OWN_SLOTS_MAX
+        assert rule >= 0 or (width == (1 + len(slot_at)) * dim and not catches_up and not rowwise)
+        spec.slots = len(slot_at)
         spec.dim, spec.width, spec.rows_max, spec.push_max, spec.notes, spec.seed = dim, width, rows_max, push_max, notes, seed
         spec.rule, spec.rowwise, spec.init, spec.a, spec.b, spec.evicts = rule, rowwise, init, a, b, evicts
         spec.admit_after, spec.admit_below = admit_after, admit_below
@@ -209,9 +245,8 @@ cdef class Partition:
             spec.rest_without[i] = rest_without[i]
         for i in range(len(flags)):
             spec.flags.flags[i] = flags[i]
-        for i in range(PSD_SLOTS_MAX):
-            spec.slot_at[i] = slot_at[i] if i < len(slot_at) else -1
-            spec.slot_start[i] = slot_start[i] if i < len(slot_at) else 0
+        for i in range(spec.slots):
+            spec.slot_at[i], spec.slot_start[i] = slot_at[i], slot_start[i]
             assert spec.slot_at[i] < 0 or spec.slot_at[i] + <int64_t>(1 if rowwise else dim) <= <int64_t>width - catches_up
         if not psd_table_plan(&self.table):
             raise ValueError(f"rows_max: too many, got {rows_max}")
@@ -326,7 +361,7 @@ cdef class Partition:
     def push(
         self, const uint64_t[::1] ids not None, const float[:, ::1] values not None, *, tuple scalars, double scale, uint32_t clock,
         const uint64_t[::1] notes, bint distinct, bint whole, int64_t step=-1,
-        const uint32_t[::1] clocks=None, const double[:, ::1] history=None,
+        const uint32_t[::1] clocks=None, const double[:, ::1] history=None, OwnRule own=None,
     ):
         """Apply the rule, or store whole rows, for which there is room; returns how many rows are new."""
         cdef psd_push push
@@ -349,9 +384,15 @@ cdef class Partition:
         if history is not None and history.shape[0]:
             assert whole and self.table.spec.catches_up and history.shape[0] <= PSD_LOG_MAX and history.shape[1] <= 1 + PSD_SCALARS_MAX
             push.history, push.entries, push.scalars = &history[0, 0], history.shape[0], history.shape[1] - 1
+        assert (own is not None) == (self.table.spec.rule < 0 and not whole)
+        if own is not None:
+            assert (own.dim, own.width) == (self.table.spec.dim, self.table.spec.width)
+            own.own.scale, push.own = scale, &own.own
         push.notes = &notes[0] if notes is not None and notes.shape[0] else NULL
         with nogil:
             status = psd_table_push(&self.table, &push, &ids[0] if n else NULL, &values[0, 0] if n else NULL, n)
+        if own is not None and own.error is not None:
+            raise own.error
         if status != 0:
             raise MemoryError(f"no memory to sort {n} ids")
         return self.table.root.created - created

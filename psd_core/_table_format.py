@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from psd_core import _arena
 from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt
 from psd_core.initial import INITIALS, Initial, Zeros
+from psd_core.optimizer import RuleFacts, Slot
 from psd_core.rules import RULES
 
 MAGIC = b"PSDTABLE"
@@ -25,6 +26,9 @@ _FRONT = struct.Struct("<8sIIQQ")  # magic, format, byte order mark, bytes of te
 
 ROWWISE_ADAGRAD = "rowwise_adagrad"
 """The rule that only tables have: Adagrad with one sum a row."""
+OWN = "own"
+"""A rule of the caller's, which comes with each push."""
+OWN_SLOTS_MAX = 64
 DIM_MAX = 1 << 16
 NAME_BYTES_MAX = 256
 ROWS_MAX = 1 << 31
@@ -55,8 +59,9 @@ class TableSpec:
     Attributes:
         name: of the table; with `seed`, it determines initial values.
         dim: numbers of a value.
-        rule: a key of RULES, not layer-wise, or ROWWISE_ADAGRAD. flags: of the rule.
+        rule: a key of RULES, not layer-wise, or ROWWISE_ADAGRAD, or OWN. flags: of the rule.
         constants: what slots begin with, by the rule's names for that.
+        own_slots: under OWN, what each slot begins with.
         init: values of rows that nobody has trained.
         seed: from 0 to 2**64 - 1.
         max_bytes: memory for rows, heads and index.
@@ -91,6 +96,7 @@ class TableSpec:
     notes: int = 0
     updates: str = "lazy"
     dtype: str = "float32"
+    own_slots: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > NAME_BYTES_MAX:
@@ -106,10 +112,14 @@ class TableSpec:
                 raise ValueError(f"{name}: expected a whole number from {low} to {high}, got {getattr(self, name)!r}")
         if not 0 < self.admit_probability <= 1:
             raise ValueError(f"admit_probability: must be > 0 and <= 1, got {self.admit_probability}")
-        names = [name for name, facts in RULES.items() if not facts.row.is_layerwise] + [ROWWISE_ADAGRAD]
+        names = [name for name, facts in RULES.items() if not facts.row.is_layerwise] + [ROWWISE_ADAGRAD, OWN]
         if self.rule not in names:
             raise ValueError(f"rule: expected one of {', '.join(names)}, got {self.rule!r}")
-        facts = RULES[self.kernel_rule]
+        if len(self.own_slots) > (OWN_SLOTS_MAX if self.rule == OWN else 0):
+            raise ValueError(f"own_slots: expected at most {OWN_SLOTS_MAX}, and none but under {OWN!r}, got {self.own_slots}")
+        if self.rule == OWN and self.catches_up:
+            raise ValueError("updates: expected lazy, because rows catch up by psd's own rules alone, got 'catch_up'")
+        facts = self.facts
         for flag in self.flags:
             if flag not in facts.flags:
                 raise ValueError(f"flags: expected some of {', '.join(facts.flags) or 'none'}, got {flag!r}")
@@ -129,20 +139,25 @@ class TableSpec:
         if self.max_bytes < self.row_bytes:
             raise ValueError(f"max_bytes: expected at least {self.row_bytes}, room for one row, got {self.max_bytes}")
 
-    @property
-    def kernel_rule(self) -> str:
-        """The rule whose arithmetic is used."""
-        return "adagrad" if self.rule == ROWWISE_ADAGRAD else self.rule
+    @cached_property
+    def facts(self) -> RuleFacts:
+        """Those of the rule whose arithmetic is used."""
+        if self.rule == OWN:
+            names = [f"slot{number}" for number in range(len(self.own_slots))]
+            return RuleFacts(OWN, constants=tuple(names), all_slots=tuple(Slot(name, start=name) for name in names))
+        return RULES["adagrad" if self.rule == ROWWISE_ADAGRAD else self.rule]
 
     @cached_property
     def layout(self) -> RowLayout:
         """Positions of value and slots in a row."""
-        facts, at = RULES[self.kernel_rule], self.dim
+        facts, at = self.facts, self.dim
         kept = facts.slots(self.flags)
+        constants = dict(self.constants)
+        constants.update(zip(facts.constants, self.own_slots, strict=False))
         places, starts = [], []
         for slot in facts.all_slots:
             places.append(at if slot.name in kept else -1)
-            starts.append(float(self.constants.get(slot.start, 0.0)))
+            starts.append(float(constants.get(slot.start, 0.0)))
             at += 0 if slot.name not in kept else 1 if self.rule == ROWWISE_ADAGRAD else self.dim
         return RowLayout(tuple(places), tuple(starts), at + self.catches_up)
 
@@ -196,4 +211,5 @@ def unpack(superblock: bytes) -> TableSpec:
     fields: dict[str, Any] = json.loads(superblock[_FRONT.size : _FRONT.size + nbytes])
     init = fields.pop("init")
     kind = INITIALS[init.pop("name")]
-    return TableSpec(**{**fields, "flags": tuple(fields["flags"]), "init": kind(**init)})
+    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("flags", "own_slots") if name in fields}
+    return TableSpec(**{**fields, **tuples, "init": kind(**init)})

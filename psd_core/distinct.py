@@ -53,20 +53,21 @@ class Distinct:
         self.inverse = inverse
         self._is_batch = len(ids) == len(inverse) and len(starts) == 2
 
-    def sum(self, grads: NDArray[Any]) -> NDArray[np.float32]:
+    def sum(self, grads: NDArray[Any], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Return the sum of the gradients of each distinct id (k, dim), in float32, added in the order in which they come.
 
         Args:
             grads: (n, dim) float32|float16|uint16 (bfloat16), one row for each id of the batch; itself returned if it is
-                float32 and there is nothing to add or to sort.
+                float32 and there is nothing to add or to sort, unless there is `out`.
+            out: (k, dim) float32, C-contiguous, to be overwritten; a new one by default.
 
         Raises:
             InvalidArray: naming the argument.
         """
         values = as_values("grads", grads, len(self.inverse))
-        if self._is_batch:
+        if self._is_batch and out is None:
             return values
-        sums = np.empty((len(self.ids), values.shape[1]), np.float32)
+        sums = as_out(out, len(self.ids), values.shape[1])
         _distinct.sum_rows(values, self.inverse, sums)
         return sums
 

@@ -24,16 +24,18 @@ from psd_core import _table_format as form
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, ArenaFull, align
 from psd_core._c_headers import checksum
 from psd_core._table_arguments import as_history, as_ids, as_out, as_values
-from psd_core._table_format import PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
+from psd_core._table_format import OWN, PUSH_MAX, ROWWISE_ADAGRAD, TableSpec
+from psd_core._table_own_rule import RowRule, bound
 from psd_core._table_snapshot import BATCH_ROWS, HEAD, Mark, Rows, TableSnapshot
 from psd_core.row_sums import RowSums
-from psd_core.rules import RULES
 
 __all__ = [
     "CRASH_POINTS",
+    "OWN",
     "PUSH_MAX",
     "ROWWISE_ADAGRAD",
     "Mark",
+    "RowRule",
     "RowSums",
     "Rows",
     "TableSnapshot",
@@ -88,7 +90,6 @@ class TableStore:
         self._given_back = 0
         self._snapshot: TableSnapshot | None = None
         self._crash_point = crash_point
-        facts = RULES[spec.kernel_rule]
         self._open: _table.Partition | None = _partition_of(spec, crash_point)
         size = self._partition.size
         if salt is not None:
@@ -98,8 +99,8 @@ class TableStore:
             self._take(0, 0, self._partition.regions[0][1])
         elif file.size < size:
             raise ArenaCorrupt(f"the file has {file.size} bytes, expected {size}: truncated")
-        self._scalars = facts.scalars
-        self._scalar_names = frozenset(facts.scalars)
+        self._scalars = spec.facts.scalars
+        self._scalar_names = frozenset(self._scalars)
         problem = self._partition.attach(file.map_shared(0, size), salt is not None, salt or 0)
         if problem is not None:
             raise ArenaCorrupt(problem)
@@ -214,6 +215,7 @@ class TableStore:
         clock: int | None = None,
         notes: NDArray[np.uint64] | None = None,
         distinct: bool = False,
+        own: RowRule | None = None,
     ) -> None:
         """Apply the rule to rows, as the table's next step; one transaction.
 
@@ -228,15 +230,18 @@ class TableStore:
             clock: of this use; the step by default.
             notes: all of them, as they are to be with this push; by default as they are.
             distinct: no id comes twice; saves sorting them out.
+            own: the rule, if the spec's is OWN; it has no scalars but what it knows itself.
 
         Raises:
             ArenaFull: no space; nothing has changed.
         """
+        if (own is not None) != (self.spec.rule == OWN):
+            raise ValueError(f"own: expected a rule if, and only if, the table's is {OWN!r}, which is {self.spec.rule!r}")
         if scalars.keys() != self._scalar_names:
             raise ValueError(f"scalars: expected {', '.join(self._scalars)}, got {', '.join(scalars)}")
         numbers = tuple([float(scalars[name]) for name in self._scalars])
         values = as_values("grads", grads, len(ids), self.spec.dim)
-        self._change(ids, values, clock, notes, scalars=numbers, scale=scale, distinct=distinct, whole=False)
+        self._change(ids, values, clock, notes, own, scalars=numbers, scale=scale, distinct=distinct, whole=False)
 
     def write(
         self,
@@ -268,10 +273,16 @@ class TableStore:
             history = as_history(history, len(self._scalars) if self.spec.catches_up else None)
         how = {"scalars": (), "scale": 1.0, "distinct": False, "whole": True, "step": -1 if step is None else step}
         how["history"] = history
-        self._change(ids, values, 0 if isinstance(clock, np.ndarray) else clock, notes, clocks=clocks, **how)
+        self._change(ids, values, 0 if isinstance(clock, np.ndarray) else clock, notes, None, clocks=clocks, **how)
 
     def _change(
-        self, ids: NDArray[Any], values: NDArray[np.float32], clock: int | None, notes: NDArray[np.uint64] | None, **how: Any
+        self,
+        ids: NDArray[Any],
+        values: NDArray[np.float32],
+        clock: int | None,
+        notes: NDArray[np.uint64] | None,
+        own: RowRule | None,
+        **how: Any,
     ) -> None:
         keys = as_ids(ids)
         if len(keys) > self.spec.push_max:
@@ -282,6 +293,8 @@ class TableStore:
             self._make_room(len(keys), 1 if how.get("history") is None else len(how["history"]))
             if clock is None:
                 clock = self._partition.step + (not how["whole"])
+            if own is not None:
+                how["own"] = bound(own, self.spec, self._partition.step + 1, len(keys))
             created = self._partition.push(keys, values, clock=clock & 0xFFFFFFFF, notes=notes, **how)
             if self._partition.is_moving:
                 self._move_on(1 + created // 400)
@@ -435,7 +448,7 @@ class TableStore:
 
 
 def _partition_of(spec: TableSpec, crash_point: Any) -> _table.Partition:
-    facts = RULES[spec.kernel_rule]
+    facts = spec.facts
     low, high = spec.init.numbers
     return _table.Partition(
         dim=spec.dim,

@@ -16,7 +16,8 @@ LAYERS = {
     "psd.checkpoint": ("psd.contract", "psd.v1", "psd_core"),
     "psd.state": ("psd.checkpoint", "psd.contract", "psd.v1", "psd_core"),
     "psd.rim": ("psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
-    "psd.cli": ("psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
+    "psd.watch": ("psd.contract", "psd.v1"),
+    "psd.cli": ("psd.watch", "psd.rim", "psd.state", "psd.checkpoint", "psd.contract", "psd.v1"),
     "psd_client": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.lanes": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.worker": ("psd_client.lanes", "psd.contract", "psd.v1", "psd_core"),
@@ -26,7 +27,7 @@ LAYERS = {
 
 # What is not the project's own: who may import it.
 OUTSIDE = {
-    "grpc": ("psd.rim", "psd.cli.ctl", "psd.cli.report", "psd_client.lanes.grpc_channel", "psd_client.lanes.grpc_errors"),
+    "grpc": ("psd.rim", "psd.cli.ctl", "psd.watch.asking", "psd_client.lanes.grpc_channel", "psd_client.lanes.grpc_errors"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),

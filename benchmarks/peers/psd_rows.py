@@ -17,7 +17,7 @@ def main() -> None:
     """Join, and take turns."""
     turns = Turns()
     told = turns.arguments
-    turn = rows.Turn(told, as_drawn=not told["is_distinct"])
+    turn = rows.Turn(told, as_drawn=not told["is_distinct"], in_one=told["in_one"])
     where = told["servers"], told["rank"], told["workers"]
     adagrad = psd_client.Adagrad(lr=rows.LR, eps=rows.EPS)
     names = [f"t{number:02}" for number in range(turn.shape.tables)]

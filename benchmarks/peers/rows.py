@@ -103,7 +103,7 @@ class Check:
 class Turn:
     """Goes through a worker's batches, with gradients made beforehand."""
 
-    def __init__(self, told: dict[str, Any], *, as_drawn: bool = False) -> None:
+    def __init__(self, told: dict[str, Any], *, as_drawn: bool = False, in_one: bool = False) -> None:
         shape = Shape(*told["shape"])
         self.shape = shape
         self.parts: list[list[tuple[Array, Array]]] = [
@@ -116,6 +116,17 @@ class Turn:
             for parts in batches(shape, told["rank"])
         ]
         self.check = Check(shape, told["rank"], told["workers"])
+        if in_one:  # the first table's ids stay what they are
+            self.parts = [
+                [
+                    (
+                        np.concatenate([ids + table * shape.rows for table, (ids, _) in enumerate(parts)]),
+                        np.concatenate([grads for _, grads in parts]),
+                    )
+                ]
+                for parts in self.parts
+            ]
+            self.shape = shape._replace(tables=1, rows=shape.rows * shape.tables)
         self._step = 0
 
     def next(self) -> Sequence[tuple[Array, Array]]:

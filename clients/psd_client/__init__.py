@@ -42,6 +42,7 @@ from psd.contract.errors import (
     StateLost,
     TlsFailed,
     Unauthenticated,
+    UnknownVector,
     WaitTimeout,
     WorkerFailed,
     WrongShard,
@@ -62,6 +63,8 @@ from psd_client.tables import (
     Zeros,
     hash_ids,
 )
+from psd_client.vector_batch import Answer, Batch
+from psd_client.vectors import Matrix, Vector
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
 
@@ -82,6 +85,10 @@ __all__ = [
     "TruncatedNormal",
     "RowwiseAdagrad",
     "hash_ids",
+    "Vector",
+    "Matrix",
+    "Batch",
+    "Answer",
     "local",
     "LocalCluster",
     "RunFailed",
@@ -114,6 +121,7 @@ __all__ = [
     "StateLost",
     "TlsFailed",
     "Unauthenticated",
+    "UnknownVector",
     "WaitTimeout",
     "WorkerFailed",
     "WrongShard",

@@ -27,6 +27,8 @@ from psd_client.reader import Reader
 from psd_client.standalone import PrivateShard
 from psd_client.tables import DeclaredTable, Table, gradients_of
 from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
+from psd_client.vector_batch import Batch
+from psd_client.vectors import Matrix, Vector
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
@@ -355,6 +357,43 @@ class ParameterServer:
             self._worker.declared.push_pull(groups.scalars(), weight, present, rows)
             return self._results()
 
+    def vector(self, name: str, size: int | None = None, dtype: str = "float64") -> Vector:
+        """Make a vector of zeros on the shards, or find the one of that name.
+
+        Every worker may call this, before or without `declare`; the first one makes it. See docs/vectors.md.
+
+        Args:
+            name: 1 to 256 bytes of UTF-8, printable.
+            size: elements; None: it is there, and has the size and dtype that it has.
+            dtype: "float64", "float32" or "int64".
+
+        Raises:
+            SpecMismatch: there is one of that name with another size, dtype or row length.
+            InvalidRequest: an argument is wrong, or above a limit of the shards. UnknownVector: there is none, and no size.
+            OutOfSpace: a shard has no room for it.
+        """
+        return self._worker.vectors.make(name, size, dtype)
+
+    def matrix(self, name: str, rows: int | None = None, cols: int | None = None, dtype: str = "float64") -> Matrix:
+        """Make a matrix of zeros on the shards, or find the one of that name: a vector with a row length.
+
+        Args:
+            rows, cols: both or neither, as the size of `vector`. name, dtype: as there.
+
+        Raises:
+            SpecMismatch, InvalidRequest, UnknownVector, OutOfSpace: as `vector`.
+        """
+        return self._worker.vectors.make_matrix(name, rows, cols, dtype)
+
+    @property
+    def vectors(self) -> dict[str, Vector]:
+        """The vectors and matrices that are on the shards, by name."""
+        return self._worker.vectors.all()
+
+    def batch(self) -> Batch:
+        """Begin a batch of operations on vectors: `with ps.batch() as b: ...`; see Batch."""
+        return Batch(self._worker.vectors)
+
     def barrier(self, name: str) -> None:
         """Wait until all workers that are in the job have called barrier with this name.
 
@@ -362,6 +401,24 @@ class ParameterServer:
             BarrierTimeout: the workers that it names have not arrived within the wait timeout.
         """
         self._worker.barrier(name)
+
+    def log(self, step: int, /, **scalars: Any) -> None:
+        """Report scalars of a step for psdctl top, the dashboard and files: `ps.log(ps.clock, loss=loss, accuracy=0.9)`.
+
+        Costs microseconds: a thread of its own sends them to shard 0 twice a second, and writes them to PSD_LOG_DIR and
+        PSD_TENSORBOARD. Neither a slow shard nor a slow disk keeps training; points are lost where the worker is killed before
+        they are sent, and shard 0 keeps the last 4096 of each series only as long as it lives. The files keep all.
+
+        Args:
+            step: the place on the horizontal axis, 0 or more; most programs use `ps.clock`.
+            scalars: by name, numbers, or tensors and arrays of one element; NaN and infinity are shown as such. At most 64
+                names for a worker, of 1 to 256 bytes each; `**{"loss/train": 0.5}` gives one that is no Python name. A tensor
+                on a GPU is waited for.
+
+        Raises:
+            InvalidRequest: a step, name or value is wrong, or there are too many names; nothing of the call was noted.
+        """
+        self._worker.log(step, scalars)
 
     def stats(self) -> dict[str, int]:
         """Statistics of this worker so far.

@@ -25,11 +25,12 @@ from psd.contract.tables import SparseTableSpec
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
+from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
-from psd_client.worker.rows import RowPull
+from psd_client.worker.rows import Batches, RowPull
 
 logger = logging.getLogger("psd_client")
 
@@ -109,7 +110,7 @@ class Reader:
 
     def _read_rows(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
         run_id, layout = self._described()
-        pull = RowPull(layout, {table: ids})
+        pull = RowPull(Batches(layout), {table: ids}, RowsMemory(None))
         request = data_pb2.ReadRequest(run_id=run_id, layout_digest=layout.digest)
 
         def read_at(lane: Lane, call: Call) -> None:

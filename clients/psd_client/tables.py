@@ -45,8 +45,8 @@ class Table:
     Args:
         name: unique among the job's tables; with `seed` it determines initial values.
         dim: numbers of a row.
-        optimizer: the update rule: an elementwise one, or RowwiseAdagrad. Tables that are given the same object share one entry
-            of `param_groups`.
+        optimizer: the update rule: an elementwise one, RowwiseAdagrad, or CustomRule. Tables that are given the same object
+            share one entry of `param_groups`.
         init: initial values: Zeros(), Constant(value), Uniform(low, high), Normal(std, mean=0) or TruncatedNormal(std).
         seed: from 0 to 2**64 - 1.
         dtype: in which values are stored: "float32", or "bfloat16", rounded stochastically.

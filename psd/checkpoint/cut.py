@@ -15,6 +15,9 @@ from psd.contract.layout import Layout
 
 MANIFEST = "manifest.json"
 
+WHOLE_KEPT = 2
+"""Newest checkpoints of tables that build on no other, which are not removed: what is being written builds on one of them."""
+
 TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999: no cut is of a later one."""
 

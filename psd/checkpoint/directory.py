@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from psd.checkpoint import ends, writing
-from psd.checkpoint.cut import MANIFEST, CheckpointInfo, CheckpointState, Cut, CutName
+from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName
 from psd.checkpoint.ends import EndNote
 from psd.checkpoint.export import ExportProgress, export_tensors
 from psd.checkpoint.loading import Incomplete, load
@@ -214,15 +214,16 @@ class CheckpointDirectory:
     def collect_garbage(self) -> list[str]:
         """Remove what is no longer needed, once its replacement is durable; return the names.
 
-        Left are the newest `keep` valid checkpoints, those that they build on, and all that is newer. Unfinished ones go when a
-        newer one is valid,
-        damaged ones when there are `keep` newer valid ones. If nothing is valid, nothing is removed.
+        Left are the newest `keep` valid checkpoints, those that they build on, and all that is newer; of jobs with tables also
+        whole = [i.name for i in found if i.state is CheckpointState.VALID and i.rows is not None and not i.base]
+        `keep` newer valid ones. If nothing is valid, nothing is removed.
         """
         found = self.checkpoints()
         kept = [info for info in found if info.state is CheckpointState.VALID][: self._keep]
         if not kept:
             return []
-        bases = {info.base for info in kept}
+        whole = [i.name for i in found if i.state is CheckpointState.VALID and i.rows is not None and not i.base]
+        bases = {info.base for info in kept} | {*whole[:WHOLE_KEPT]}
         doomed = []
         for info in found:
             successor = kept[0] if info.state is CheckpointState.INCOMPLETE else kept[-1]

@@ -15,11 +15,12 @@ from typing import Any
 
 from psd.checkpoint import CheckpointDirectory, CheckpointInfo, CheckpointState, import_table
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command
-from psd.cli.report import size, table
+from psd.cli.report import table
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.errors import PsdError
 from psd.contract.printable import printable
+from psd.watch.words import size
 
 _LIST_DESCRIPTION = """\
 List the checkpoints in a directory, newest first. Reads the small documents and the sizes of the files, not

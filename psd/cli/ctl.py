@@ -30,13 +30,15 @@ from psd.cli.arguments import (
     seconds,
     values,
 )
-from psd.cli.report import Answer, as_json, as_text, problems
+from psd.cli.report import as_json, as_text
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, parse_servers
 from psd.contract.credentials import Credentials
 from psd.contract.printable import printable
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, control_pb2_grpc
+from psd.watch.asking import Asker, dial, why_failed
+from psd.watch.merging import problems
 
 TIMEOUT_MAX_S = 3_600.0
 
@@ -122,45 +124,6 @@ exit status:
   2     the options are wrong"""
 
 
-def query(servers: Sequence[str], timeout_s: float, credentials: Credentials) -> list[Answer]:
-    """Ask all shards at once; the answers, or errors, are in the order of `servers`."""
-    channels = [_dial(server, credentials) for server in servers]
-    try:
-        stubs = [control_pb2_grpc.ControlServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        request, metadata = control_pb2.StatusRequest(), credentials.metadata()
-        calls = [stub.Status.future(request, timeout=timeout_s, metadata=metadata) for stub in stubs]
-
-        def explain(waited_s: float) -> None:
-            silent = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
-            show(f"psdctl: {waited_s:g} s: no answer yet from {', '.join(silent)}", is_error=True)
-
-        with explained(explain):
-            return [_answer(server, call, credentials) for server, call in zip(servers, calls, strict=True)]
-    finally:
-        for channel in channels:
-            channel.close()
-
-
-def _dial(server: str, credentials: Credentials) -> grpc.Channel:
-    pem = credentials.pem()
-    if pem is None:
-        return grpc.insecure_channel(server)
-    return grpc.secure_channel(server, grpc.ssl_channel_credentials(pem.ca, pem.key or None, pem.cert or None))
-
-
-def _answer(server: str, call: grpc.CallFuture[control_pb2.StatusReply], credentials: Credentials) -> Answer:
-    try:
-        return Answer(server, call.result())
-    except grpc.RpcError:
-        return Answer(server, None, call.code().name, _why(server, call, credentials))
-
-
-def _why(server: str, call: grpc.Call, credentials: Credentials) -> str:
-    """The reason of a failed call, in better words than gRPC's if it is TLS."""
-    is_tls = call.code() is grpc.StatusCode.UNAVAILABLE
-    return (credentials.why_not(server) if is_tls else None) or call.details() or ""
-
-
 def _run_status(args: argparse.Namespace) -> int:
     _check(args)
     if args.watch is None:
@@ -175,7 +138,13 @@ def _run_status(args: argparse.Namespace) -> int:
 
 
 def _show_status(args: argparse.Namespace) -> int:
-    answers = query(args.servers, args.timeout, args.credentials)
+    with Asker(args.servers, args.credentials) as asker:
+
+        def explain(waited_s: float) -> None:
+            show(f"psdctl: {waited_s:g} s: no answer yet from {', '.join(asker.silent())}", is_error=True)
+
+        with explained(explain):
+            answers = asker.ask(args.timeout)
     if args.json:
         print(json.dumps(as_json(answers)), flush=True)
     else:
@@ -188,14 +157,14 @@ def _show_status(args: argparse.Namespace) -> int:
 def _run_checkpoint(args: argparse.Namespace) -> int:
     _check(args)
     server, credentials = args.servers[0], args.credentials
-    with _dial(server, credentials) as channel:
+    with dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             with explained(lambda waited_s: show(_CHECKPOINT_WAIT.format(waited_s=waited_s, server=server), is_error=True)):
                 reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
         except grpc.RpcError as error:
             call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
-            show(f"psdctl: error: shard 0 at {server}: {printable(_why(server, call, credentials))}", is_error=True)
+            show(f"psdctl: error: shard 0 at {server}: {printable(why_failed(server, call, credentials))}", is_error=True)
             return EXIT_FAILURE
     show(printable(reply.name))
     return EXIT_OK

@@ -1,15 +1,12 @@
-"""One picture of a job from the answers of its shards: merged, as text for people, as JSON for programs.
+"""One picture of a job from the answers of its shards: as text for people, as JSON for programs.
 
-Pure functions on psd.v1 messages. Knows neither how they were fetched nor where the text goes. Where shards know different
-things of one worker, the worst holds, because that is what somebody who looks at the status needs to see; of its clocks the
-largest, because a shard hears of a step only with a push, and one without blocks gets none. The tables are a dozen lines, which
-spare a dependency such as tabulate.
+Pure functions on psd.v1 messages. Knows neither how they were fetched and merged nor where the text goes. The tables are a
+dozen lines, which spare a dependency such as tabulate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
@@ -18,103 +15,10 @@ from google.protobuf.message import Message
 from psd.cli.terminal import make_printable
 from psd.contract.printable import printable
 from psd.v1 import control_pb2 as pb
-
-_WORST_FIRST = (
-    pb.WORKER_STATE_EXPIRED,
-    pb.WORKER_STATE_ABSENT,
-    pb.WORKER_STATE_LIVE,
-    pb.WORKER_STATE_FINISHED,
-    pb.WORKER_STATE_UNSPECIFIED,
-)
+from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems
+from psd.watch.words import duration, size, wait_text
 
 _NAMES_64_BIT = frozenset({"incarnation", "session"})
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of one address: a reply, or the name and the text of the error."""
-
-    server: str
-    reply: pb.StatusReply | None
-    error_code: str = ""
-    error_message: str = ""
-
-
-@dataclass(frozen=True)
-class MergedWait:
-    """One worker's wait, which several shards may report."""
-
-    wait: pb.Wait
-    shards: tuple[int, ...]
-
-
-def _short(message: str) -> str:
-    """The end of gRPC's long story of attempts to connect."""
-    return message.rpartition(": ")[2] if message.startswith("failed to connect") else message
-
-
-# -- merging --
-
-
-def problems(answers: Sequence[Answer]) -> list[str]:
-    """Problems of the picture itself; empty if all shards answered and belong together."""
-    found = [
-        f"{answer.server} did not answer: {answer.error_code}, {_short(answer.error_message)}"
-        for answer in answers
-        if answer.reply is None
-    ]
-    replies = [(a.server, a.reply) for a in answers if a.reply is not None]
-    for index, answer in enumerate(answers):
-        reply = answer.reply
-        if reply is not None and (reply.shard_index, reply.shard_count) != (index, len(answers)):
-            found.append(
-                f"{answer.server} is shard {reply.shard_index}/{reply.shard_count}, but was given as {index}/{len(answers)}"
-            )
-    runs = {reply.run_id: server for server, reply in replies if reply.run_id}
-    if len(runs) > 1:
-        found.append("the shards serve different runs: " + ", ".join(f"{server} {run!r}" for run, server in runs.items()))
-    return found
-
-
-def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
-    """Each worker once, by rank: the worst state, the largest clock, the longest silence, all its lanes."""
-    merged: dict[int, pb.WorkerStatus] = {}
-    for reply in replies:
-        for worker in reply.workers:
-            other = merged.get(worker.rank)
-            if other is None:
-                merged[worker.rank] = pb.WorkerStatus()
-                merged[worker.rank].CopyFrom(worker)
-                continue
-            other.state = min(other.state, worker.state, key=_WORST_FIRST.index)
-            other.clock = max(other.clock, worker.clock)
-            never = other.last_seen_s < 0 or worker.last_seen_s < 0
-            other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
-            other.host, other.pid = other.host or worker.host, other.pid or worker.pid
-            other.session = max(other.session, worker.session)
-            other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
-    return [merged[rank] for rank in sorted(merged)]
-
-
-def job_clock(workers: Sequence[pb.WorkerStatus]) -> int:
-    """Clock of the slowest live worker, or how far the job has got if none lives, by its merged workers."""
-    live = [worker.clock for worker in workers if worker.state == pb.WORKER_STATE_LIVE]
-    return min(live) if live else max((worker.clock for worker in workers), default=0)
-
-
-def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
-    """Each wait once, by rank, with the shards that report it and all who are missing on any of them."""
-    waits: dict[tuple[int, int, str, int], pb.Wait] = {}
-    shards: dict[tuple[int, int, str, int], list[int]] = {}
-    for reply in replies:
-        for wait in reply.waits:
-            key = (wait.rank, wait.kind, wait.name, wait.clock)
-            merged = waits.setdefault(key, pb.Wait(rank=wait.rank, kind=wait.kind, name=wait.name, clock=wait.clock))
-            merged.waited_s = max(merged.waited_s, wait.waited_s)
-            ranks = {worker.rank for worker in merged.missing}
-            merged.missing.extend(worker for worker in wait.missing if worker.rank not in ranks)
-            shards.setdefault(key, []).append(reply.shard_index)
-    return [MergedWait(waits[key], tuple(shards[key])) for key in sorted(waits)]
 
 
 # -- JSON --
@@ -195,25 +99,6 @@ def _printable(answer: Answer) -> Answer:
         reply.CopyFrom(answer.reply)
         make_printable(reply)
     return Answer(answer.server, reply, answer.error_code, printable(answer.error_message))
-
-
-def wait_text(wait: pb.Wait) -> str:
-    """One sentence: who waits, in what, for whom."""
-    what = {
-        pb.WAIT_KIND_ROUND: f"in round {wait.clock}",
-        pb.WAIT_KIND_EARLIER_ROUND: f"to push, until round {wait.clock} has closed,",
-        pb.WAIT_KIND_STALENESS: f"at step {wait.clock}, for the staleness bound,",
-        pb.WAIT_KIND_BARRIER: f"in barrier {wait.name!r}",
-        pb.WAIT_KIND_INITIAL_VALUES: "for the initial values",
-    }.get(wait.kind, "")
-    missing = ", ".join(_missing_text(worker) for worker in wait.missing) or "nobody in particular"
-    return f"worker {wait.rank} waits {what} for {missing}; so far {duration(wait.waited_s)}"
-
-
-def _missing_text(worker: pb.WorkerStatus) -> str:
-    if worker.last_seen_s < 0:
-        return f"worker {worker.rank} (has not joined)"
-    return f"worker {worker.rank} (last seen {duration(worker.last_seen_s)} ago, at step {worker.clock})"
 
 
 def _job_line(replies: Sequence[pb.StatusReply], clock: int) -> str:
@@ -351,25 +236,3 @@ def table(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """A time for people: 0.4 s, 12 s, 3 min 20 s, 5 h 7 min."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

@@ -10,9 +10,11 @@
 
 `apply` is called on a shard with 1-D arrays of one dtype and length: a run of one block, which may be a piece of a tensor, or
 several tensors at the same step end to end. So it must be *elementwise*: what becomes of an element must depend on that element
-alone. `param` and the arrays in `slots` are updated in place; `grad` is read-only. `hyper` has, beside the declared numbers,
-"step" (the number of this update for these tensors, from 1) and "age" (updates that the block has seen since the worker read
-the parameters; 0 under sync). Blocks are updated by several threads at once: an object keeps nothing between calls.
+alone. For a table the arrays are (n, dim) float32, some of the rows of one update, in any order: what becomes of a row must
+depend on that row alone. `param` and the arrays in `slots` are updated in place; `grad` is read-only. `hyper` has, beside the
+declared numbers, "step" (the number of this update for these tensors, or this table, from 1) and "age" (updates that the block,
+or the tables, have seen since the worker read them; 0 under sync). Blocks are updated by several threads at once: an object
+keeps nothing between calls.
 
 Owns how such a class is found and what it must look like. Must not know groups, pages or connections.
 """

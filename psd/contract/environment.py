@@ -34,6 +34,8 @@ VARIABLES = {
     "PSD_WAIT_TIMEOUT": "seconds, longest wait for other workers",
     "PSD_RETRY_TIMEOUT": "seconds, how long an unreachable shard is tried again",
     "PSD_STANDALONE": "0: without a cluster do not train alone on a private shard; 1: do so whatever else is set",
+    "PSD_LOG_DIR": "directory where workers write the scalars of ps.log, as JSON lines",
+    "PSD_TENSORBOARD": "directory where workers write the scalars of ps.log for TensorBoard",
     "PSD_TLS_CA": "PEM file of the authorities that sign the shards' certificates; turns TLS on",
     "PSD_TLS_CERT": "PEM file of this client's own certificate, if the shards require one",
     "PSD_TLS_KEY": "PEM file of its key",
@@ -43,7 +45,11 @@ VARIABLES = {
 
 
 _HOW_TO_TRAIN = frozenset(
-    f"PSD_{name}" for name in ("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT")
+    f"PSD_{name}"
+    for name in (
+        *("CONSISTENCY", "QUORUM", "AGGREGATION", "REDUCE", "TRANSPORT", "WAIT_TIMEOUT", "RETRY_TIMEOUT"),
+        *("LOG_DIR", "TENSORBOARD"),
+    )
 )
 """Variables that do not say where a job is."""
 
@@ -176,6 +182,11 @@ def worker_environment(servers: str, rank: int, world_size: int, environ: Mappin
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
     }
+
+
+def scalar_directories(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The directories for scalars as JSON lines and for TensorBoard; empty: none."""
+    return environ.get("PSD_LOG_DIR", ""), environ.get("PSD_TENSORBOARD", "")
 
 
 def memory_directory() -> Path:

@@ -4,7 +4,8 @@
     ├── InvalidRequest            a field is wrong; a bug in the caller
     │   ├── InvalidTensor         a tensor's name, shape, dtype or bytes
     │   ├── NonFiniteGradient     NaN or infinity in a gradient or an initial value
-    │   └── BlockOutOfRange       a block that this shard does not own
+    │   ├── BlockOutOfRange       a block that this shard does not own
+    │   └── UnknownVector         a vector that does not exist, or was dropped
     ├── WrongShard                the address belongs to another shard
     ├── ForeignRun                the shard serves another run
     ├── ShardRestarted            the shard is not the one that the worker joined
@@ -97,6 +98,12 @@ class BlockOutOfRange(InvalidRequest):
     """The block does not exist or belongs to another shard."""
 
     code = "OUT_OF_RANGE"
+
+
+class UnknownVector(InvalidRequest):
+    """No vector has that name; it was never made, or was dropped. Detail: vector."""
+
+    code = "NOT_FOUND"
 
 
 class WrongShard(PsdError):
@@ -203,7 +210,10 @@ class CheckpointUnsupported(PsdError):
 
 
 class RuleFailed(PsdError):
-    """A user's own update rule raised an exception on a shard; the block is as it was. Detail: rule, tensor, version."""
+    """A user's own update rule raised an exception on a shard; the block, or the table, is as it was.
+
+    Detail: rule, tensor (or table), version.
+    """
 
     code = "FAILED_PRECONDITION"
 

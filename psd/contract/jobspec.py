@@ -215,8 +215,10 @@ class JobSpec:
             if table.group in of_tensors:
                 raise InvalidRequest(f"{where}: group {table.group} has tensors; a group has either tensors or tables")
             group = self.groups[table.group]
-            if group.is_static or group.is_layerwise or group.info.is_custom:
+            if group.is_static or group.is_layerwise:
                 raise InvalidRequest(f"{where}: rule {group.rule!r} is none for tables; elementwise ones are")
+            if group.info.is_custom and table.updates != "lazy":
+                raise InvalidRequest(f"{where}: updates: must be lazy with a rule of your own, got {table.updates!r}")
             if group.staleness not in ("", RATE):
                 raise InvalidRequest(f"{where}: staleness {group.staleness!r} is none for tables; {RATE!r} is")
         for tensor in self.tensors:

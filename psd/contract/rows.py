@@ -19,6 +19,7 @@ FRAME_BYTES_MAX = 4 << 20
 """Largest payload of a frame, ids and numbers, unless one row alone is larger."""
 
 ID_BYTES = 8
+_ID = np.dtype(np.uint64)
 
 DTYPES: dict[job_pb2.DType, np.dtype[Any]] = {
     job_pb2.DTYPE_FLOAT32: np.dtype(np.float32),
@@ -46,12 +47,17 @@ class TableRows(NamedTuple):
         return self.ids.nbytes + self.values.nbytes
 
 
-def in_frames(tables: Iterable[TableRows], nbytes_max: int = FRAME_BYTES_MAX) -> Iterator[list[TableRows]]:
-    """Cut rows into frames of at most so many bytes, or of one row: views of the arrays, in order. Of nothing, nothing."""
+def in_frames(
+    tables: Iterable[TableRows], nbytes_max: int = FRAME_BYTES_MAX, *, ids_alone: bool = False
+) -> Iterator[list[TableRows]]:
+    """Cut rows into frames of at most so many bytes, or of one row: views of the arrays, in order. Of nothing, nothing.
+
+    ids_alone: their numbers do not travel.
+    """
     frame: list[TableRows] = []
     left = nbytes_max
     for table, ids, values in tables:
-        row_bytes = ID_BYTES + values.shape[1] * values.dtype.itemsize
+        row_bytes = ID_BYTES if ids_alone else ID_BYTES + values.shape[1] * values.dtype.itemsize
         begin = 0
         while begin < len(ids):
             count = min(len(ids) - begin, left // row_bytes)
@@ -78,23 +84,25 @@ def payload_of(frame: Sequence[TableRows]) -> list[NDArray[Any]]:
 
 
 def rows_in(
-    parts: Sequence[data_pb2.RowsPart], payload: memoryview, dims: Sequence[int], *, has_values: bool
+    parts: Sequence[data_pb2.RowsPart],
+    payload: memoryview,
+    dims: Sequence[int],
+    *,
+    has_values: bool,
+    memory: Sequence[memoryview] = (),
 ) -> list[TableRows]:
     """The rows of a frame: views of the payload, copied only where they are not aligned.
 
     Args:
         dims: of the job's tables. has_values: False: the payload has ids alone; `values` are then new arrays, to be filled.
+        memory: of each part the place of its numbers, if they do not travel: the payload has ids alone, and `values` lie there.
 
     Raises:
         InvalidRequest: there is no such table, or the payload has another number of bytes. InvalidTensor: a wrong dtype.
     """
-    nbytes = 0
+    nbytes, travels = 0, not memory
     for part in parts:
-        if part.table >= len(dims):
-            raise InvalidRequest(f"rows.table: {part.table} is not below {len(dims)}, the number of tables")
-        if part.dtype not in DTYPES:
-            raise InvalidTensor(f"rows.dtype: expected float32, float16 or bfloat16, got number {part.dtype}")
-        row_bytes = dims[part.table] * DTYPES[part.dtype].itemsize
+        row_bytes = row_bytes_of(part, dims) if travels else 0
         if part.rows > 1 and part.rows * (ID_BYTES + row_bytes) > FRAME_BYTES_MAX:
             raise InvalidRequest(f"rows.rows: {part.rows} of table {part.table} are above {FRAME_BYTES_MAX} bytes in one frame")
         nbytes += part.rows * (ID_BYTES + (row_bytes if has_values else 0))
@@ -102,14 +110,31 @@ def rows_in(
         raise InvalidRequest(f"payload: has {payload.nbytes} bytes, expected {nbytes} for these rows")
     at_ids, at_values = 0, sum(part.rows for part in parts) * ID_BYTES
     found = []
-    for part in parts:
+    for number, part in enumerate(parts):
         shape, dtype = (part.rows, dims[part.table]), DTYPES[part.dtype]
-        ids = _array(payload, at_ids, (part.rows,), np.dtype(np.uint64))
+        ids = _array(payload, at_ids, (part.rows,), _ID)
         at_ids += ids.nbytes
-        values = _array(payload, at_values, shape, dtype) if has_values else np.empty(shape, dtype)
-        at_values += values.nbytes
+        values: NDArray[Any]
+        if travels:
+            values = _array(payload, at_values, shape, dtype) if has_values else np.empty(shape, dtype)
+            at_values += values.nbytes
+        else:
+            values = np.ndarray(shape, dtype, memory[number])
         found.append(TableRows(part.table, ids, values))
     return found
+
+
+def row_bytes_of(part: data_pb2.RowsPart, dims: Sequence[int]) -> int:
+    """Bytes of the numbers of one of its rows.
+
+    Raises:
+        InvalidRequest: there is no such table. InvalidTensor: a wrong dtype.
+    """
+    if part.table >= len(dims):
+        raise InvalidRequest(f"rows.table: {part.table} is not below {len(dims)}, the number of tables")
+    if part.dtype not in DTYPES:
+        raise InvalidTensor(f"rows.dtype: expected float32, float16 or bfloat16, got number {part.dtype}")
+    return dims[part.table] * DTYPES[part.dtype].itemsize
 
 
 def _array(payload: memoryview, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

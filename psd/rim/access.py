@@ -39,6 +39,7 @@ ROLES: dict[str, frozenset[Role]] = {
     # Whoever looks on.
     _CONTROL + "Describe": _ALL,
     _CONTROL + "Status": _ALL,
+    _CONTROL + "Curves": _ALL,
     _DATA + "Read": _ALL,
     _DATA + "ReadRows": _ALL,
     # Whoever trains. Rollback: workers bring shards back to one checkpoint when one of them has lost its memory.
@@ -49,6 +50,7 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Commit": _WORKER,
     _CONTROL + "Measure": _WORKER,
     _CONTROL + "Barrier": _WORKER,
+    _CONTROL + "Log": _WORKER,
     _CONTROL + "Load": _WORKER,
     _CONTROL + "Rollback": _WORKER,
     _CONTROL + "OpenBulk": _WORKER,

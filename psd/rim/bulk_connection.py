@@ -221,7 +221,7 @@ class ServedConnection:
                     elif isinstance(item, data_pb2.InitializeReply):
                         reply.initialize.CopyFrom(item)
                     elif isinstance(item, PulledRows):
-                        self._send_rows(item)
+                        self._send_rows(item, is_last=sent is not None and sent.is_last)
                     elif has_payload:
                         self._plane.counts.count_bytes(sent=item.nbytes)
                         if call.into_memory:
@@ -297,9 +297,10 @@ class ServedConnection:
         finally:
             answer.release()
 
-    def _send_rows(self, answer: PulledRows) -> None:
+    def _send_rows(self, answer: PulledRows, *, is_last: bool) -> None:
         head = data_pb2.RowsFrame(rows=parts_of(answer.rows), version=answer.version).SerializeToString()
-        self._stream.send(Kind.ANSWER, head, *(rows.values for rows in answer.rows))
+        numbers = () if answer.is_there else [rows.values for rows in answer.rows]
+        self._stream.send(Kind.ANSWER, head, *numbers, more=is_last)  # the REPLY follows
 
     def _attached(self) -> WorkerMemory:
         if self._memory is None:
@@ -328,6 +329,9 @@ class _Sent:
 
     Args:
         memory: gives what is attached. rank: of the worker. is_initial: parameters, and not gradients.
+
+    Attributes:
+        is_last: the last message has been read.
     """
 
     def __init__(
@@ -339,14 +343,14 @@ class _Sent:
         self._rank = rank
         self._is_initial = is_initial
         self._unread = 0  # payload bytes of the last message
-        self._is_last = False
+        self.is_last = False
 
     def blocks(self) -> Iterator[PushedBlock]:
         """Yield the blocks up to the last."""
-        while not self._is_last:
+        while not self.is_last:
             message = self._next()
             count = len(message.blocks)
-            if not count and not self._is_last:
+            if not count and not self.is_last:
                 raise InvalidRequest("blocks: is empty in a message that is not the last of its call")
             if self._is_initial and message.present:
                 raise InvalidRequest("present: belongs to a push, and not to initial values")
@@ -372,22 +376,27 @@ class _Sent:
                 if self._is_initial and message.rows:
                     raise InvalidRequest("rows: belong to a push, and not to initial values")
                 payload = self._payload()
+                numbers = self._numbers(message)
                 for block in message.blocks:
                     present = message.present[0] if message.present else b""
-                    yield PushedBlock(block, present, payload, rows=message.rows, more=message.more)
+                    yield PushedBlock(block, present, payload, rows=message.rows, more=message.more, memory=numbers)
 
     def rows(self) -> RowsFrames:
         """Yield the frames of a request for rows, up to the last."""
-        while not self._is_last:
+        while not self.is_last:
             message = self._next()
             if message.blocks or message.in_memory:
                 raise InvalidRequest("blocks: belong to a push, and not to a request for rows")
-            yield message.rows, self._payload()
+            yield message.rows, self._payload(), self._numbers(message)
+
+    def _numbers(self, message: bulk_pb2.BulkBlocks) -> list[memoryview]:
+        """The memory where the numbers of rows lie, or go to; nothing if they travel."""
+        return self._memory().rows(message.rows, message.rows_at) if message.rows_at else []
 
     def skip_rest(self) -> None:
         """Read what the worker is still sending of a call that was refused."""
         self._stream.skip(self._unread)
-        while not self._is_last:
+        while not self.is_last:
             self._next()
             self._stream.skip(self._unread)
 
@@ -395,9 +404,9 @@ class _Sent:
         kind, head, self._unread = self._stream.receive()
         if kind is not Kind.BLOCKS:
             raise InvalidRequest(f"kind: expected the BLOCKS of a call, got {kind.name}")
-        self._is_last = True  # a message that cannot be read is the last one, too: what comes then is not expected
+        self.is_last = True  # a message that cannot be read is the last one, too: what comes then is not expected
         message = _parsed(bulk_pb2.BulkBlocks, head)
-        self._is_last = message.last
+        self.is_last = message.last
         return message
 
     def _payload(self) -> memoryview:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest
 from psd.contract.layout import Layout
-from psd.v1 import bulk_pb2
+from psd.contract.rows import DTYPES, row_bytes_of
+from psd.v1 import bulk_pb2, data_pb2
 
 NONCE_BYTES = 16
 SPACE_ALIGN_BYTES = 64
@@ -56,6 +57,8 @@ class WorkerMemory:
         self.layout_digest = layout.digest
         self.world_size = layout.spec.world_size
         self._layout = layout
+        self._bytes = memoryview(self._mapping)
+        self._dims = [table.dim for table in layout.spec.tables]
         self._gradients = self._spaces(gradients, gradient_dtypes)
         self._parameters = [self._spaces(place, dtypes) for place in places]
         self._gradient_views: dict[int, memoryview] = {}
@@ -86,11 +89,7 @@ class WorkerMemory:
                 checked.append(None)
                 continue
             end = start + space.size * dtype.itemsize
-            if start < SPACE_ALIGN_BYTES or start % SPACE_ALIGN_BYTES or end > size:
-                raise InvalidRequest(
-                    f"{field}: a space from byte {start} to {end} must begin at a multiple of {SPACE_ALIGN_BYTES}, at least "
-                    f"{SPACE_ALIGN_BYTES}, and end within {size}"
-                )
+            WorkerMemory._check_range(f"{field}: a space", start, end, size)
             checked.append(start)
         return checked
 
@@ -119,6 +118,25 @@ class WorkerMemory:
                 raise InvalidRequest(f"place: is {place}, but {len(self._parameters)} are attached")
             view = self._parameter_views[block, place] = self._block(self._parameters[place], block)
         return view
+
+    def rows(self, parts: Sequence[data_pb2.RowsPart], starts: Sequence[int]) -> list[memoryview]:
+        """The memory of the numbers of each of these parts, which begin at these bytes of the file."""
+        if len(starts) != len(parts):
+            raise InvalidRequest(f"rows_at: has {len(starts)} entries for {len(parts)} parts")
+        found = []
+        for part, start in zip(parts, starts, strict=True):
+            end = start + part.rows * row_bytes_of(part, self._dims)
+            self._check_range("rows_at: rows", start, end, len(self._bytes), DTYPES[part.dtype].itemsize)
+            found.append(self._bytes[start:end])
+        return found
+
+    @staticmethod
+    def _check_range(what: str, start: int, end: int, size: int, align: int = SPACE_ALIGN_BYTES) -> None:
+        if start < SPACE_ALIGN_BYTES or start % align or end > size:
+            raise InvalidRequest(
+                f"{what} from byte {start} to {end} must begin at a multiple of {align}, at least {SPACE_ALIGN_BYTES}, and end "
+                f"within {size}"
+            )
 
     def _block(self, spaces: list[NDArray[Any] | None], index: int) -> NDArray[Any]:
         if not 0 <= index < len(self._layout.blocks):

@@ -169,7 +169,9 @@ class Checkpointer:
         pause_s = POLL_S
         while not self._bases.is_settled():
             with contextlib.suppress(Empty):
-                return self._to_write.get(timeout=pause_s)
+                snapshot = self._to_write.get(timeout=pause_s)
+                self._bases.is_settled()  # soon it is asked about this one
+                return snapshot
             pause_s = min(2 * pause_s, SETTLED_S)
         return self._to_write.get()
 
@@ -206,7 +208,7 @@ class Checkpointer:
                 worker_clocks=snapshot.worker_clocks,
                 client_states=snapshot.client_states,
                 tables=snapshot.tables,
-                base=self._bases.base_of(snapshot),
+                base=snapshot.cut.base,
             )
             if self._config.shard_index == 0:
                 # Workers do not push to shards without blocks, which hear of no cut therefore; their parts say just that.

@@ -19,7 +19,7 @@ _DESCRIPTOR = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
 SERVICE = _DESCRIPTOR.full_name
 
 ALLOWED_WHILE_DRAINING = frozenset({"Heartbeat", "Leave", "Status"})
-PACED = frozenset({"Status"})
+PACED = frozenset({"Status", "Curves"})
 """Methods for callers other than workers and readers, which are answered at a pace."""
 
 
@@ -66,6 +66,8 @@ class ControlService:
             "Describe": self.describe,
             "OpenBulk": self.open_bulk,
             "Status": self.status,
+            "Log": self.log,
+            "Curves": self.curves,
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -160,3 +162,14 @@ class ControlService:
         del request, context
         progress = self._checkpointer.progress if self._checkpointer is not None else None
         return views.shard_status(self._shard, self._address(), progress)
+
+    def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
+        """See ControlService.Log."""
+        del context
+        self._shard.log(request)
+        return control_pb2.LogReply()
+
+    def curves(self, request: control_pb2.CurvesRequest, context: grpc.ServicerContext) -> control_pb2.CurvesReply:
+        """See ControlService.Curves."""
+        del context
+        return self._shard.curves(request.after)

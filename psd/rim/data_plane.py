@@ -34,6 +34,8 @@ class PushedBlock(NamedTuple):
         payload: read until the next block is asked for; if `is_lent`, until the call has ended.
         is_followed: the next block is here already: what rounds have for the caller may wait until it is counted, too.
         rows: of the tables' block: the parts of the payload. more: further rows of the same push follow in another one.
+        memory: of each of these parts, where its numbers lie, if the payload has ids alone; read until the next block is asked
+            for.
     """
 
     block: int
@@ -43,17 +45,29 @@ class PushedBlock(NamedTuple):
     is_followed: bool = False
     rows: Sequence[data_pb2.RowsPart] = ()
     more: bool = False
+    memory: Sequence[memoryview] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all numbers and ids."""
+        return self.payload.nbytes + sum(numbers.nbytes for numbers in self.memory)
 
 
-RowsFrames = Iterator[tuple[Sequence[data_pb2.RowsPart], memoryview]]
-"""The frames of a request for rows: the parts of each, and its payload, the ids, which are read until the next is asked for."""
+RowsFrames = Iterator[tuple[Sequence[data_pb2.RowsPart], memoryview, Sequence[memoryview]]]
+"""The frames of a request for rows: the parts of each; its payload, the ids, which are read until the next is asked for; and
+where the numbers of each part go, if they are not to travel."""
 
 
 class PulledRows(NamedTuple):
-    """Rows for the caller, as one frame of its request has asked for them. `version`: updates applied to the tables' block."""
+    """Rows for the caller, as one frame of its request has asked for them.
+
+    Attributes:
+        version: updates applied to the tables' block. is_there: the numbers are where the caller wants them already.
+    """
 
     rows: list[TableRows]
     version: int
+    is_there: bool
 
 
 class PulledBlock:
@@ -121,7 +135,7 @@ class DataPlane:
             # Nothing is lent: who only pushes does not wait for the round.
             while (
                 ticket := self._exchange.push_block(
-                    push, block.block, block.present, block.payload, rows=block.rows, more=block.more
+                    push, block.block, block.present, block.payload, rows=block.rows, memory=block.memory, more=block.more
                 )
             ) is not None:
                 waiter.wait(ticket)
@@ -162,12 +176,12 @@ class DataPlane:
 
     def _rows(self, tables: TablesBlock, frames: RowsFrames, clock: int | None) -> Generator[PulledRows]:
         asked = 0
-        for parts, payload in frames:
+        for parts, payload, memory in frames:
             version = tables.version
-            rows = self._exchange.read_rows(tables, parts, payload, asked, clock)
+            rows = self._exchange.read_rows(tables, parts, payload, asked, clock, memory)
             asked += sum(len(part.ids) for part in rows)
             self.counts.count_bytes(received=payload.nbytes, sent=sum(part.values.nbytes for part in rows))
-            yield PulledRows(rows, version)
+            yield PulledRows(rows, version, bool(memory))
 
     def push_pull(
         self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
@@ -182,25 +196,34 @@ class DataPlane:
         pull = self._exchange.begin_answer(push)
         pending: deque[Trained] = deque()
         try:
-            for index, present, payload, is_lent, is_followed, rows, more in self._arriving(push, blocks):
+            for block in self._arriving(push, blocks):
                 covered = len(push.covered)
                 while (
-                    ticket := self._exchange.push_block(push, index, present, payload, is_lent=is_lent, rows=rows, more=more)
+                    ticket := self._exchange.push_block(
+                        push,
+                        block.block,
+                        block.present,
+                        block.payload,
+                        is_lent=block.is_lent,
+                        rows=block.rows,
+                        memory=block.memory,
+                        more=block.more,
+                    )
                 ) is not None:
                     waiter.wait(ticket)
                 if len(push.covered) > covered:
-                    pending.append(push.job.trained(index))
-                if is_followed and pull.has_rounds:
+                    pending.append(push.job.trained(block.block))
+                if block.is_followed and pull.has_rounds:
                     continue
                 while pending and (found := self._exchange.peek(pending[0], pull)) is not None:
                     yield PulledBlock(pending.popleft(), found)
             reply = self._exchange.end_push(push)
             if pending:
                 self._pass_gate(pull, pull.clock, waiter)
-            for block in pending:
-                while not isinstance(read := self._exchange.read(block, pull), tuple):
+            for state in pending:
+                while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
-                yield PulledBlock(block, read)
+                yield PulledBlock(state, read)
         finally:
             push.loan.end()
         self.counts.count_call("push_pull", self._now() - began)
@@ -217,7 +240,7 @@ class DataPlane:
             if not block.more:
                 self._exchange.check_arrival(push)
             yield block
-            self.counts.count_bytes(received=block.payload.nbytes)
+            self.counts.count_bytes(received=block.nbytes)
 
     def _pass_gate(self, call: Push | Pull, clock: int, waiter: Waiter) -> None:
         while (ticket := self._exchange.gate(call, clock)) is not None:

@@ -239,7 +239,7 @@ def _rows(first: Frame, requests: Iterator[Frame]) -> RowsFrames:
     """The frames of a request for rows, from its first to its last."""
     frame = first
     while True:
-        yield frame.head.rows, frame.payload
+        yield frame.head.rows, frame.payload, ()
         if frame.head.last:
             return
         frame = _next(requests)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import time
+from pathlib import Path
+
 import psd
 from psd.contract.roster import Absence
 from psd.rim.checkpointer import CheckpointProgress
+from psd.state.counts import DATA_CALLS, Counters, total
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker
@@ -38,6 +43,7 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
         session=worker.session,
         transport=worker.transport,
         failed=worker.has_failed,
+        awaited_s=worker.awaited_s,
     )
 
 
@@ -63,6 +69,20 @@ def wait_status(shard: Shard, ticket: Ticket) -> control_pb2.Wait:
     )
 
 
+def call_status(counters: Counters, call: str) -> control_pb2.CallStatus:
+    """Calls of one kind over all lanes."""
+    together = total([lane.calls[call] for lane in counters.lanes.values()])
+    return control_pb2.CallStatus(call=call, count=sum(together.counts), seconds=together.total)
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None) -> control_pb2.StatusReply:
     """Status of this shard, as psdctl shows it. `progress`: of its checkpoints, if it takes any."""
     now = shard.status()
@@ -82,6 +102,10 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         min_clock=now.min_clock,
         workers=[worker_status(shard, worker) for worker in now.workers],
         **{name: getattr(now.counters, name) for name in COUNTERS},
+        cpu_s=time.process_time(),
+        memory_bytes=resident_bytes(),
+        restarts=now.restarts,
+        calls=[call_status(now.counters, call) for call in DATA_CALLS],
     )
     if job is not None:
         reply.parameter_bytes = job.parameter_bytes

@@ -159,13 +159,14 @@ class Exchange:
         *,
         is_lent: bool = False,
         rows: Sequence[data_pb2.RowsPart] = (),
+        memory: Sequence[memoryview] = (),
         more: bool = False,
     ) -> Ticket | None:
         """Count one block of a push; a ticket if its round is not open yet (call again when it resolves).
 
         Args:
             is_lent: the payload stays as it is until the push's loan has ended.
-            rows, more: see PushedBlock.
+            rows, memory, more: see PushedBlock.
         """
         job = push.job
         block = job.trained(index)
@@ -179,10 +180,10 @@ class Exchange:
             values, mask = self._gradient(push, block, present, payload)
             scalars = push.scalars[block.plan.group]
         elif more:
-            block.checks.stage(push.staged, rows, payload)
+            block.checks.stage(push.staged, rows, payload, memory)
             return None
         else:
-            values, mask, scalars = block.checks.gradients(push.staged, rows, payload), None, push.scalars
+            values, mask, scalars = block.checks.gradients(push.staged, rows, payload, memory), None, push.scalars
             if job.spec.nan_policy != "allow" and not push.is_finite:
                 block.checks.check_finite(values, push.worker.rank, push.clock)
         if not push.is_entered:
@@ -338,10 +339,16 @@ class Exchange:
         return tables_of(job)
 
     def read_rows(
-        self, tables: TablesBlock, parts: Sequence[data_pb2.RowsPart], payload: memoryview, before: int, clock: int | None
+        self,
+        tables: TablesBlock,
+        parts: Sequence[data_pb2.RowsPart],
+        payload: memoryview,
+        before: int,
+        clock: int | None,
+        memory: Sequence[memoryview] = (),
     ) -> list[TableRows]:
         """The rows that a frame asks for; see RowChecks.rows and TablesBlock.fill."""
-        rows = tables.checks.rows(parts, payload, before, has_values=False)
+        rows = tables.checks.rows(parts, payload, before, has_values=False, memory=memory)
         try:
             tables.fill(rows, clock)
         except ArenaClosed:

@@ -123,7 +123,7 @@ class Job:
         if self._tables_index is not None:
             times = RoundTimes(now, on_awaited if first is None else None)
             checks = RowChecks(spec, shard_index, shard_count, limits)
-            self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall)
+            self.tables = TablesBlock(self._tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
             self._trained.append(self.tables)
         self.trained_count = len(self._trained)
         self.buffer_blocks = {index: b for index, b in self.blocks.items() if spec.groups[b.plan.group].is_of_buffers}
@@ -305,9 +305,9 @@ class Job:
             for block in self._trained:
                 block.settle()
 
-    def take_all(self, but: Collection[int] = (), *, with_tables: bool) -> tuple[dict[int, Page], list[TableSnapshot] | None]:
+    def take_all(self, but: Collection[int] = (), *, base: str | None) -> tuple[dict[int, Page], list[TableSnapshot] | None]:
         """The pages of all blocks at one instant, but for some, pinned, by block; and the tables' snapshots, None if others are
-        under way."""
+        under way. base: the checkpoint that those build on, as TablesBlock.snapshots has it; None: no snapshots are wanted."""
         pages: dict[int, Page] = {}
         tables: list[TableSnapshot] | None = []
         with contextlib.ExitStack() as locks:
@@ -316,8 +316,8 @@ class Job:
             try:
                 for index in self.blocks.keys() - but:
                     pages[index] = self.blocks[index].pin()
-                if with_tables and self.tables is not None:
-                    tables = self.tables.snapshots()
+                if base is not None and self.tables is not None:
+                    tables = self.tables.snapshots(base)
             except BaseException:
                 self.unpin_all(pages)
                 raise

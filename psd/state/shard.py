@@ -23,6 +23,7 @@ from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
+from psd.state.curves import Batch, Curves
 from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
@@ -98,6 +99,7 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
+        self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
 
@@ -217,6 +219,26 @@ class Shard:
             return self._core.membership is not None and self._core.membership.all_done(
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
+
+    # -- curves --------------------------------------------------------------------------------------------------------
+
+    def log(self, request: control_pb2.LogRequest) -> None:
+        """Keep the points of a worker's series; see ControlService.Log."""
+        self._check_keeps_curves()
+        worker = self.check_caller(request.caller)
+        batch = Batch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        self._curves.add(worker.rank, worker.connection, batch)
+
+    def curves(self, after: int) -> control_pb2.CurvesReply:
+        """The points of all workers' series; see ControlService.Curves."""
+        self._check_keeps_curves()
+        latest, more, parts = self._curves.read(after)
+        curves = [control_pb2.Curve(**part._asdict()) for part in parts]
+        return control_pb2.CurvesReply(incarnation=self._core.incarnation, latest=latest, more=more, curves=curves)
+
+    def _check_keeps_curves(self) -> None:
+        if self.config.shard_index != 0:
+            raise WrongShard(f"scalars are kept by shard 0, this is shard {self.config.shard_index}")
 
     # -- what the rim asks ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@
 
 enum { PSD_CONTROL, PSD_RECORD, PSD_INDEX, PSD_OTHER_INDEX, PSD_SIGHTINGS, PSD_HEADS, PSD_ROWS, PSD_SPARES, PSD_REMOVALS, PSD_LOG, PSD_REGIONS };
 enum { PSD_BUCKET = 8, PSD_SUPERBLOCK_BYTES = 4096, PSD_REGION_ALIGN = 65536, PSD_CHUNK_BUCKETS = 1024, PSD_REMOVED_MAX = 2048,
-       PSD_LOG_MAX = 16384 /* entries that are kept; the ring has room for twice as many */ };
+       PSD_LOG_MAX = 16384 /* entries that are kept; the ring has room for twice as many */, PSD_OWN_SLOTS_MAX = 64 };
 #define PSD_PLACES_MAX (UINT32_MAX - 2u)
 #define PSD_GRAVE UINT32_MAX
 #define PSD_NOWHERE UINT64_MAX
@@ -83,14 +83,15 @@ typedef enum { PSD_ZEROS, PSD_CONSTANT, PSD_UNIFORM, PSD_NORMAL, PSD_TRUNCATED_N
  * step that it is at, the low 32 bits of it as they are. */
 typedef struct {
     uint64_t dim, width, rows_max, push_max, notes, seed; /* seed: of this table, its name included */
-    int rule, rowwise, init;
+    int rule /* -1: the user's own */, rowwise, init;
     uint64_t admit_after; /* gradients of an id that are counted and dropped before it gets a row, plus 1 */
     uint64_t admit_below; /* of 2^32: which share of sightings counts */
     int evicts; /* at rows_max; else what is new is refused */
     double a, b; /* of the init: value; low, high; mean, std */
     psd_hyper flags; /* its scalars are not used */
-    int64_t slot_at[PSD_SLOTS_MAX]; /* -1: not kept */
-    float slot_start[PSD_SLOTS_MAX];
+    int slots;
+    int64_t slot_at[PSD_OWN_SLOTS_MAX]; /* -1: not kept */
+    float slot_start[PSD_OWN_SLOTS_MAX];
     int is_half;     /* values lie in the file as bfloat16 */
     uint64_t stored; /* width of a row in the file, in floats; set by psd_table_plan */
     int catches_up;
@@ -235,9 +236,24 @@ uint64_t psd_index_scan(const psd_table *, uint64_t tag, uint64_t **words, uint6
 uint64_t psd_table_walk(psd_table *, uint64_t tag, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
 int psd_table_read(psd_table *, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock); /* 0, or ENOMEM */
 
+/* table_own_rule.c: rows wait in a batch, which is handed over when it is full, and then written to their places. */
+typedef struct {
+    int (*apply)(void *context, intptr_t count); /* changes the pieces of the first rows; 0, or what the push returns */
+    void *context;
+    intptr_t capacity, count; /* rows in the batch */
+    float *pieces;    /* values of all rows, then one slot of all rows, and so on */
+    float *gradients; /* times `scale` */
+    uint64_t *ids, *places;
+    double scale;
+    uint64_t step; /* of this push */
+} psd_own_rule;
+int psd_own_rule_add(psd_table *, psd_own_rule *, uint64_t id, const float *old, const float *gradient, uint64_t place, float *row);
+int psd_own_rule_apply(psd_table *, psd_own_rule *, float *row); /* `row`, here and above: room for one */
+
 /* table_push.c */
 typedef struct {
     psd_hyper hyper;
+    psd_own_rule *own; /* where the rule is the user's own */
     double scale; /* of the sums */
     uint32_t clock;
     int distinct; /* ids are */
@@ -248,7 +264,8 @@ typedef struct {
     const double *history; /* with `whole`: of each entry of the log the step and the scalars; NULL: the log is as it is */
     uint64_t entries, scalars; /* of the history: how many, and of how many scalars */
 } psd_push;
-int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n); /* 0, or ENOMEM */
+/* 0, ENOMEM, or what the user's own rule returned: then nothing was written. */
+int psd_table_push(psd_table *, const psd_push *, const uint64_t *ids, const float *values, intptr_t n);
 
 /* table_catch_up.c: what a table of dense rows would have made of a row since it was touched. */
 typedef struct {

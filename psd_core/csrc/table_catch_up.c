@@ -145,7 +145,7 @@ static void make_steps(psd_past *p, const psd_log_entry *entry, uint64_t step, u
 /* So are those of a row that came from elsewhere as a value alone. */
 static int has_begun(const psd_table_spec *s, const float *row)
 {
-    for (int slot = 0; slot < PSD_SLOTS_MAX; slot++)
+    for (int slot = 0; slot < s->slots; slot++)
         for (uint64_t i = 0; s->slot_at[slot] >= 0 && i < (s->rowwise ? 1 : s->dim); i++)
             if (row[s->slot_at[slot] + i] != s->slot_start[slot])
                 return 1;

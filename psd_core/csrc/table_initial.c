@@ -105,7 +105,7 @@ void psd_initial_row(const psd_table_spec *spec, uint64_t id, float *out)
     for (uint64_t i = spec->dim; i < spec->width; i++)
         out[i] = 0;
     psd_initial_value(spec, id, out);
-    for (int s = 0; s < PSD_SLOTS_MAX; s++)
+    for (int s = 0; s < spec->slots; s++)
         if (spec->slot_at[s] >= 0 && spec->slot_start[s] != 0)
             for (uint64_t i = 0; i < (spec->rowwise ? 1 : spec->dim); i++)
                 out[spec->slot_at[s] + i] = spec->slot_start[s];

@@ -71,14 +71,17 @@ PSD_INLINE void prefetch_rows(const psd_table *t, const uint64_t *word, uint64_t
 }
 
 /* `row`: room for one. `past`: where rows catch up. */
-static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, const psd_root *next,
-                      float *row, psd_past *past, const float *first)
+static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, intptr_t k, uint64_t place, const psd_root *next,
+                     float *row, psd_past *past, const float *first)
 {
     const psd_scratch *const s = &t->scratch;
     const float *const old = s->words[k] ? psd_row(t, (uint32_t)*s->words[k] - 1) : NULL;
     float *const to = t->spec.is_half ? row : psd_row(t, place);
     uint32_t clock = p->clock;
-    if (p->whole) {
+    int status = 0;
+    if (p->own) {
+        status = psd_own_rule_add(t, p->own, s->ids[k], old, s->values[k], place, row);
+    } else if (p->whole) {
         psd_store_row(t, s->values[k], psd_row(t, place), s->ids[k], next->step);
         if (p->clocks)
             clock = p->clocks[(uint64_t)(s->values[k] - first) / t->spec.width];
@@ -99,6 +102,7 @@ static void write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule,
             psd_store_row(t, row, psd_row(t, place), s->ids[k], next->step);
     }
     psd_heads(t)[place] = (psd_head){s->ids[k], clock, (uint32_t)next->version};
+    return status;
 }
 
 static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const float *values, intptr_t n, float *row, psd_past *past)
@@ -133,7 +137,9 @@ static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const floa
     else if (p->history)
         psd_log_replace(t, next, p->history, p->entries, p->scalars);
     psd_row_rule rule;
-    if (!p->whole)
+    if (p->own)
+        p->own->step = next->step;
+    else if (!p->whole)
         psd_prepare_rows_f32(&rule, t->spec.rule, &p->hyper, next->step, p->scale, t->spec.rowwise);
     const uint64_t taken = (uint64_t)s->count - absent + created;
     psd_record *const record = psd_table_record(t);
@@ -155,7 +161,9 @@ static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const floa
             continue;
         const uint64_t place = spare_place(t, done);
         PSD_BEFORE(t, "row");
-        write_row(t, p, &rule, k, place, next, row, past, values);
+        const int status = write_row(t, p, &rule, k, place, next, row, past, values);
+        if (status)
+            return status;
         if (word) {
             backs[back++] = (uint32_t)*word - 1;
             flips[done++] = (psd_flip){(uint64_t)((char *)word - t->base), (*word & ~(uint64_t)UINT32_MAX) | (place + 1)};
@@ -166,6 +174,9 @@ static int push(psd_table *t, const psd_push *p, const uint64_t *ids, const floa
             flips[done++] = (psd_flip){0, tag << 32 | (place + 1)};
         }
     }
+    const int status = p->own ? psd_own_rule_apply(t, p->own, row) : 0;
+    if (status)
+        return status;
     const uint64_t from_stack = taken < now->spares ? taken : now->spares;
     PSD_BEFORE(t, "record");
     record->flips = done + seen;

@@ -5,19 +5,10 @@ import re
 
 import pytest
 
-from psd.cli.report import (
-    Answer,
-    as_json,
-    as_text,
-    duration,
-    job_clock,
-    merged_waits,
-    merged_workers,
-    problems,
-    size,
-    wait_text,
-)
+from psd.cli.report import as_json, as_text
 from psd.v1 import control_pb2 as pb
+from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems
+from psd.watch.words import duration, size, wait_text
 
 
 def worker(rank, state=pb.WORKER_STATE_LIVE, clock=40, last_seen_s=0.2, transport=""):

@@ -91,6 +91,10 @@ class FaultyLane(ShardLane):
         with self._faults.around("measure", self.shard):
             return super().measure(*args)
 
+    def log(self, *args: Any) -> None:
+        with self._faults.around("log", self.shard):
+            super().log(*args)
+
     def barrier(self, *args: Any) -> Any:
         with self._faults.around("barrier", self.shard):
             return super().barrier(*args)

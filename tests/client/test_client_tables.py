@@ -13,10 +13,11 @@ from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.layout import Layout
 from psd.contract.tables import SparseTableSpec
 from psd_client import SGD, Adagrad, Table
+from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.param_groups import ParamGroups
 from psd_client.tables import as_row_ids, gradients_of
 from psd_client.worker import rows
-from psd_client.worker.rows import RowGradients, RowPull, is_same_rows
+from psd_client.worker.rows import Batches, RowGradients, RowPull, is_same_rows
 from psd_core.distinct import shard_of
 
 SPECS = (SparseTableSpec("user", 2), SparseTableSpec("item", 3, dtype="bfloat16"))
@@ -24,6 +25,14 @@ SPECS = (SparseTableSpec("user", 2), SparseTableSpec("item", 3, dtype="bfloat16"
 
 def layout(shards: int) -> Layout:
     return Layout(JobSpec(1, (), (GroupSpec("sgd", ()),), tables=SPECS), shards)
+
+
+def pushed(shards: int, gradients: Any) -> RowGradients:
+    return RowGradients(Batches(layout(shards)), gradients, RowsMemory(None))
+
+
+def pulled(shards: int, wanted: Any) -> RowPull:
+    return RowPull(Batches(layout(shards)), wanted, RowsMemory(None))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +81,7 @@ def test_ids_when_whole_numbers_of_any_shape_then_are_64_bits(ids: Any, expected
     found = as_row_ids("ids", ids)
 
     assert found.view(np.uint64).tolist() == expected
-    assert RowPull(layout(3), {0: found}).results()[0].shape == (*found.shape, 2)
+    assert pulled(3, {0: found}).results()[0].shape == (*found.shape, 2)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,7 @@ def test_push_when_ids_come_twice_then_each_travels_once_to_its_shard(shards: in
     ids = np.random.default_rng(shards).integers(-50, 50, (20, 10))
     grads = np.arange(400, dtype=np.float32).reshape(20, 10, 2)
 
-    gradients = RowGradients(layout(shards), {0: (ids, grads)})
+    gradients = pushed(shards, {0: (ids, grads)})
 
     found: dict[int, list[float]] = {}
     for shard, of_shard in enumerate(gradients.by_shard):
@@ -142,38 +151,37 @@ def test_push_when_gradients_have_16_bits_then_they_travel_so() -> None:
     """Sums of repeated ids are rounded once; bfloat16 comes as its bits."""
     halves = np.array([[1, 2], [3, 4], [2**-11, 0]], np.float16)
     bits = (np.array([[1, 2, 3], [4, 5, 6], [1 + 2**-7, 2**-9, 0]], np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    (of_shard,) = RowGradients(layout(1), {0: (np.array([1, 2, 1]), halves), 1: (np.array([8, 8, 8]), bits)}).by_shard
+    (of_shard,) = pushed(1, {0: (np.array([1, 2, 1]), halves), 1: (np.array([8, 8, 8]), bits)}).by_shard
 
     assert [(rows.values.dtype, rows.ids.tolist()) for rows in of_shard] == [(np.float16, [1, 2]), (np.uint16, [8])]
     assert of_shard[0].values.tolist() == [[1, 2], [3, 4]]  # 1 + 2**-11 lies between two, and goes to the even one
     assert (of_shard[1].values.astype(np.uint32) << 16).view(np.float32).tolist() == [[6, 7, 9]]
 
 
-def test_push_when_kept_then_the_program_may_change_its_arrays() -> None:
+def test_push_when_the_program_changes_its_arrays_then_it_stays_as_it_is() -> None:
     ids, grads = np.array([4, 5]), np.ones((2, 2), np.float32)
-    kept, same, other = (RowGradients(layout(1), {0: (ids, grads)}) for _ in range(3))
-    kept.keep()
+    before = pushed(1, {0: (ids, grads)})
     grads[:] = 2
-    other.keep()
+    after, same = (pushed(1, {0: (ids, grads)}) for _ in range(2))
 
-    assert kept.by_shard[0][0].values.tolist() == [[1, 1], [1, 1]]
-    assert not is_same_rows(kept.by_shard, same.by_shard)
-    assert is_same_rows(other.by_shard, same.by_shard)
-    assert not is_same_rows(other.by_shard, RowGradients(layout(1), {}).by_shard)
+    assert before.by_shard[0][0].values.tolist() == [[1, 1], [1, 1]]
+    assert not is_same_rows(before.by_shard, after.by_shard)
+    assert is_same_rows(after.by_shard, same.by_shard)
+    assert not is_same_rows(after.by_shard, pushed(1, {}).by_shard)
 
 
 def test_push_when_a_sum_is_not_finite_then_table_and_id_are_named() -> None:
     """The sum travels: two finite gradients may not have one."""
     grads = np.full((3, 2), 3e38, np.float32)
 
-    assert RowGradients(layout(2), {0: (np.array([7, 8, 9]), grads)}).first_nonfinite() is None
-    assert RowGradients(layout(2), {0: (np.array([7, 8, 7]), grads)}).first_nonfinite() == ("user", 7)
+    assert pushed(2, {0: (np.array([7, 8, 9]), grads)}).first_nonfinite() is None
+    assert pushed(2, {0: (np.array([7, 8, 7]), grads)}).first_nonfinite() == ("user", 7)
 
 
 def test_pull_when_large_then_is_cut_into_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any tables together; a shard of which nothing is wanted has one that is empty, which only waits."""
     monkeypatch.setattr(rows, "PULL_IDS_MAX", 10)
-    pull = RowPull(layout(1), {0: np.arange(15), 1: np.arange(9)})
+    pull = pulled(1, {0: np.arange(15), 1: np.arange(9)})
 
     portions = [[(table, len(ids)) for table, ids, _ in portion] for portion in pull.at(0)]
 
@@ -184,4 +192,4 @@ def test_pull_when_large_then_is_cut_into_portions(monkeypatch: pytest.MonkeyPat
             values[:] = (ids[:, None].astype(np.float32).view(np.uint32) >> 16) if table else ids[:, None]
     assert pull.results()[0][:, 1].tolist() == list(range(15))
     assert pull.results()[1][:, 2].tolist() == list(range(9))
-    assert list(RowPull(layout(1), {}).at(0)) == [[]]
+    assert list(pulled(1, {}).at(0)) == [[]]

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from row_cells import TABLES, RowCells, tables
 
-from psd.contract.jobspec import JobSpec
+from psd.contract.jobspec import GroupSpec, JobSpec
 from psd.contract.layout import Layout
 from psd_client import SGD
 from psd_client.param_groups import ParamGroups
@@ -30,6 +31,12 @@ NUMBERS = CELLS * DIGITS
 
 GROUPS = (("a", "b"), ("c",))
 TENSORS = ("a", "b", "c")
+
+
+def names(*, with_tables: bool) -> tuple[str, ...]:
+    """Of what a gradient may have."""
+    return TENSORS + TABLES if with_tables else TENSORS
+
 
 _ELEMENTS_OF_C = {"small": 1100, "medium": 160_000, "large": 1_000_000}
 SIZES = tuple(_ELEMENTS_OF_C)
@@ -56,20 +63,27 @@ class Gradients:
     def write(self, number: int, tensors: Sequence[str], value: float | None = None) -> dict[str, NDArray[np.float64]]:
         """The gradient of that number; to be wiped before the next one is written."""
         cell, digit = divmod(number, DIGITS)
-        for name in tensors:
+        dense = [name for name in tensors if name in self._arrays]
+        for name in dense:
             self._arrays[name][cell::CELLS] = float(RADIX**digit) if value is None else value
-        return {name: self._arrays[name] for name in tensors}
+        return {name: self._arrays[name] for name in dense}
 
     def wipe(self, number: int, tensors: Sequence[str]) -> None:
         """Zeros again."""
         self.write(number, tensors, 0.0)
 
 
-def seen(parameters: Mapping[str, NDArray[np.float64]], number: int, tensors: Sequence[str]) -> tuple[int, int]:
-    """How often a gradient has counted where it did least, and where it did most."""
+def seen(parameters: Mapping[str, NDArray[np.float64]], number: int, tensors: Sequence[str]) -> tuple[int, int] | None:
+    """How often a gradient has counted where it did least, and where it did most; None if nothing of it is there.
+
+    parameters: all tensors, and of tables, if any, the rows of the gradient's ids.
+    """
     cell, digit = divmod(number, DIGITS)
-    values = np.concatenate([-parameters[name][cell::CELLS] for name in tensors]).astype(np.int64)
-    counts = values // RADIX**digit % RADIX
+    dense = [-parameters[name][cell::CELLS].astype(np.int64) // RADIX**digit % RADIX for name in tensors if name in TENSORS]
+    rows = [-parameters[name][:, digit].astype(np.int64) for name in tensors if name in TABLES and name in parameters]
+    if not dense and not rows:
+        return None
+    counts = np.concatenate([each.reshape(-1) for each in dense + rows])
     return int(counts.min()), int(counts.max())
 
 
@@ -106,6 +120,13 @@ class Counts:
                 name = layout.spec.tensors[tensor].name
                 self._pieces.append(_piece(name, block.index, parameters[name][offset : offset + end - start], offset))
                 start = end
+        if TABLES[0] in parameters:
+            cells = RowCells(CELLS, DIGITS, shards)
+            for shard in range(shards):
+                block = layout.tables_block(shard)
+                assert block is not None
+                self.shard_of[block] = shard
+                self._pieces += [_Piece(name, block, *cells.least_and_most(parameters[name], shard)) for name in TABLES]
 
     def of(self, number: int, tensors: Sequence[str]) -> dict[int, tuple[int, int]]:
         """By block, the least and the largest count of a gradient; blocks that have none of its tensors are left out."""
@@ -131,9 +152,12 @@ class Counts:
 
 
 def _layout(parameters: Mapping[str, NDArray[np.float64]], shards: int) -> Layout:
-    groups = ParamGroups(list(parameters), SGD(lr=1), param_groups())
-    specs = tensor_specs(parameters, groups.group_of)
-    return Layout(JobSpec(world_size=1, tensors=tuple(specs), groups=tuple(groups.specs)), shards)
+    dense = {name: parameters[name] for name in TENSORS}
+    groups = ParamGroups(list(dense), SGD(lr=1), param_groups())
+    specs = tensor_specs(dense, groups.group_of)
+    of_tables = [table.spec(len(groups.specs)) for table in tables(DIGITS)] if TABLES[0] in parameters else []
+    all_groups = (*groups.specs, GroupSpec())
+    return Layout(JobSpec(world_size=1, tensors=tuple(specs), groups=all_groups, tables=tuple(of_tables)), shards)
 
 
 def _piece(tensor: str, block: int, values: NDArray[np.float64], offset: int) -> _Piece:

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from cells import TENSORS, Counts
+from cells import Counts, names
 from history import CONFIRMING, PULLING, Call, Gradient, Histories, Life
 
 UNSAFE_END = "ends without knowing whether its last push was applied"
@@ -66,6 +66,7 @@ def _judge(histories: Histories, gradient: Gradient, found: dict[int, tuple[int,
     say = _Saying(gradient, found, counts, claim(histories, gradient))
     most = max(most for _, most in found.values())
     has_counted = [block for block, (least, _) in found.items() if least]
+    is_whole = len(gradient.tensors) == len(names(with_tables=histories.plan.has_tables))
     if any(least != most for least, most in found.values()):
         return [say("torn block")]
     if most > 1:
@@ -75,7 +76,7 @@ def _judge(histories: Histories, gradient: Gradient, found: dict[int, tuple[int,
     match say.claim:
         case "once" if len(has_counted) < len(found):
             return [say("acknowledged and lost")]
-        case int(told) if len(gradient.tensors) == len(TENSORS) and told != len(has_counted):
+        case int(told) if is_whole and told != len(has_counted):
             return [say(f"told of {told} blocks that count")]
     return []
 
@@ -180,7 +181,8 @@ def _sums(histories: Histories, life: Life, counts: Counts) -> list[Failure]:
     """stats() of a program that has ended in order says in how many blocks its gradients count."""
     own = [gradient for gradient in histories.gradients.values() if gradient.life is life]
     claims = [claim(histories, gradient) for gradient in own]
-    is_whole = all(len(gradient.tensors) == len(TENSORS) for gradient in own)
+    all_names = names(with_tables=histories.plan.has_tables)
+    is_whole = all(len(gradient.tensors) == len(all_names) for gradient in own)
     is_plain = all(call.is_ok for call in life.calls) and not life.stats.get("pushes_dropped")
     if not (own and life.has_ended_in_order and is_plain and is_whole and histories.plan.has_rounds):
         return []

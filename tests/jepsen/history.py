@@ -218,7 +218,7 @@ def _take(life: Life, record: dict[str, Any]) -> None:
             call.ended = record["t"]
             call.result = record.get("class", "ok")
             call.clock_after = record.get("clock")
-            call.seen = tuple(record["seen"]) if "seen" in record else None
+            call.seen = tuple(record["seen"]) if record.get("seen") else None
             call.detail, call.text = record.get("detail", {}), record.get("text", "")
             call.trace, call.is_psd = record.get("trace", ""), record.get("is_psd", True)
             after = record.get("stats", {})

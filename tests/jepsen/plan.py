@@ -101,6 +101,7 @@ class Plan:
         seconds: of training before the faults are healed and the programs end.
         early: the faults begin with the programs, not only when all of them train.
         named: the job has a name. small_disk: state directories are tiny file systems (needs root).
+        has_tables: gradients have rows of tables, too.
     """
 
     seed: int
@@ -117,6 +118,7 @@ class Plan:
     early: bool = False
     named: bool = False
     small_disk: bool = False
+    has_tables: bool = False
     styles: tuple[Style, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -158,6 +160,7 @@ class Plan:
         extras = (
             [f"checkpoints every {self.checkpoint_steps}"] * bool(self.checkpoint_steps)
             + ["small disk"] * self.small_disk
+            + ["tables"] * self.has_tables
             + ["early"] * self.early
         )
         job = f"{self.lane}, {self.mode}, {self.workers} workers x {self.shards} shards, {self.size}"
@@ -188,6 +191,7 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
         named=source.random() < 0.5,
         small_disk=may_mount and source.random() < 0.1,
     )
+    plan = replace(plan, has_tables=mode != "norm" and random.Random(f"tables {seed}").random() < 0.6)
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cells import TENSORS, Gradients, initial, param_groups, seen
+from cells import CELLS, DIGITS, Gradients, initial, names, param_groups, seen
 from children import settle_in
 from plan import Style
+from row_cells import TABLES, RowCells, tables
 
 import psd_client
 
@@ -66,6 +67,7 @@ class Options:
     connect: dict[str, Any]
     declared: dict[str, Any]
     style: dict[str, Any]
+    has_tables: bool = False
     role: str = "train"
     final: str = ""
 
@@ -113,6 +115,7 @@ class Program:
         self._style = Style(**options.style)
         self._random = random.Random(options.seed)
         self._gradients = Gradients(options.size, options.shards)
+        self._rows = RowCells(CELLS, DIGITS, options.shards)
         self._left = iter(range(options.first, options.first + options.count))
         self._last: tuple[int, Sequence[str]] | None = None
         self._steps = 0
@@ -145,7 +148,7 @@ class Program:
             raise Failed(self._reaction(error), error) from error
         more: dict[str, Any] = {}
         if isinstance(result, dict) and self._last is not None:
-            more["seen"] = seen(result, *self._last)
+            more["seen"] = seen(result, *self._last)  # None: it has rows alone, which were not asked for
         self._history.write("ok", op=op, **self._state(), **more)
         return result
 
@@ -185,12 +188,21 @@ class Program:
     def _pulled(self) -> bool:
         assert self.ps is not None
         try:
-            self.call("pull", self.ps.pull)
+            self.call("pull", self._pull)
         except Failed as failed:
             if type(failed.error).__name__ in ENDS_SESSION:
                 raise
             return False
         return True
+
+    def _pull(self) -> dict[str, Any]:
+        """Everything that is dense, and the rows of the last gradient."""
+        assert self.ps is not None
+        found: dict[str, Any] = dict(self.ps.pull())
+        if self._options.has_tables and self._last is not None:
+            ids = self._rows.ids[self._last[0] // DIGITS]
+            found |= {name: self.ps.tables[name].pull(ids) for name in TABLES}
+        return found
 
     # -- the program ---------------------------------------------------------------------------------------------------
 
@@ -200,7 +212,8 @@ class Program:
         values = initial(options.size, options.shards)
         ps = self.call("connect", lambda: psd_client.connect(options.servers, options.rank, options.workers, **options.connect))
         self.ps = ps
-        self.call("declare", lambda: ps.declare(values, psd_client.SGD(lr=1), groups=param_groups(), **options.declared))
+        declared = {"groups": param_groups(), "tables": tables(DIGITS) if options.has_tables else [], **options.declared}
+        self.call("declare", lambda: ps.declare(values, psd_client.SGD(lr=1), **declared))
         return ps
 
     def train(self) -> None:
@@ -222,18 +235,20 @@ class Program:
             self._insist("barrier", lambda: ps.barrier(f"at {ps.clock}"))
         number = next(self._left)
         is_absent = self._random.random() < style.absent_share
-        tensors = [name for name in TENSORS if not is_absent or self._random.random() < 0.6] or ["c"]
+        all_names = names(with_tables=self._options.has_tables)
+        tensors = [name for name in all_names if not is_absent or self._random.random() < 0.6] or ["c"]
+        rows = self._rows.gradients(number, tensors)
         gradient = self._gradients.write(number, tensors)
         self._last = number, tensors
         if does_push:
-            has_pushed = self._insist("push", lambda: ps.push(gradient), number=number, tensors=tensors)
+            has_pushed = self._insist("push", lambda: ps.push(gradient, tables=rows), number=number, tensors=tensors)
         else:
-            self._insist("push_pull", lambda: ps.push_pull(gradient), number=number, tensors=tensors)
+            self._insist("push_pull", lambda: ps.push_pull(gradient, tables=rows), number=number, tensors=tensors)
         self._gradients.wipe(number, tensors)
         if does_push and has_pushed:
             self._pause(self._random.random() * style.pause_s)
             if self._random.random() < style.pull_share and not self._must_stop():
-                self._insist("pull", ps.pull)
+                self._insist("pull", self._pull)
         self._pause(style.pace_s)
 
     @staticmethod
@@ -269,7 +284,11 @@ class Program:
         options = self._options
         wanted = {"transport": options.connect["transport"], "wait_timeout": 20.0}
         with psd_client.connect(options.servers, role="reader", **wanted) as reader:
-            np.savez(options.final, **self.call("read", reader.pull))
+            found = self.call("read", reader.pull)
+            if options.has_tables:
+                ids = self._rows.ids.reshape(-1)
+                found |= {name: self.call("read", lambda name=name: reader.tables[name].pull(ids)) for name in TABLES}
+            np.savez(options.final, **found)
         self._history.write("end", how="read")
 
 

@@ -9,6 +9,7 @@ A trial is a job of 1 to 3 workers and 1 to 3 shards, all of them processes, and
 
 plan.py        what a trial is: job, programs, faults; drawn by a seed
 cells.py       gradients that can be told apart in the parameters, so that these say how often each has counted, block by block
+row_cells.py   the same for rows of tables
 program.py     the worker: calls the public API, goes on after errors in one of several ways, writes its history
 links.py       a proxy per worker and shard, for control and bulk apart: refuse, reset, delay, truncate, half-open, black hole
 processes.py   shards and workers, killed and started again; children.py is what each does first
@@ -92,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--judge", type=Path, help="run nothing; look again at a trial whose directory was kept")
     parser.add_argument("--modes", default="", help="draw only plans of these modes, separated by commas")
     parser.add_argument("--lanes", default="", help="likewise lanes")
+    parser.add_argument("--tables", action="store_true", help="draw only plans with tables")
     parser.add_argument("--no-shrink", action="store_true", help="keep failing plans as they are")
     return parser.parse_args()
 
@@ -101,7 +103,8 @@ def _plans(args: argparse.Namespace) -> Iterator[Plan]:
         yield from itertools.repeat(Plan.from_json(args.replay.read_text()))
     for seed in itertools.count(args.seed):
         plan = draw(seed, may_mount=may_mount())
-        if plan.mode in (args.modes or plan.mode).split(",") and plan.lane in (args.lanes or plan.lane).split(","):
+        is_wanted = plan.mode in (args.modes or plan.mode).split(",") and plan.lane in (args.lanes or plan.lane).split(",")
+        if is_wanted and (plan.has_tables or not args.tables):
             yield plan
 
 

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from cells import CELLS, NUMBERS, TENSORS, Counts, Gradients, initial, seen
+from cells import CELLS, DIGITS, NUMBERS, TENSORS, Counts, Gradients, initial, seen
 from conduct import check_conduct
 from counting import compare
 from history import Histories
 from outcome import Outcome
 from plan import Fault, Plan, Style, draw
+from row_cells import TABLES, RowCells
 
 SHARDS = 2
 
@@ -116,6 +118,30 @@ def test_cells_when_gradients_have_counted_then_each_is_told_apart_in_each_block
     assert counts.elsewhere(13, ("a", "c")) == []
     assert seen(parameters, 13, ("a", "c")) == (2, 2)
     assert seen(parameters, 13, TENSORS) == (0, 2)
+
+
+def test_cells_of_rows_when_gradients_have_counted_then_each_is_told_apart_on_each_shard() -> None:
+    """A table's part of a gradient is in the shards' block of tables, beside the other's."""
+    cells, counted = RowCells(CELLS, DIGITS, 3), {0: TABLES, 13: ("rows",), NUMBERS - 1: TABLES}
+    parameters: dict[str, Any] = dict(initial("small", 3))
+    ids = cells.ids.reshape(-1)
+    for name in TABLES:
+        parameters[name] = np.zeros((len(ids), DIGITS), np.float32)
+        for number, tables in counted.items():
+            of_gradient, values = cells.gradients(number, tables).get(name, (ids[:0], np.empty((0, DIGITS), np.float32)))
+            for key, value in zip(of_gradient, values, strict=True):
+                parameters[name][ids == key] -= value
+    parameters["rows"][cells.owners.reshape(-1) == 2] = 0  # which this shard has lost
+
+    counts = Counts(parameters, 3)
+
+    blocks = sorted(counts.shard_of)[-3:]
+    assert [counts.shard_of[block] for block in blocks] == [0, 1, 2]
+    assert counts.numbers() == list(counted)
+    assert counts.of(0, TABLES) == {blocks[0]: (1, 1), blocks[1]: (1, 1), blocks[2]: (0, 1)}
+    assert counts.of(13, ("rows",)) == {blocks[0]: (1, 1), blocks[1]: (1, 1), blocks[2]: (0, 0)}
+    assert counts.elsewhere(NUMBERS - 1, ("rows",)) == ["tags"]
+    assert seen({"rows": np.full((2, DIGITS), -1.0, np.float32)}, 5, TABLES) == (1, 1)
 
 
 def test_cells_when_a_block_has_half_of_a_gradient_then_it_shows() -> None:

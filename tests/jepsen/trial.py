@@ -221,6 +221,7 @@ class _Trial:
             },
             declared=plan.declared,
             style=vars(plan.styles[rank]) if plan.styles else {},
+            has_tables=plan.has_tables,
         )
 
     def _start(self, worker: WorkerActor) -> None:

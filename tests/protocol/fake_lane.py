@@ -67,6 +67,9 @@ class FakeLane(Lane):
     def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
         return self._ask("describe", request, control_pb2.DescribeReply, call)
 
+    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
+        raise NotImplementedError("these workers report no scalars")
+
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         del timeout_s
         self._process.ask(self.shard, _request("leave", request), Scope())

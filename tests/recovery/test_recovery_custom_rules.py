@@ -34,12 +34,16 @@ def train(servers: str, rank: int, on_step: Callable[[], object], *, steps: int,
     initial = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     groups = [{"params": ["weight"]}, {"params": ["bias", "scale"], "lr": 0.01, "friction": 0.5}]
     with psd_client.connect(servers, rank, 2, transport=transport, retry_timeout=60, wait_timeout=100) as ps:
-        params = ps.declare(initial, psd_client.CustomRule(DRIFTING), groups=groups, consistency="sync", aggregation="exact")
+        table = psd_client.Table("rows", 5, psd_client.CustomRule(DRIFTING, lr=0.05), init=psd_client.Normal(0.1))
+        rule = psd_client.CustomRule(DRIFTING)
+        params = ps.declare(initial, rule, groups=groups, consistency="sync", aggregation="exact", tables=[table])
         while ps.clock < steps:
             grads = {name: (np.sin(value + rank + ps.clock) + value) / 7 for name, value in params.items()}
-            params = ps.push_pull(grads, weight=1 + (rank + ps.clock) % 3)
+            ids = np.arange(40) * (rank + 1) + ps.clock % 7
+            rows = np.sin(ps.tables["rows"].pull(ids) + rank)
+            params = ps.push_pull(grads, weight=1 + (rank + ps.clock) % 3, tables={"rows": (ids, rows)})
             on_step()
-    return params
+        return params | {"rows": ps.tables["rows"].pull(np.arange(100))}
 
 
 @pytest.mark.process

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
+from raw_bulk import SIZE
 
 
 @pytest.fixture
@@ -37,3 +40,13 @@ def eventually() -> Callable[..., None]:
             pause.wait(0.005)
 
     return wait
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """The descriptor of a sealed memory file."""
+    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
+    os.truncate(fd, SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    yield fd
+    os.close(fd)

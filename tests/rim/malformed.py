@@ -56,6 +56,11 @@ def good_requests(target: Target) -> list[tuple[str, Any]]:
         (_control("Barrier"), control_pb2.BarrierRequest(caller=caller, name="epoch", seq=1)),
         (_control("Load"), control_pb2.LoadRequest(caller=caller, clock=2, seq=1, digest=bytes(16))),
         (_control("Status"), control_pb2.StatusRequest()),
+        (_control("Curves"), control_pb2.CurvesRequest()),
+        (
+            _control("Log"),
+            control_pb2.LogRequest(caller=caller, names=["loss"], series=[0], steps=[2], values=[0.5], ago_s=[0.1]),
+        ),
     ]
 
 
@@ -353,11 +358,14 @@ def wrong_declare(rng: random.Random, target: Target) -> Request:
 
 def wrong_control(rng: random.Random, target: Target) -> Request:
     caller = target.callers[ME]
-    kind = rng.randrange(9)
+    kind = rng.randrange(10)
     request: Any
     if kind == 8:
         name, request = "Measure", control_pb2.MeasureRequest(caller=caller, clock=2, round=rng.choice((0, 2, 1 << 63)))
         reasons, word = ("InvalidRequest",), "round"
+    elif kind == 9:
+        request = control_pb2.LogRequest(caller=caller, series=[rng.choice((0, 7))], names=rng.choice(([], [""], ["a"] * 65)))
+        name, reasons, word = "Log", ("InvalidRequest",), ""
     elif kind == 5:
         name, request = "Commit", control_pb2.CommitRequest(caller=caller, clock=rng.choice((0, 2, 1 << 63)))
         reasons, word = ("InvalidRequest",), "clock"

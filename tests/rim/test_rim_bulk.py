@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import socket
@@ -34,16 +33,6 @@ def join(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> Iter
     for worker in joined:
         for stream in worker.streams:
             stream.close()
-
-
-@pytest.fixture
-def memory() -> Iterator[int]:
-    """The descriptor of a sealed memory file."""
-    fd = os.memfd_create("psd-test", os.MFD_ALLOW_SEALING)
-    os.truncate(fd, SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    yield fd
-    os.close(fd)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])

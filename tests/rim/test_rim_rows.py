@@ -3,13 +3,15 @@ field, and what was not completed has changed nothing."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from raw_bulk import BulkWorker, answer
+from raw_bulk import SIZE, BulkWorker, answer
 from raw_client import TIMEOUT_S, RawWorker, failure, reason, spec
 
 from psd.contract.config import Limits
@@ -237,6 +239,87 @@ def test_a_push_whose_worker_hangs_up_among_its_rows_has_changed_none(worker: Ro
     reply = worker.data.Push(iter(frames), timeout=TIMEOUT_S)
     assert (reply.blocks_counted, reply.blocks_duplicate) == (1, 1)
     assert worker.pull_rows(1, 2, clock=1) == [[-1.0] * 3] * 2
+
+
+@pytest.fixture
+def sharing(worker: RowsWorker, memory: int) -> Stream:
+    """A connection to whose shard the worker's memory is attached."""
+    stream = worker.connect(local=True)
+    worker.attach(stream, memory, gradient_starts=(64,), parameter_starts=(192,))
+    return stream
+
+
+def in_memory(ids: Sequence[int], *starts: int, last: bool = True, **fields: Any) -> tuple[bytes, bytes]:
+    """Head and payload of BLOCKS for rows of table a whose numbers do not travel."""
+    part = data_pb2.RowsPart(table=0, rows=len(ids), dtype=F32)
+    message = bulk_pb2.BulkBlocks(rows=[part], rows_at=starts, last=last, **fields)
+    return message.SerializeToString(), np.array(ids, np.uint64).tobytes()
+
+
+def test_rows_in_attached_memory_are_read_and_written_there(worker: RowsWorker, sharing: Stream, memory: int) -> None:
+    """Ids alone travel. A frame that others follow is copied when it comes: its memory is the worker's again."""
+    push = worker.push_frames(0, rows([]))
+    of_rows = {"blocks": [TABLES_BLOCK]}
+    os.pwrite(memory, np.array([[1] * 3, [2] * 3], np.float32).tobytes(), 1024)
+    os.pwrite(memory, np.array([[4] * 3], np.float32).tobytes(), 2052)
+    sharing.send(
+        Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=push[0].push, timeout_s=10).SerializeToString()
+    )
+    sharing.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=[0]).SerializeToString(), push[0].payload)
+    sharing.send(Kind.BLOCKS, *in_memory([7, 8], 1024, last=False, more=True, **of_rows))
+    sharing.send(Kind.BLOCKS, *in_memory([7], 2052, **of_rows))
+    assert bulk_pb2.BulkReply.FromString(answer(sharing, Kind.REPLY)).push.blocks_counted == 2
+
+    sharing.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS, clock=1))
+    sharing.send(Kind.BLOCKS, *in_memory([8, 9, 7], SIZE - 36))
+    kind, head, nbytes = sharing.receive()
+
+    assert (kind, nbytes, data_pb2.RowsFrame.FromString(head).version) == (Kind.ANSWER, 0, 1)
+    answer(sharing, Kind.REPLY)
+    pulled = np.frombuffer(os.pread(memory, 36, SIZE - 36), np.float32).reshape(3, 3)
+    assert pulled.tolist() == [[-2.0] * 3, [0.0] * 3, [-5.0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("starts", "match"),
+    [
+        ((0,), "rows_at: rows from byte 0 to 24 must begin at a multiple of 4, at least 64"),
+        ((66,), "rows_at: rows from byte 66"),
+        ((SIZE - 20,), f"rows_at: rows from byte {SIZE - 20} to {SIZE + 4} .* and end within {SIZE}"),
+        (((1 << 64) - 4,), "rows_at: rows from byte"),
+        ((64, 128), "rows_at: has 2 entries for 1 parts"),
+    ],
+)
+def test_rows_outside_the_attached_memory_are_refused(
+    worker: RowsWorker, sharing: Stream, starts: tuple[int, ...], match: str
+) -> None:
+    """No request lets a shard reach beyond it, or read it unaligned; the connection serves on."""
+    sharing.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS))
+    sharing.send(Kind.BLOCKS, *in_memory([1, 2], *starts))
+
+    with pytest.raises(InvalidRequest, match=match):
+        answer(sharing, Kind.ANSWER)
+
+    plain = worker.connect(local=True)
+    plain.send(Kind.CALL, worker.call(bulk_pb2.BULK_METHOD_PULL_ROWS))
+    plain.send(Kind.BLOCKS, *in_memory([1, 2], 64))
+    with pytest.raises(InvalidRequest, match="in_memory: nothing is attached"):
+        answer(plain, Kind.ANSWER)
+
+
+def test_when_a_worker_vanishes_in_mid_push_nothing_counts_of_rows_in_its_memory(
+    worker: RowsWorker, sharing: Stream, memory: int, eventually: Callable[..., None]
+) -> None:
+    """And the shard lets go of the memory."""
+    os.pwrite(memory, np.ones(6, np.float32).tobytes(), 1024)
+    header = worker.push_frames(0, rows([]))[0].push
+    sharing.send(Kind.CALL, bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=header, timeout_s=10).SerializeToString())
+    sharing.send(Kind.BLOCKS, *in_memory([7, 8], 1024, last=False, more=True, blocks=[TABLES_BLOCK]))
+
+    sharing.close()
+
+    eventually(lambda: "/memfd:psd-test" not in Path("/proc/self/maps").read_text(), "the memory is unmapped")
+    assert worker.pull_rows(7, 8) == [[0.0] * 3] * 2
 
 
 def test_an_id_of_another_shard_is_refused_by_its_owner(cluster: Callable[..., Any], join: Join) -> None:

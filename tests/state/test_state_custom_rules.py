@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shard_driver import Driver
+from shard_driver import Driver, tables_spec
 
 from psd.contract.config import ConfigError
 from psd.contract.consistency import Consistency
@@ -119,7 +119,7 @@ def test_async_when_the_rule_raises_then_the_block_is_as_it_was(error):
     failing.append(error)
 
     with pytest.raises(
-        RuleFailed, match=rf"rule '{PATH}' failed in tensor 't0' at version 1 .*{type(error).__name__}"
+        RuleFailed, match=rf"rule '{PATH}' failed in tensor 't0' at version 1, .*{type(error).__name__}"
     ) as raised:
         driver.push(a, 1, 1.0, **LR)
 
@@ -265,3 +265,61 @@ def test_a_reduced_gradient_has_the_bits_of_the_kernels():
 
     gradient = np.array(calls[0]["grad"])
     assert (-gradient).tolist() == theirs.values()
+
+
+def tables_driver(tmp_path, *, table=(), **fields) -> Driver:
+    """Two tables of a user's own rule."""
+    spec = tables_spec(table=table, **fields)
+    return driver_of(replace(spec, groups=spec_of().groups), state_dir=str(tmp_path / "state"))
+
+
+def test_rows_go_through_the_rule_in_batches_with_slots_of_their_own(tmp_path):
+    """A round's mean, by (rows, dim); a killed shard goes on with the slots and the table's step."""
+    driver = tables_driver(tmp_path)
+    a, b = driver.start()
+
+    driver.push_rows(a, 0, {0: ([7, 9, 7], [1.0, 4.0, 1.0])}, **LR)
+    driver.push_rows(b, 0, {0: ([8], 6.0)}, weight=3.0, **LR)
+    driver.restart(a, b)
+    driver.push_rows(a, 1, {0: ([8, 8], 0.5)}, **LR)
+    driver.push_rows(b, 1, {}, **LR)
+
+    first, second = calls
+    assert sorted(first["grad"]) == [[0.5] * 3, [1.0] * 3, [4.5] * 3]
+    assert (second["size"], second["grad"], second["step"], second["age"]) == (1, [[0.5] * 3], 2, 0)
+    assert driver.pull_rows(a, 2, 0, [7, 8, 9, 10]).tolist() == [[-0.75] * 3, [-4.75 - 5.25] * 3, [-1.25] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_when_the_rule_raises_then_no_row_has_changed_and_the_push_may_come_again(tmp_path, mode):
+    """All who wait are told, with the table's name; a later try counts each gradient once."""
+    driver = tables_driver(tmp_path, mode=mode)
+    a, b = driver.start()
+    driver.push_rows(a, 0, {0: ([1], 1.0), 1: ([1], 1.0)}, **LR)
+    waiting = driver.pull_rows(a, 1, 0, [1]) if mode == "sync" else None
+    failing.append(ValueError("nope"))
+
+    version = 0 if mode == "sync" else 1
+    told = rf"rule '{PATH}' failed in table 's0' at version {version}, which stays as it is: ValueError: nope"
+    for _ in range(2):
+        if mode == "async":
+            with pytest.raises(RuleFailed, match=told):
+                driver.push_rows(b, 0, {0: ([1, 2], 3.0)}, **LR)
+        else:
+            driver.push_rows(b, 0, {0: ([1, 2], 3.0)}, **LR)
+    if waiting is not None:
+        for ticket in (waiting, driver.pull_rows(b, 1, 0, [1])):
+            error = ticket.future.exception(timeout=0)
+            assert isinstance(error, RuleFailed)
+            assert error.detail == {"rule": PATH, "tensor": "s0", "version": 0}
+        assert driver.rows(0, [1, 2]) == [0.0, 0.0]
+    failing.clear()
+    driver.push_rows(b, 0, {0: ([1, 2], 3.0)}, **LR)
+
+    assert driver.rows(0, [1, 2]) == ([-2.25, -1.75] if mode == "sync" else [-1.25 - 4.25, -3.25])
+
+
+def test_a_table_that_catches_up_takes_no_rule_of_ones_own():
+    """Its steps with a gradient of zeros would be Python calls for each row and step."""
+    with pytest.raises(InvalidRequest, match="table 's0': updates: must be lazy with a rule of your own, got 'catch_up'"):
+        replace(tables_spec(table={"updates": "catch_up"}), groups=spec_of().groups)

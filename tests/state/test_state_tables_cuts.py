@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from shard_driver import Driver, tables_spec
 
+from psd.checkpoint.cut import name_of
 from psd.state.durability.cuts import FINAL_ID
 from psd.v1 import data_pb2
 
@@ -16,8 +17,8 @@ def started(mode="sync", **fields):
     return driver, *driver.start(), done
 
 
-def cut(id_, step):
-    return data_pb2.Cut(id=id_, step=step, created_at=5.0)
+def cut(id_, step, base=""):
+    return data_pb2.Cut(id=id_, step=step, created_at=5.0, base=base)
 
 
 def push(driver, seat, clock):
@@ -50,6 +51,34 @@ def test_a_cut_has_the_rows_of_its_version_and_what_counts_with_them(mode, block
     assert len(snapshot.pages) == blocks
     driver.shard.cuts.release(snapshot)
     assert driver.rows(0, [1]) == [-3.0]
+
+
+def test_a_cut_has_what_has_changed_since_the_checkpoint_that_it_names():
+    """All shards hear the same name, so that their parts fit together; one that does not remember it stores all rows."""
+    driver, seat, done = started()
+    names = ["", *(name_of(0, step, f"c{step}") for step in (1, 2))]
+    stored_ids = []
+    for clock, base in enumerate([names[0], names[0], names[1], names[2], name_of(0, 2, "another")]):
+        driver.learn_cuts([cut(f"c{clock + 1}", clock + 1, base)])
+        push(driver, seat, clock)
+        snapshot = done.get_nowait()
+        stored_ids.append(sorted(stored(snapshot)))
+        driver.core.job.tables.bases |= {name_of(0, clock + 1, f"c{clock + 1}"): [table.mark for table in snapshot.tables]}
+        driver.shard.cuts.release(snapshot)
+
+    assert stored_ids == [[1, 10], [1, 10, 11], [1, 11, 12], [1, 12, 13], [1, 10, 11, 12, 13, 14]]
+
+
+def test_a_cut_builds_on_no_other_than_the_last_whole_ones():
+    """Earlier ones are removed as soon as those are stored, which this shard may learn late."""
+    driver, _seat, _done = started(mode="async")
+    tables, bases = driver.core.job.tables, {}
+    for cut_id, known in [("a", ""), ("b", "a"), ("c", ""), ("d", "a"), ("e", ""), ("f", "a"), ("g", "e"), ("h", "c")]:
+        tables.base = name_of(0, 0, known) if known else ""
+        driver.shard.schedule.announce(cut_id)
+        bases[cut_id] = driver.shard.cuts.latest()[-1].base[-1:]
+
+    assert bases == {"a": "", "b": "a", "c": "", "d": "a", "e": "", "f": "", "g": "e", "h": ""}
 
 
 def test_a_cut_that_comes_while_another_is_written_is_missed_and_the_last_one_waits():

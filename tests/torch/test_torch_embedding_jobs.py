@@ -254,6 +254,34 @@ def test_without_rounds_prefetching_goes_on_beside_everything_else(run_workers, 
         assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize(
+    ("mode", "options"), [("sync", {"quorum": 1}), ("sync", {"quorum": 1, "aggregation": "exact"}), ("ssp:1", {})]
+)
+def test_rows_have_each_gradient_once_that_their_worker_was_told_counts(run_workers, mode, options):
+    """Under a quorum late ones do not; a row's value says how many did."""
+    ids = torch.tensor([3, 9, 3])
+
+    def worker(ps):
+        embedding = psd.Embedding("user", DIM, init=psd_client.Zeros())
+        sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        optimizer = psd.distribute(embedding, sgd, ps=ps, consistency=mode, reduce="sum", **options)
+        for _ in range(15):
+            optimizer.zero_grad()
+            (-embedding(ids).sum()).backward()
+            optimizer.step()
+        ps.barrier("end")
+        with torch.no_grad():
+            rows = embedding(torch.tensor([3, 9, 4]))[:, 0].tolist()
+        return ps.stats()["blocks_counted"], ps.stats()["blocks_late"], rows
+
+    found = run_workers(2, 1, worker)
+
+    counted = sum(each[0] for each in found)
+    assert counted + sum(each[1] for each in found) == 30
+    assert counted >= 15 if options else counted == 30
+    assert [each[2] for each in found] == [[2.0 * counted, counted, 0.0]] * 2
+
+
 def test_a_scaler_skips_a_round_for_an_infinite_row_gradient_of_one_worker(run_workers):
     """On all workers alike; else the steps are those without scaling."""
     expected = torch_model(initial_rows(run_workers))

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from psd.contract import frames
 from psd.contract.errors import InternalError, PsdError, ShardUnavailable, WaitTimeout, error_from
-from psd.contract.rows import parts_of, payload_of
+from psd.contract.rows import TableRows, in_frames, parts_of, payload_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.v1 import bulk_pb2, data_pb2
 from psd_client.lanes.crew import Crew, Task
@@ -66,6 +66,7 @@ class BulkClient:
         self._sender = Crew("psd-send")
         self._attached: tuple[FlatBuffers, list[FlatBuffers]] | None = None
         self._receiving: FlatBuffers | None = None  # whose memory the shard writes, or has written last
+        self._wanted: WantedRows | None = None  # in a pull of rows
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_closed = False
@@ -157,28 +158,33 @@ class BulkClient:
         """
         unsent = deque(wanted.requests)
         under_way: deque[int] = deque()
-        with self._calling(message, call, is_followed=True):
-            try:
-                while unsent or under_way:
-                    while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
-                        request = unsent.popleft()
-                        blocks = bulk_pb2.BulkBlocks(rows=request.parts, last=request.is_last)
-                        self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
-                        self._traffic.sent_bytes += request.nbytes
-                        under_way.append(request.nbytes)
-                    self._receive_rows(wanted)
-                    under_way.popleft()
-                self._received(Kind.REPLY)
-            except _Refused:
-                if unsent:
-                    self._stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
-                raise
+        self._wanted = wanted
+        try:
+            with self._calling(message, call, is_followed=True):
+                try:
+                    while unsent or under_way:
+                        while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
+                            request = unsent.popleft()
+                            blocks = bulk_pb2.BulkBlocks(rows=request.parts, rows_at=request.starts, last=request.is_last)
+                            self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
+                            self._traffic.sent_bytes += request.nbytes
+                            under_way.append(request.nbytes)
+                        self._receive_rows(wanted)
+                        under_way.popleft()
+                    self._received(Kind.REPLY)
+                except _Refused:
+                    if unsent:
+                        self._stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
+                    raise
+        finally:
+            self._wanted = None
         return wanted.complete()
 
     def _receive_rows(self, wanted: WantedRows) -> None:
         head, payload_bytes = self._received(Kind.ANSWER)
+        before = wanted.received_bytes
         self._stream.read_into(*wanted.places(self._parsed(data_pb2.RowsFrame, head), payload_bytes))
-        self._traffic.received_bytes += payload_bytes
+        self._traffic.received_bytes += wanted.received_bytes - before
 
     def _received(self, kind: Kind) -> tuple[bytes, int]:
         """Head and bytes of payload of the next message but ALIVE."""
@@ -211,7 +217,27 @@ class BulkClient:
 
     def _names_only(self, part: OutgoingBlocks) -> bool:
         """True if what is sent is little: names of blocks in memory, and few rows, or little of everything."""
-        return part.is_small or (self._has(part.buffers) and sum(rows.nbytes for rows in part.tables) <= SMALL_BYTES)
+        if part.is_small:
+            return True
+        return self._has(part.buffers) and (
+            bool(self.places(part.tables)) or sum(rows.nbytes for rows in part.tables) <= SMALL_BYTES
+        )
+
+    def places(self, rows: Sequence[TableRows]) -> list[int]:
+        """Where the numbers of each of these lie in attached memory; empty if some do not."""
+        segment = self._attached[0].segment if self._attached is not None else None
+        if segment is None:
+            return []
+        found: list[int] = []
+        for part in rows:
+            start = segment.where(part.values)
+            if start is None:
+                return []
+            found.append(start)
+        return found
+
+    def _cut(self, tables: Sequence[TableRows]) -> Iterator[list[TableRows]]:
+        return in_frames(tables, ids_alone=bool(self.places(tables)))
 
     def _messages(self, part: OutgoingBlocks) -> Iterator[tuple[bytes, Sequence[Any], bool]]:
         """Heads and payloads of the messages that carry numbers, and whether another one follows at once.
@@ -221,11 +247,13 @@ class BulkClient:
         try:
             yield from self._block_messages(part)
             if part.tables_block is not None:
-                for rows, is_last in part.outgoing_rows():
+                for rows, is_last in part.outgoing_rows(self._cut):
+                    starts = self.places(rows)
                     message = bulk_pb2.BulkBlocks(
-                        blocks=(part.tables_block,), rows=parts_of(rows), more=not is_last, last=is_last
+                        blocks=(part.tables_block,), rows=parts_of(rows), rows_at=starts, more=not is_last, last=is_last
                     )
-                    yield message.SerializeToString(), payload_of(rows), not is_last
+                    payload = [piece.ids for piece in rows] if starts else payload_of(rows)
+                    yield message.SerializeToString(), payload, not is_last
                     self._traffic.sent_bytes += sum(piece.nbytes for piece in rows)
         except Aborted:
             self._cancel()  # the other thread waits for its answer
@@ -387,7 +415,8 @@ class BulkClient:
             return
         try:
             written = {places[0], self._receiving or places[0]}  # the first one since it was attached, perhaps
-            segment.give_up([space for place in written for space in place.spaces])
+            rows = [] if self._wanted is None else self._wanted.values
+            segment.give_up([*(space for place in written for space in place.spaces), *rows])
         except OSError as error:
             logger.warning("psd: shard %d at %s may still write to this worker's memory: %s", self._shard, self._address, error)
             return

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import psd_core
 from psd.contract.layout import Layout
+from psd_client.lanes.rows_memory import ROWS_BYTES
 from psd_client.lanes.segment import Segment, aligned
 
 SCANNED_BYTES_FOR_TWO = 8 << 20
@@ -129,10 +130,11 @@ class FlatBuffers:
 
 
 def share_memory(layout: Layout, places: int = 1) -> Segment | None:
-    """A segment for a job's gradients and so many times its parameters; None if the system has no such memory to give."""
+    """A segment for a job's gradients, so many times its parameters, and rows on their way; None if the system gives none."""
     trained = [space for space in layout.spaces if not layout.spec.groups[space.group].is_static]
     nbytes = sum(aligned(space.size * space.dtype.itemsize) for space in layout.spaces) * places
     nbytes += sum(aligned(space.size * space.gradient_dtype.itemsize) for space in trained)
+    nbytes += 2 * ROWS_BYTES if layout.spec.tables else 0
     try:
         return Segment(nbytes)
     except OSError as error:

@@ -49,14 +49,29 @@ class Segment:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._mapping = mmap.mmap(self.fd, self.nbytes)
         self._mapping[:NONCE_BYTES] = self.nonce
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._end = ALIGN_BYTES
 
     def zeros(self, size: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], int]:
         """A (size,) array and its offset in bytes. It keeps the memory, not the descriptor. Unused pages cost nothing."""
+        start = self.reserve(size * dtype.itemsize)
+        return self.array(start, size, dtype), start
+
+    def reserve(self, nbytes: int) -> int:
+        """Where the next bytes begin, which are the caller's from now on."""
         start = self._end
+        self._end += aligned(nbytes)
+        return start
+
+    def array(self, start: int, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A (size,) array of what lies from byte `start` on."""
         array: NDArray[Any] = np.ndarray((size,), dtype, self._mapping, start)
-        self._end += aligned(size * dtype.itemsize)
-        return array, start
+        return array
+
+    def where(self, array: NDArray[Any]) -> int | None:
+        """Where a C-contiguous array begins in the file, in bytes; None if it lies elsewhere, or the memory was given up."""
+        start = array.ctypes.data - self._address
+        return start if 0 < start <= self.nbytes - array.nbytes and not self.is_given_up else None
 
     def give_up(self, received: Sequence[NDArray[Any]]) -> None:
         """Make the memory private to this process, at the same address and with the same contents: others keep seeing the old
@@ -66,14 +81,14 @@ class Segment:
         write to; they become its own at once, so that what is still written there is not seen either.
         """
         self.is_given_up = True
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         own = _mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, self.fd, 0)
         # Two steps, since a mapping that is refused may have removed what was in its place.
-        if own in (None, _MAP_FAILED) or _mremap(own, self.nbytes, self.nbytes, _MREMAP_HERE, address) != address:
+        if own in (None, _MAP_FAILED) or _mremap(own, self.nbytes, self.nbytes, _MREMAP_HERE, self._address) != self._address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         for array in received:
-            pages = array.view(np.uint8)[::ALIGN_BYTES]
-            np.bitwise_or(pages, 0, out=pages)
+            flat = array.reshape(-1).view(np.uint8)
+            for pages in (flat[::ALIGN_BYTES], flat[-1:]):
+                np.bitwise_or(pages, 0, out=pages)
         self._finalizer()
 
 

@@ -105,6 +105,10 @@ class ShardLane(Lane):
         """See Lane."""
         return self._channel.begin_unary(f"{_CONTROL}Heartbeat", request, control_pb2.HeartbeatReply, timeout_s)
 
+    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
+        """See Lane."""
+        self._channel.unary(f"{_CONTROL}Log", request, control_pb2.LogReply, call, is_wait=False)
+
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         """See Lane."""
         self._channel.is_leaving = True
@@ -206,7 +210,7 @@ class ShardLane(Lane):
             return self._asked("PullRows", data_pb2.RowsRequest(pull=request, counts_no_use=counts_no_use), wanted, call)
         method = bulk_pb2.BULK_METHOD_PULL_ROWS
         message = bulk_pb2.BulkCall(method=method, pull=request, counts_no_use=counts_no_use)
-        return connection.pull_rows(message, WantedRows(self._name, wanted), call)
+        return connection.pull_rows(message, WantedRows(self._name, wanted, connection.places), call)
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """See Lane."""

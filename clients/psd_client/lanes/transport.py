@@ -153,15 +153,20 @@ class OutgoingBlocks:
         for block in self.blocks:
             yield block, None if self.present is None else self.present[block.segment_tensors]
 
-    def outgoing_rows(self) -> Iterator[tuple[Sequence[TableRows], bool]]:
-        """The frames of the tables' block, at least one, each with whether it is the last; may wait for the first one."""
+    def outgoing_rows(
+        self, cut: Callable[[Sequence[TableRows]], Iterator[list[TableRows]]] = in_frames
+    ) -> Iterator[tuple[Sequence[TableRows], bool]]:
+        """The frames of the tables' block, at least one, each with whether it is the last; may wait for the first one.
+
+        cut: cuts rows into frames.
+        """
         assert self.tables_block is not None
         tables = self.tables
         if self.feed is not None:
             self.feed.wait()
             if self.feed.tables:
                 tables = self.feed.tables[self.buffers.layout.shard_of(self.tables_block)]
-        frames = in_frames(tables)
+        frames = cut(tables)
         frame: Sequence[TableRows] = next(frames, ())
         for following in frames:
             yield frame, False
@@ -249,6 +254,10 @@ class Lane(ABC):
         self, request: control_pb2.HeartbeatRequest, timeout_s: float
     ) -> Callable[[], control_pb2.HeartbeatReply]:
         """Send a heartbeat without waiting; return a function that waits for the reply."""
+
+    @abstractmethod
+    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
+        """Report scalars to shard 0."""
 
     @abstractmethod
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:

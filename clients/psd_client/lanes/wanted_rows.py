@@ -5,7 +5,7 @@ Must not know sockets or channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -24,11 +24,13 @@ class RowsToAsk(NamedTuple):
 
     Attributes:
         parts: of the frame. ids: one array for each. is_last: no other follows.
+        starts: where the numbers of each part go in attached memory; empty: they come in a message.
     """
 
     parts: list[data_pb2.RowsPart]
     ids: list[NDArray[Any]]
     is_last: bool
+    starts: list[int]
 
     @property
     def nbytes(self) -> int:
@@ -41,34 +43,44 @@ class WantedRows:
 
     Args:
         whose: the shard, for messages. wanted: C-contiguous arrays; `values` are filled, as their dtype says.
+        places: says where they all lie in memory that the shard sees; empty if some do not.
 
     Attributes:
         requests: the frames to ask for, in order; at least one, though it be empty. answered: how many are there.
         version: the least one of the answers so far. received_bytes: so far.
     """
 
-    def __init__(self, whose: str, wanted: Sequence[TableRows]) -> None:
+    def __init__(
+        self, whose: str, wanted: Sequence[TableRows], places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []
+    ) -> None:
         self._whose = whose
-        self._frames: list[list[TableRows]] = list(in_frames(wanted, FRAME_BYTES)) or [[]]
+        self._frames: list[list[TableRows]] = list(in_frames(wanted, FRAME_BYTES, ids_alone=bool(places(wanted)))) or [[]]
         self.requests = [
-            RowsToAsk(parts_of(frame), [rows.ids for rows in frame], frame is self._frames[-1]) for frame in self._frames
+            RowsToAsk(parts_of(frame), [rows.ids for rows in frame], frame is self._frames[-1], places(frame))
+            for frame in self._frames
         ]
         self.answered = 0
         self.version: int | None = None
         self.received_bytes = 0
 
+    @property
+    def values(self) -> list[NDArray[Any]]:
+        """The arrays that are filled."""
+        return [rows.values for frame in self._frames for rows in frame]
+
     def places(self, answer: data_pb2.RowsFrame, nbytes: int) -> list[memoryview]:
         """The memory that the payload of the next answer goes to, piece by piece; then the frame counts as answered."""
         if self.answered == len(self._frames):
             raise InternalError(f"{self._whose}: sent more rows than it was asked for")
-        frame = self._frames[self.answered]
+        frame, request = self._frames[self.answered], self.requests[self.answered]
         places = [rows.values.data.cast("B") for rows in frame]
-        if list(answer.rows) != self.requests[self.answered].parts or sum(place.nbytes for place in places) != nbytes:
+        received = sum(place.nbytes for place in places)
+        if list(answer.rows) != request.parts or nbytes != (0 if request.starts else received):
             raise InternalError(f"{self._whose}: sent other rows than it was asked for")
         self.version = answer.version if self.version is None else min(self.version, answer.version)
         self.answered += 1
-        self.received_bytes += nbytes
-        return places
+        self.received_bytes += received
+        return places if nbytes else []
 
     def fill(self, answer: data_pb2.RowsFrame, payload: memoryview) -> None:
         """Take the next answer."""

@@ -28,6 +28,7 @@ from psd.contract.verdicts import members_mask
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers, share_memory
+from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.attendance import Attendance
@@ -38,7 +39,7 @@ from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
-from psd_client.worker.rows import Gradients, RowGradients, RowPull
+from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
 from psd_client.worker.verdict_search import VerdictSearch
@@ -102,6 +103,9 @@ class ParameterExchange:
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
         self.parameters = self.places.current
+        self._batches = Batches(layout)
+        of_rows = segment if layout.spec.tables else None
+        self._pushed_rows, self._pulled_rows = RowsMemory(of_rows), RowsMemory(of_rows)
         self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self._requests = DataRequests(session, self.gradients, self._first, self._attendance, self._verdicts)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
@@ -148,7 +152,7 @@ class ParameterExchange:
     def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
         """Fetch rows at the worker's clock, as `pull` fetches the trained blocks: see FlatCalls.pull_rows."""
         self._resolve()
-        pull = RowPull(self._layout, wanted)
+        pull = RowPull(self._batches, wanted, self._pulled_rows)
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
@@ -168,6 +172,10 @@ class ParameterExchange:
         self._failed = None
         self.counts["rows_pulled"] += pull.rows
         return pull.results()
+
+    def gradients_of_rows(self, gradients: Gradients) -> RowGradients:
+        """Gradients of rows as a push sends them."""
+        return RowGradients(self._batches, gradients, self._pushed_rows)
 
     def confirm(self) -> None:
         """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
@@ -265,7 +273,7 @@ class ParameterExchange:
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        rows, clock = RowGradients(self._layout, gradients or {}), self._session.clock
+        rows, clock = self.gradients_of_rows(gradients or {}), self._session.clock
         name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
         if name is not None and not skip:
             what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
@@ -273,7 +281,7 @@ class ParameterExchange:
         if skip or name is not None:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
-            rows = RowGradients(self._layout, {})
+            rows = self.gradients_of_rows({})
         values = [data_pb2.GroupScalars(values=group) for group in scalars]
         failed = self._failed
         if failed is not None:
@@ -315,9 +323,7 @@ class ParameterExchange:
             self._failed = sent
             raise
         self._failed = None
-        if self.is_unconfirmed:
-            sent.rows.keep()
-        else:
+        if not self.is_unconfirmed:
             self._session.pushing = None
 
     def _resolve(self) -> None:

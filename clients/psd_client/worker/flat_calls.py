@@ -22,7 +22,7 @@ from psd.contract.tables import SparseTableSpec
 from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
-from psd_client.worker.rows import Gradients, RowGradients
+from psd_client.worker.rows import Gradients
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
 
 
@@ -159,7 +159,7 @@ class FlatCalls(WorkerConnection):
 
     def rows_by_shard(self, rows: Gradients) -> list[list[TableRows]]:
         """Gradients of rows as `Feed.finish` takes them; not to be changed before the feed's push has ended."""
-        return RowGradients(self.declared.gradients.layout, rows).by_shard
+        return self.declared.gradients_of_rows(rows).by_shard
 
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
         """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.

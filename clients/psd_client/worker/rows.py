@@ -15,11 +15,17 @@ import psd_core
 from psd.contract.errors import InvalidRequest
 from psd.contract.layout import Layout
 from psd.contract.rows import TableRows
+from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import THROUGHPUT_MIN
 from psd_core.distinct import Distinct, distinct
 
 PULL_IDS_MAX = 1 << 16
 """Ids of one call: larger pulls are made of several. A shard may be told to take fewer; it then says so."""
+
+REMEMBERED = 2
+"""Batches of a table whose distinct ids are remembered: where rows are fetched ahead, the next pull comes before a push."""
+REMEMBERED_BYTES_MAX = 8 << 20
+"""Bytes of ids of the largest batch that is remembered."""
 
 Gradients = Mapping[int, tuple[NDArray[Any], NDArray[Any]]]
 """Gradients of rows, by index of the table: ids, int64 or uint64, of any shape; and numbers of shape (*ids.shape, dim), in
@@ -34,41 +40,55 @@ class _Sums(NamedTuple):
     values: NDArray[Any]
 
 
+class Batches:
+    """The distinct ids of one worker's latest batches: a push mostly has those of the pull before."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._latest: dict[int, list[tuple[NDArray[Any], Distinct]]] = {}
+
+    def of(self, table: int, ids: NDArray[Any]) -> Distinct:
+        """The distinct ids, by shard."""
+        flat = np.ascontiguousarray(ids).reshape(-1)
+        latest = self._latest.setdefault(table, [])
+        for found in latest:
+            if np.array_equal(found[0], flat):
+                return found[1]
+        batch = distinct(flat, self.layout.shard_count)
+        if flat.nbytes <= REMEMBERED_BYTES_MAX:
+            latest.insert(0, (flat.copy(), batch))
+            del latest[REMEMBERED:]
+        return batch
+
+
 class RowGradients:
-    """The gradients of rows in one push. Numbers may still be the program's; `keep` makes them this object's own.
+    """The gradients of rows in one push. The program may change its own arrays afterwards.
 
     Args:
-        gradients: see Gradients; may be empty.
+        gradients: see Gradients; may be empty. memory: for their sums.
 
     Attributes:
         by_shard: the rows of each shard. transfer_s: seconds that they may take.
     """
 
-    def __init__(self, layout: Layout, gradients: Gradients) -> None:
-        self._layout = layout
-        self._sums: list[_Sums] = []
-        self._is_kept = False
-        for table in sorted(gradients):
-            ids, grads = gradients[table]
-            batch = distinct(_flat(ids), layout.shard_count)
-            given = np.ascontiguousarray(grads).reshape(ids.size, _dim(layout, table))
-            sums = batch.sum(given)
-            self._sums.append(_Sums(table, batch, sums if given.dtype == sums.dtype else _narrowed(sums, given.dtype)))
-        self.by_shard = self._by_shard()
-        self.transfer_s = sum(sums.batch.ids.nbytes + sums.values.nbytes for sums in self._sums) / THROUGHPUT_MIN
-
-    def keep(self) -> None:
-        """Copy what the program may change when the call has returned."""
-        if not self._is_kept:
-            self._sums = [_Sums(table, batch, values.copy()) for table, batch, values in self._sums]
-            self.by_shard = self._by_shard()
-            self._is_kept = True
-
-    def _by_shard(self) -> list[list[TableRows]]:
-        return [
-            [TableRows(table, *_slices(shard, batch, values)) for table, batch, values in self._sums]
-            for shard in range(self._layout.shard_count)
+    def __init__(self, batches: Batches, gradients: Gradients, memory: RowsMemory) -> None:
+        self._layout = layout = batches.layout
+        tables = sorted(gradients)
+        given = [_numbers(layout, table, *gradients[table]) for table in tables]
+        found = [batches.of(table, gradients[table][0]) for table in tables]
+        shapes = [(len(batch.ids), numbers.shape[1]) for batch, numbers in zip(found, given, strict=True)]
+        sums = memory.arrays(shapes, [np.dtype(np.float32)] * len(tables))
+        for batch, numbers, out in zip(found, given, sums, strict=True):
+            batch.sum(numbers, out)
+        self._sums = [
+            _Sums(table, batch, total if numbers.dtype == total.dtype else _narrowed(total, numbers.dtype))
+            for table, batch, numbers, total in zip(tables, found, given, sums, strict=True)
         ]
+        self.by_shard = [
+            [TableRows(table, *_slices(shard, batch, values)) for table, batch, values in self._sums]
+            for shard in range(layout.shard_count)
+        ]
+        self.transfer_s = sum(sums.batch.ids.nbytes + sums.values.nbytes for sums in self._sums) / THROUGHPUT_MIN
 
     def first_nonfinite(self) -> tuple[str, int] | None:
         """The first table, and the id, whose sum holds NaN or infinity; None if all are finite."""
@@ -95,20 +115,20 @@ class RowPull:
     """One pull of rows: what it asks each shard for, and what has come. May be made again: what came before is overwritten.
 
     Args:
-        wanted: by index of the table, ids: int64 or uint64, of any shape.
+        wanted: by index of the table, ids: int64 or uint64, of any shape. memory: for what comes.
 
     Attributes:
         rows: number of distinct ids, of all tables. transfer_s: seconds that they may take.
     """
 
-    def __init__(self, layout: Layout, wanted: Mapping[int, NDArray[Any]]) -> None:
+    def __init__(self, batches: Batches, wanted: Mapping[int, NDArray[Any]], memory: RowsMemory) -> None:
+        layout = batches.layout
         self._shapes = {table: (*ids.shape, _dim(layout, table)) for table, ids in wanted.items()}
-        self._batches = {table: distinct(_flat(ids), layout.shard_count) for table, ids in wanted.items()}
-        self._values: dict[int, NDArray[Any]] = {}
-        for table, batch in self._batches.items():
-            # What is stored in 16 bits loses nothing by travelling so.
-            dtype = np.uint16 if layout.spec.tables[table].dtype == "bfloat16" else np.float32
-            self._values[table] = np.empty((len(batch.ids), _dim(layout, table)), dtype)
+        self._batches = {table: batches.of(table, ids) for table, ids in wanted.items()}
+        shapes = [(len(batch.ids), _dim(layout, table)) for table, batch in self._batches.items()]
+        # What is stored in 16 bits loses nothing by travelling so.
+        dtypes = [np.dtype(np.uint16 if layout.spec.tables[table].dtype == "bfloat16" else np.float32) for table in wanted]
+        self._values: dict[int, NDArray[Any]] = dict(zip(wanted, memory.arrays(shapes, dtypes), strict=True))
         self.rows = sum(len(batch.ids) for batch in self._batches.values())
         self.transfer_s = sum(values.nbytes for values in self._values.values()) / THROUGHPUT_MIN
 
@@ -143,8 +163,8 @@ def _dim(layout: Layout, table: int) -> int:
     return tables[table].dim
 
 
-def _flat(ids: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(ids).reshape(-1)
+def _numbers(layout: Layout, table: int, ids: NDArray[Any], grads: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(grads).reshape(ids.size, _dim(layout, table))
 
 
 def _slices(shard: int, batch: Distinct, values: NDArray[Any]) -> tuple[NDArray[np.uint64], NDArray[Any]]:

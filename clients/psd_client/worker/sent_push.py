@@ -106,7 +106,6 @@ class SentPush:
     def on_failure(self, error: BaseException, blocks: Sequence[Block], buffers: FlatBuffers) -> None:
         """Note the failure of its call, and what has left, so that the next call can tell whether it means this push."""
         self.error = error
-        self.rows.keep()
         if isinstance(error, Exception) or sum(block.gradient_nbytes for block in blocks) <= DIGEST_BYTES_MAX:
             self._left = dict(self._digests(blocks, buffers, self.feed, self.present))
 

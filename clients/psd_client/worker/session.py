@@ -276,6 +276,12 @@ class Session:
             raise
         self._open_barrier = None
 
+    def log(self, request: control_pb2.LogRequest, timeout_s: float) -> None:
+        """Report scalars to shard 0, once; from any thread. The request lacks its caller."""
+        lane = self._shards.lanes[0]
+        request.caller.CopyFrom(self.caller(lane.shard))
+        lane.log(request, Call(timeout_s, Scope()))
+
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
         known_as = self.memberships.end()

@@ -11,12 +11,13 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from psd.contract import arguments
 from psd.contract.config import CLIENT_STATE_BYTES_MAX, ClientConfig
+from psd.contract.environment import scalar_directories
 from psd.contract.errors import InvalidRequest, NotDeclared, PsdError, RolledBack, SessionFenced, SpecMismatch, WaitTimeout
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import RetryPolicy, Shards
@@ -25,6 +26,8 @@ from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker import ending
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.heartbeat import Heartbeats
+from psd_client.worker.scalar_files import ScalarFiles
+from psd_client.worker.scalar_log import ScalarLog
 from psd_client.worker.session import Session
 
 logger = logging.getLogger("psd_client")
@@ -75,6 +78,7 @@ class WorkerConnection:
         self._shards = Shards(lanes, RetryPolicy(config.retry_timeout_s), health)
         self._session = Session(config, self._shards)
         self._heartbeats = Heartbeats(config.rank, self._session, lanes, health, self._reporter)
+        self._scalars = ScalarLog(config.rank, self._session.log, ScalarFiles(config.rank, *scalar_directories()))
         ending.remember(self)
         self._heartbeats.start()
         try:
@@ -105,6 +109,11 @@ class WorkerConnection:
         arguments.word(InvalidRequest, "name", name)
         with self.operation(f"barrier {name!r}"):
             self._session.barrier(name)
+
+    def log(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """See ParameterServer.log."""
+        self._check_usable("log")
+        self._scalars.add(step, scalars)
 
     def stats(self) -> dict[str, int]:
         """See ParameterServer.stats."""
@@ -158,6 +167,7 @@ class WorkerConnection:
                 self._leave()
 
     def _leave(self) -> None:
+        self._scalars.close()
         self._heartbeats.stop()
         self._session.leave()
         self._shards.close()
@@ -258,13 +268,7 @@ class WorkerConnection:
     @contextmanager
     def operation(self, what: str, *, turn: Turn | None = None) -> Iterator[None]:
         """One call of the program's. turn: it is that one's; calls that are made once it is finished come after it."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
-                "a fork: call psd_client.connect() in the process that uses it"
-            )
-        if self._ended.locked():
-            raise RuntimeError(f"psd: {what}: this ParameterServer is closed")
+        self._check_usable(what)
         before = self._turn
         if turn is None and before is not None and before.is_finished:
             before.ended.wait()
@@ -295,3 +299,13 @@ class WorkerConnection:
             ) from error
         finally:
             self._busy.release()
+
+    def _check_usable(self, what: str) -> None:
+        """Raise RuntimeError if the connection has ended, or is another process's."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"psd: {what}: connected in process {self._pid}, used in process {os.getpid()}. A connection does not survive "
+                "a fork: call psd_client.connect() in the process that uses it"
+            )
+        if self._ended.locked():
+            raise RuntimeError(f"psd: {what}: this ParameterServer is closed")

@@ -226,18 +226,10 @@ class BlockState(Trained):
         return version
 
     def _failed(self, failed: SegmentFailed) -> RuleFailed:
-        """The error for a user's rule that has raised. A round stays open then: whoever waits for it, now or later, learns why,
-        and a worker that sends again tries again."""
         tensor = self._services.tensor_at(self.plan, int(self.plan.segment_ends[failed.segment]) - 1)
-        is_known = self._failure is not None
-        error = failed.told(self._bound.name, tensor, self.plan.index, self.version, is_known=is_known)
-        if self._policy.has_rounds:
-            self._failure = error
-            self._waits.fail(error)
-        return error
-
-    def _handed(self) -> Page:
-        return self.pin()
+        cause = failed.__cause__
+        assert cause is not None
+        return self._note_failed(cause, self._bound.name, "tensor", tensor)
 
     def pin(self) -> Page:
         """The current page, pinned."""

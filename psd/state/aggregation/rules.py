@@ -79,14 +79,17 @@ class SegmentFailed(Exception):
         super().__init__(segment)
         self.segment = segment
 
-    def told(self, rule: str, tensor: str, block: int, version: int, *, is_known: bool) -> RuleFailed:
-        """The error for the workers; the user's traceback goes to the log, unless the round has failed before."""
-        cause = self.__cause__
-        assert cause is not None
-        text = f"rule {rule!r} failed in tensor {tensor!r} at version {version} (block {block}), which stays as it is"
-        if not is_known:
-            logger.error(text, exc_info=cause)
-        return RuleFailed(f"{text}: {describe(cause)}", rule=rule, tensor=tensor, version=version)
+
+def rule_failed(cause: BaseException, rule: str, kind: str, name: str, version: int, *, is_known: bool) -> RuleFailed:
+    """The error for the workers; the user's traceback goes to the log, unless the round has failed before.
+
+    Args:
+        kind: "tensor" or "table". name: of the one that was to be updated.
+    """
+    text = f"rule {rule!r} failed in {kind} {name!r} at version {version}, which stays as it is"
+    if not is_known:
+        logger.error(text, exc_info=cause)
+    return RuleFailed(f"{text}: {describe(cause)}", rule=rule, tensor=name, version=version)
 
 
 class Rule(Protocol):
@@ -241,12 +244,13 @@ class Custom:
             views = {name: slot[run] for name, slot in slots.items()}
             try:
                 numbers = {**hyper, "step": int(after.steps[first]), "age": gradient.age}
-                _check_returned(self._rule.apply(after.parameter[run], grad[run], views, numbers))
+                check_returned(self._rule.apply(after.parameter[run], grad[run], views, numbers))
             except (Exception, SystemExit) as error:
                 raise SegmentFailed(first) from error
 
 
-def _check_returned(value: object) -> None:
+def check_returned(value: object) -> None:
+    """Raise TypeError if a user's rule has returned something: it does not update in place then."""
     if value is not None:
         raise TypeError(f"apply must update param and slots in place and return None, got {type(value).__name__}")
 

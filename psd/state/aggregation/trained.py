@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
 from psd.contract.verdicts import Verdict
@@ -26,6 +25,7 @@ from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent import Loan
 from psd.state.aggregation.pages import Counted
 from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Update
+from psd.state.aggregation.rules import rule_failed
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.version_waits import Take, VersionWaits
 from psd.state.counts import RoundTimes
@@ -120,10 +120,6 @@ class Trained(ABC):
         reader: the rank of a worker that computes its next gradient from it.
         """
 
-    @abstractmethod
-    def _handed(self) -> Any:
-        """The present version as cuts take it."""
-
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def contribute(self, part: Contribution) -> Outcome:
@@ -137,6 +133,8 @@ class Trained(ABC):
         with self.lock:
             if self._is_due:
                 self._apply_due()
+            elif self._failure is not None:
+                self._settle()  # a round that has all its gradients, and whose rule has raised, tries again
             session, clock = self._counted(part.rank)
             if session == part.session and clock > part.clock:
                 return Outcome.DUPLICATE
@@ -260,22 +258,31 @@ class Trained(ABC):
             return
         closed, self._failure = self._round, None
         self._open(version)
-        self._waits.reached(version, self._handed)
+        self._waits.reached(version)
         self.times.on_close(self._round.waited())
         closed.end()
+
+    def _note_failed(self, cause: BaseException, rule: str, kind: str, name: str) -> RuleFailed:
+        """The error for a user's rule that has raised; see rule_failed. A round stays open then: whoever waits for it, now or
+        later, learns why, and a worker that sends again tries again."""
+        error = rule_failed(cause, rule, kind, name, self.version, is_known=self._failure is not None)
+        if self._policy.has_rounds:
+            self._failure = error
+            self._waits.fail(error)
+        return error
 
     # -- waits -------------------------------------------------------------------------------------------------------------
 
     def at_version(self, version: int, whose: object, take: Take) -> bool:
-        """Hand what a cut takes of a version to `take` when that is reached; False if it is passed.
+        """Call `take` when the version is reached; False if it is passed.
 
-        `take` runs under this lock; not any more after `not_at_version` with the same two arguments.
+        It runs under this lock; not any more after `not_at_version` with the same two arguments.
         """
         with self.lock:
             if self.version > version:
                 return False
             if self.version == version:
-                take(self._handed())
+                take()
             else:
                 self._waits.add_take(version, whose, take)
             return True

@@ -1,4 +1,4 @@
-"""The waits for a version: callers, by their tickets, and cuts, which take what there is of the version, such as a page.
+"""The waits for a version: callers, by their tickets, and cuts, which then take what they need.
 
 Used under the block's lock. Must not know pages' contents, rounds or workers.
 """
@@ -6,13 +6,12 @@ Used under the block's lock. Must not know pages' contents, rounds or workers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from psd.contract.errors import PsdError
 from psd.state import locks
 from psd.state.tickets import Ticket
 
-Take = Callable[[Any], None]
+Take = Callable[[], None]
 
 
 @locks.guarded_by(locks.Level.BLOCK)
@@ -30,7 +29,7 @@ class VersionWaits:
         waiters[:] = [t for t in waiters if not t.future.done()] + [ticket]
 
     def add_take(self, version: int, whose: object, take: Take) -> None:
-        """Hand the version to `take` when the block reaches it."""
+        """Call `take` when the block reaches the version."""
         self._takes.setdefault(version, {})[whose] = take
 
     def drop_take(self, version: int, whose: object) -> None:
@@ -40,10 +39,10 @@ class VersionWaits:
         if not takes:
             self._takes.pop(version, None)
 
-    def reached(self, version: int, handed: Callable[[], Any]) -> None:
-        """Note that the block has reached a version; `handed` makes what a cut takes of it."""
+    def reached(self, version: int) -> None:
+        """Note that the block has reached a version."""
         for take in self._takes.pop(version, {}).values():
-            take(handed())
+            take()
         self.within_reach(version)
 
     def within_reach(self, version: int) -> None:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from psd.checkpoint.cut import TIME_S_MAX
+from psd.checkpoint.cut import TIME_S_MAX, CutName
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
+from psd.state.aggregation.block import BlockState
 from psd.state.job import Job
 from psd.v1 import data_pb2
 from psd_core.arena import ArenaClosed, Page
@@ -64,6 +65,8 @@ def check_cuts(cuts: Sequence[data_pb2.Cut]) -> None:
             raise InvalidRequest(f"cuts.id: expected 1 to 64 letters and digits, got {cut.id[:80]!r}")
         if not 0 <= cut.created_at <= TIME_S_MAX:  # also refuses NaN, which a manifest could not be compared by
             raise InvalidRequest(f"cuts.created_at: expected seconds from 0 to {TIME_S_MAX:g}, got {cut.created_at}")
+        if cut.base and CutName.of(cut.base) is None:
+            raise InvalidRequest(f"cuts.base: expected the name of a checkpoint, got {cut.base[:80]!r}")
 
 
 @dataclass(eq=False)
@@ -180,7 +183,8 @@ class Cuts:
             elif job.policy.has_rounds:
                 self._wait_for_versions(snapshot)
             else:
-                pages, tables = job.take_all(but=job.buffer_blocks, with_tables=snapshot.awaits_tables)
+                base = snapshot.cut.base if snapshot.awaits_tables else None
+                pages, tables = job.take_all(but=job.buffer_blocks, base=base)
                 self._add(snapshot, pages, tables)
         except ArenaClosed:  # since a moment ago
             self._miss(snapshot, GOES_BACK)
@@ -212,7 +216,7 @@ class Cuts:
         assert self._to_store is not None
         snapshot = Snapshot(cut, job, self._to_store, awaits_tables=job.tables is not None)
         versions = {*job.trained_versions}
-        pages, tables = job.take_all(with_tables=snapshot.awaits_tables)
+        pages, tables = job.take_all(base=cut.base)
         with self._lock:
             self._open[snapshot] = None
         if job.policy.has_rounds and not versions <= {cut.step}:
@@ -240,7 +244,7 @@ class Cuts:
         for other in waiting:
             assert other.job.tables is not None
             with contextlib.suppress(ArenaClosed):
-                self._add(other, {}, other.job.tables.snapshots())
+                self._add(other, {}, other.job.tables.snapshots(other.cut.base))
 
     def forget(self, job: Job, why: str = GOES_BACK) -> None:
         """Drop all open cuts, also those begun later: the job ends here."""
@@ -258,19 +262,23 @@ class Cuts:
             self._add(snapshot, {})
         for index, block in blocks.items():
 
-            def take(page: Page, index: int = index) -> None:
-                self._add(snapshot, {index: page})
+            def take(index: int = index, block: BlockState = block) -> None:
+                self._add(snapshot, {index: block.pin()})
 
             if index in snapshot.job.buffer_blocks:
                 continue
             if not block.plan.trained:
-                take(block.pin())
+                take()
             elif not block.at_version(snapshot.cut.step, snapshot, take):
                 self._miss(snapshot, f"block {index} is at version {block.version}, beyond the cut's {snapshot.cut.step}")
                 return
         if tables is None or not snapshot.awaits_tables:
             return
-        if not tables.at_version(snapshot.cut.step, snapshot, lambda begun: self._add(snapshot, {}, begun)):
+
+        def take_tables() -> None:
+            self._add(snapshot, {}, tables.snapshots(snapshot.cut.base))
+
+        if not tables.at_version(snapshot.cut.step, snapshot, take_tables):
             self._miss(snapshot, f"the tables are at version {tables.version}, beyond the cut's {snapshot.cut.step}")
 
     def _add(self, snapshot: Snapshot, pages: Mapping[int, Page], tables: list[TableSnapshot] | None = _NO_TABLES) -> None:

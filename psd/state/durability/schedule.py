@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from psd.checkpoint import Cut, EndNote
+from psd.checkpoint.cut import WHOLE_KEPT, CutName
 from psd.contract.errors import NotDeclared
 from psd.state import locks
 from psd.state.core import ShardCore
@@ -32,6 +33,7 @@ class CutSchedule:
         self._lock = locks.new(locks.Level.ANNOUNCING)
         self._timeline = 0
         self._last_step = 0
+        self._whole_ids: list[str] = []  # of the last cuts that build on no others
         self._last_announced_at = core.now()
 
     @property
@@ -68,7 +70,8 @@ class CutSchedule:
 
     def announce(self, cut_id: str) -> None:
         """Announce the next cut that all shards can still take part in."""
-        self._announce(cut_id, self.progress)
+        with self._lock:
+            self._announce(cut_id, self.progress)
 
     def announce_final(self) -> None:
         """Take this shard's part of the last cut, now that no worker changes anything any more.
@@ -134,4 +137,10 @@ class CutSchedule:
 
     def _announce_at(self, cut_id: str, step: int) -> None:
         self._last_step = max(self._last_step, step)
-        self._cuts.learn(self._core.declared(), [data_pb2.Cut(id=cut_id, step=step, created_at=self._wall())])
+        job = self._core.declared()
+        base = job.tables.base if job.tables is not None else ""
+        found = CutName.of(base)
+        if found is None or found[2] not in self._whole_ids:  # it may be removed any time now
+            base = ""
+            self._whole_ids = [*self._whole_ids, cut_id][-WHOLE_KEPT:]
+        self._cuts.learn(job, [data_pb2.Cut(id=cut_id, step=step, created_at=self._wall(), base=base)])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from psd.contract.custom_rules import ListedRule
 from psd.contract.errors import OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
@@ -27,6 +28,7 @@ from psd.state.aggregation.rules import Gradient, Static
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
+from psd.state.tables.own_rule import OwnRule, RowsFailed
 from psd.state.tables.pushes import RowChecks
 from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, SumsPool
 from psd_core.arena import ArenaClosed, ArenaError, ArenaFull
@@ -80,16 +82,18 @@ class Partition:
         notes: as the store has them; shared by partitions that are alike, and never changed in place.
         ages: the learning rate is divided by 1 + the age of a gradient.
         expired_at: clock at which old rows were removed last.
+        own: the rule, if it is a user's own.
     """
 
-    __slots__ = ("_scalars", "_values", "ages", "expired_at", "group", "notes", "spec", "store")
+    __slots__ = ("_scalars", "_values", "ages", "expired_at", "group", "notes", "own", "spec", "store")
 
-    def __init__(self, spec: SparseTableSpec, job: JobSpec, store: TableStore) -> None:
+    def __init__(self, spec: SparseTableSpec, job: JobSpec, store: TableStore, rules: Mapping[str, ListedRule]) -> None:
         group = job.groups[spec.group]
         self.spec = spec
         self.store = store
         self.group = spec.group
         self.ages = group.staleness == RATE
+        self.own = OwnRule(rules[group.rule]) if group.info.is_custom else None
         self.notes = store.notes()
         self.expired_at = 0
         self._values: Sequence[float] = ()
@@ -121,11 +125,13 @@ class TablesBlock(Trained):
     Args:
         stores: of the job's tables, in their order.
         wall: seconds since 1970.
+        rules: users' own ones, by path.
 
     Attributes:
         partitions: one for each table.
         checks: of what is sent about rows.
-        marks: by table, the snapshot that the next one is to begin after; None: it is to be full. Set by whoever stores them.
+        base: the checkpoint for later ones to build on, see psd/state/durability/table_bases.py; empty: none.
+        bases: those that this shard has stored whole, with the marks of the tables' snapshots. Both are set by whoever stores.
     """
 
     def __init__(
@@ -137,10 +143,12 @@ class TablesBlock(Trained):
         times: RoundTimes,
         checks: RowChecks,
         wall: Callable[[], float],
+        rules: Mapping[str, ListedRule],
     ) -> None:
-        self.partitions = [Partition(table, spec, store) for table, store in zip(spec.tables, stores, strict=True)]
+        self.partitions = [Partition(table, spec, store, rules) for table, store in zip(spec.tables, stores, strict=True)]
         self.checks = checks
-        self.marks: list[Mark | None] = [None] * len(stores)
+        self.base = ""
+        self.bases: Mapping[str, Sequence[Mark]] = {}
         self._wall = wall
         self._world_size = spec.world_size
         self._pool = SumsPool([table.dim for table in spec.tables])
@@ -228,10 +236,22 @@ class TablesBlock(Trained):
                     continue
                 named = partition.scalars(update.scalars[partition.group], gradient.age)
                 used = now if partition.spec.expire_s else self._clock
-                partition.store.push(ids, values, named, scale=gradient.scale, clock=used, notes=notes, distinct=is_distinct)
+                own = None if partition.own is None else partition.own.with_numbers(named, gradient.age)
+                partition.store.push(
+                    ids,
+                    values,
+                    named if own is None else {},
+                    scale=gradient.scale,
+                    clock=used,
+                    notes=notes,
+                    distinct=is_distinct,
+                    own=own,
+                )
                 partition.notes = notes
         except ArenaFull as error:
             raise OutOfSpace(f"table {partition.spec.name!r}: no room for its rows: {error.strerror}") from error
+        except RowsFailed as failed:
+            raise self._note_failed(failed.error, failed.path, "table", partition.spec.name) from failed.error
         finally:
             if lent is not None:
                 self._pool.give_back(lent)
@@ -290,14 +310,15 @@ class TablesBlock(Trained):
             else:
                 _narrow(partition.store.read(ids, clock=used), values)
 
-    def _handed(self) -> list[TableSnapshot] | None:
-        return self.snapshots()
+    def snapshots(self, base: str) -> list[TableSnapshot] | None:
+        """A snapshot of each table, begun; None while others are under way. Under the lock.
 
-    def snapshots(self) -> list[TableSnapshot] | None:
-        """A snapshot of each table, begun; None while others are under way. Under the lock."""
+        base: the checkpoint whose rows they need not have again; they have all if this shard does not remember it.
+        """
+        marks: Sequence[Mark | None] = self.bases.get(base) or [None] * len(self.partitions)
         begun: list[TableSnapshot] = []
         try:
-            for partition, mark in zip(self.partitions, self.marks, strict=True):
+            for partition, mark in zip(self.partitions, marks, strict=True):
                 begun.append(partition.store.snapshot(mark))
         except ArenaClosed:
             raise

@@ -52,7 +52,13 @@ class RowChecks:
         self._table_ids_max = PUSH_MAX // spec.world_size if spec.consistency.has_rounds else PUSH_MAX
 
     def rows(
-        self, parts: Sequence[data_pb2.RowsPart], payload: memoryview, before: int, *, has_values: bool
+        self,
+        parts: Sequence[data_pb2.RowsPart],
+        payload: memoryview,
+        before: int,
+        *,
+        has_values: bool,
+        memory: Sequence[memoryview] = (),
     ) -> list[TableRows]:
         """The rows of a frame; see rows_in.
 
@@ -65,7 +71,7 @@ class RowChecks:
         count = before + sum(part.rows for part in parts)
         if count > self._ids_max:
             raise InvalidRequest(f"rows: {count} ids are above the shard's --max-push-ids {self._ids_max}")
-        rows = rows_in(parts, payload, self._dims, has_values=has_values)
+        rows = rows_in(parts, payload, self._dims, has_values=has_values, memory=memory)
         if self._shards > 1:
             for table, ids, _ in rows:
                 owners = shard_of(ids, self._shards)
@@ -77,22 +83,34 @@ class RowChecks:
                     )
         return rows
 
-    def stage(self, staged: StagedRows, parts: Sequence[data_pb2.RowsPart], payload: memoryview) -> None:
+    def stage(
+        self,
+        staged: StagedRows,
+        parts: Sequence[data_pb2.RowsPart],
+        payload: memoryview,
+        memory: Sequence[memoryview] = (),
+    ) -> None:
         """Copy the rows of a frame that others follow."""
-        rows = self.rows(parts, payload, staged.ids, has_values=True)
+        rows = self.rows(parts, payload, staged.ids, has_values=True, memory=memory)
         count = sum(len(part.ids) for part in rows)
         if not count:
             raise InvalidRequest("more: stands on a frame without rows")
         staged.rows += [TableRows(table, ids.copy(), values.copy()) for table, ids, values in rows]
         staged.ids += count
-        staged.nbytes += payload.nbytes
+        staged.nbytes += sum(part.nbytes for part in rows)
         if staged.nbytes > self._bytes_max:
             raise InvalidRequest(f"rows: {staged.nbytes} bytes are above the shard's --max-push-bytes {self._bytes_max}")
 
-    def gradients(self, staged: StagedRows, parts: Sequence[data_pb2.RowsPart], payload: memoryview) -> Gradients:
+    def gradients(
+        self,
+        staged: StagedRows,
+        parts: Sequence[data_pb2.RowsPart],
+        payload: memoryview,
+        memory: Sequence[memoryview] = (),
+    ) -> Gradients:
         """The rows of a push, with those of its last frame, which are read where they lie."""
         pieces: dict[int, list[TableRows]] = {}
-        for rows in staged.rows + self.rows(parts, payload, staged.ids, has_values=True):
+        for rows in staged.rows + self.rows(parts, payload, staged.ids, has_values=True, memory=memory):
             pieces.setdefault(rows.table, []).append(rows)
         found = {table: rows[0] if len(rows) == 1 else _joined(rows) for table, rows in pieces.items()}
         for table, ids, _ in found.values():

@@ -14,7 +14,7 @@ from psd.contract.errors import InvalidRequest, OutOfSpace
 from psd.contract.jobspec import JobSpec
 from psd.contract.tables import SparseTableSpec
 from psd_core.arena import ArenaFull
-from psd_core.table import PUSH_MAX, TableSpec, TableStore
+from psd_core.table import OWN, PUSH_MAX, TableSpec, TableStore
 
 _PREFIX = "table-"
 
@@ -67,13 +67,14 @@ def partition_specs(spec: JobSpec, shard_count: int, notes: int, limits: Limits,
 
 def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int, max_bytes: int) -> TableSpec:
     group = spec.groups[table.group]
+    is_own = group.info.is_custom
     try:
         return TableSpec(
             table.name,
             table.dim,
-            group.rule,
+            OWN if is_own else group.rule,
             tuple(group.flags),
-            dict(zip(group.info.constants, group.constants, strict=True)),
+            {} if is_own else dict(zip(group.info.constants, group.constants, strict=True)),
             table.init,
             table.seed,
             max_bytes,
@@ -84,6 +85,7 @@ def _partition(spec: JobSpec, table: SparseTableSpec, notes: int, push_max: int,
             notes,
             table.updates,
             table.dtype,
+            tuple(group.constants) if is_own else (),
         )
     except ValueError as error:
         raise InvalidRequest(f"table {table.name!r}: {error}") from error

@@ -1,0 +1,194 @@
+"""Iterations of L-BFGS, as the leader makes them: batches on the shards' vectors, and decisions on the numbers that they return.
+
+Vectors, all of the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, the history's pairs (s.i, y.i);
+with L1 also the pseudo-gradient, the orthant, and one to compute in. Nothing here has elements of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from psd_client.lbfgs.direction import GRADIENT, Product, change_name, direction, products_of, step_name
+from psd_client.lbfgs.evaluation import Open, Shares
+from psd_client.lbfgs.line_search import NoStep, Search, backtracking, strong_wolfe
+from psd_client.lbfgs.state import CONTROL, SIZE, State
+
+CURVATURE_MIN = 2.0**-52
+"""Least s.y, as a share of y.y, of a pair that enters the history, as in SciPy's L-BFGS-B."""
+
+
+class Iterations:
+    """Iterations from a state on.
+
+    Args:
+        new_batch: makes a batch. open_vector: opens a vector. state: where to begin; it is changed as iterations are made.
+        size, world_size: elements of x, number of workers.
+        evaluate: has all workers evaluate the loss at the point that the state names; returns their losses.
+    """
+
+    def __init__(
+        self,
+        new_batch: Callable[[], Any],
+        open_vector: Open,
+        state: State,
+        size: int,
+        world_size: int,
+        evaluate: Callable[[], Shares],
+    ) -> None:
+        self.state = state
+        self._new_batch = new_batch
+        self._open = open_vector
+        self._size = size
+        self._evaluate = evaluate
+        self._parts = [self._vector(f"part.{rank}") for rank in range(world_size)]
+        self._products: dict[Product, float] = {}  # of the history; those with the gradient change in each iteration
+
+    def _vector(self, name: str) -> Any:
+        if name == GRADIENT:
+            name = "pseudo_gradient" if self.state.l1 else f"g.{self.state.point}"
+        return self._open(name, self._size)
+
+    def start(self) -> None:
+        """Evaluate the first point, if that is not done yet, and prepare the first direction.
+
+        Raises:
+            NoStep: the loss is infinite there.
+        """
+        state = self.state
+        if not state.recent:
+            state.at = state.point
+            self._ask(self._new_batch())
+            fun, _ = self._value(state.point)
+            if fun == math.inf:
+                raise NoStep
+            state.recent = [fun]
+        self._prepare(state.slots, self._new_batch())
+
+    def iterate(self) -> None:
+        """Make one iteration.
+
+        Raises:
+            NoStep: nothing was found that is smaller; the state is as before.
+        """
+        try:
+            self._step()
+        except NoStep:
+            if not self.state.slots:
+                raise
+            self.state.slots = []  # as at the beginning: along the gradient
+            self._step()
+
+    def _step(self) -> None:
+        state = self.state
+        trial, pair = 1 - state.point, state.free_slot()
+        slope, first = self._direct()
+        search: Search = backtracking(state.fun, first) if state.l1 else strong_wolfe(state.fun, slope, first)
+        step = next(search)
+        while True:
+            promised = self._try(step, trial, pair)
+            fun, slope = self._value(trial)
+            try:
+                step = search.send((fun, promised if state.l1 else slope))
+            except StopIteration as found:
+                state.step = found.value
+                break
+        state.advance(fun)
+        self._accept(pair)
+
+    def _direct(self) -> tuple[float, float]:
+        """Compute the direction; returns the slope along it, below 0, and the step to try first."""
+        state = self.state
+        while True:
+            multiples = direction(state.slots, self._products)
+            d = self._vector("direction")
+            sign = -1.0 if state.l1 else 1.0
+            with self._new_batch() as b:
+                b.copy(d, self._vector(GRADIENT))
+                b.scale(d, sign * multiples.pop(GRADIENT))
+                for name, multiple in multiples.items():
+                    b.axpy(d, sign * multiple, self._vector(name))
+                if state.l1:
+                    b.zip(d, "project", self._vector(GRADIENT))  # only where it is against the pseudo-gradient
+                    b.scale(d, -1.0)
+                slope, square = b.dot(d, self._vector(GRADIENT)), b.dot(self._vector(GRADIENT), self._vector(GRADIENT))
+            if float(slope) < 0 and math.isfinite(float(slope)):
+                return float(slope), 1.0 if state.slots else 1 / math.sqrt(float(square))
+            if not state.slots:
+                raise NoStep
+            state.slots = []
+
+    def _try(self, step: float, trial: int, pair: int) -> float:
+        """Ask for an evaluation at a step; returns the decrease that the (pseudo-)gradient promises there."""
+        state = self.state
+        x, tried, moved = self._vector(f"x.{state.point}"), self._vector(f"x.{trial}"), self._vector(step_name(pair))
+        b = self._new_batch()
+        b.copy(tried, x)
+        b.axpy(tried, step, self._vector("direction"))
+        if state.l1:
+            b.zip(tried, "project", self._vector("orthant"))
+        b.copy(moved, tried)
+        b.axpy(moved, -1.0, x)
+        promised = b.dot(moved, self._vector(GRADIENT))
+        state.at = trial
+        self._ask(b)
+        return float(promised)
+
+    def _ask(self, b: Any) -> None:
+        """Store the state, which asks the workers for an evaluation, at the end of a batch."""
+        self.state.nfev += 1
+        b.put(self._open(CONTROL, SIZE), self.state.pack())
+        b.run()
+
+    def _value(self, at: int) -> tuple[float, float]:
+        """The objective at a point and, without L1, the slope along the direction; its gradient is then in place."""
+        state = self.state
+        losses = self._evaluate().losses
+        x, g = self._vector(f"x.{at}"), self._vector(f"g.{at}")
+        terms, slope = [], math.nan
+        with self._new_batch() as b:
+            b.copy(g, self._parts[0])
+            for part in self._parts[1:]:
+                b.axpy(g, 1.0, part)
+            if state.l2:
+                b.axpy(g, state.l2, x)
+                terms.append((state.l2 / 2, b.dot(x, x)))
+            if state.l1:
+                b.copy(self._vector("scratch"), x)
+                b.map(self._vector("scratch"), "abs")
+                terms.append((state.l1, b.sum(self._vector("scratch"))))
+            along = b.dot(g, self._vector("direction"))
+        slope = float(along)
+        return math.fsum([*losses, *(factor * float(value) for factor, value in terms)]), slope
+
+    def _accept(self, pair: int) -> None:
+        """Enter the pair of the step that was taken into the history, if it is of use, and prepare the next direction."""
+        state = self.state
+        change = self._vector(change_name(pair))
+        b = self._new_batch()
+        b.copy(change, self._vector(f"g.{state.point}"))
+        b.axpy(change, -1.0, self._vector(f"g.{1 - state.point}"))
+        slots = [*state.slots, pair][-state.history :]
+        self._prepare(slots, b)
+        s, y = step_name(pair), change_name(pair)
+        state.slots = slots if self._products[s, y] > CURVATURE_MIN * self._products[y, y] else slots[:-1]
+
+    def _prepare(self, slots: list[int], b: Any) -> None:
+        """Run the batch with what the next direction needs: products that are not known yet, and the gradient's norm."""
+        state = self.state
+        gradient = self._vector(GRADIENT)
+        if state.l1:
+            x = self._vector(f"x.{state.point}")
+            b.copy(gradient, x)
+            b.zip(gradient, "pseudo_gradient", self._vector(f"g.{state.point}"), state.l1)
+            b.copy(self._vector("orthant"), x)
+            b.zip(self._vector("orthant"), "orthant", gradient)
+        pair = {step_name(slots[-1]), change_name(slots[-1])} if slots else set()
+        wanted = products_of(slots)
+        known = {p: self._products[p] for p in wanted if p in self._products and GRADIENT not in p and not pair & {*p}}
+        found = {p: b.dot(self._vector(p[0]), self._vector(p[1])) for p in wanted if p not in known}
+        low, high = b.min(gradient), b.max(gradient)
+        b.run()
+        self._products = known | {product: float(value) for product, value in found.items()}
+        state.gradient_norm = max(-float(low), float(high))

@@ -1,0 +1,94 @@
+"""Line searches of L-BFGS, on numbers alone. Must not know vectors or workers.
+
+A search is a generator: it yields the steps to try, is sent the objective and the slope there, and returns the step to take, the
+last one it has tried; or raises `NoStep`. Loss and slope may be infinite or NaN at a step that is too long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import NamedTuple
+
+DECREASE = 1e-4
+"""Share of the decrease that the slope promises which a step must reach: c1 of Nocedal and Wright."""
+
+CURVATURE = 0.9
+"""Share of the slope at the start that may be left at a step: their c2, as they advise for quasi-Newton methods."""
+
+GROWTH = 4.0
+"""Most by which a step is lengthened at once."""
+
+TRIALS_MAX = 30
+
+ROUNDING = 2.0**-44
+"""Relative rise of the objective that is taken for rounding: near the minimum its differences are lost in that."""
+
+Search = Generator[float, tuple[float, float], float]
+
+
+class NoStep(Exception):
+    """No step along the direction makes the objective small enough."""
+
+
+class _Point(NamedTuple):
+    step: float
+    fun: float
+    slope: float
+
+
+def strong_wolfe(fun: float, slope: float, first: float) -> Search:
+    """Step with the strong Wolfe conditions: Nocedal and Wright, Numerical Optimization, 2nd ed., algorithms 3.5 and 3.6.
+
+    Args:
+        fun, slope: objective and slope at step 0; the slope is below 0. first: the step to try first.
+    """
+    low, high = _Point(0.0, fun, slope), None  # the best step so far, and one beyond which none need be looked for
+    step = first
+    for _ in range(TRIALS_MAX):
+        tried = _Point(step, *(yield step))
+        too_high = not tried.fun <= fun + DECREASE * step * slope + ROUNDING * abs(fun)
+        if too_high or (tried.fun > low.fun + ROUNDING * abs(fun)):
+            high = tried
+        elif abs(tried.slope) <= -CURVATURE * slope:
+            return step
+        else:
+            if tried.slope * ((high.step if high else math.inf) - low.step) >= 0:
+                high = low
+            low = tried
+        step = _between(low, high) if high else low.step * GROWTH
+        if high and abs(high.step - low.step) <= 1e-12 * max(high.step, low.step):
+            break
+    if low.step == 0:
+        raise NoStep
+    yield low.step  # the slope is still steep there, but the objective is smaller
+    return low.step
+
+
+def _between(low: _Point, high: _Point) -> float:
+    """Minimum of the cubic through both points, if it is well inside; else the middle."""
+    middle, width = (low.step + high.step) / 2, abs(high.step - low.step)
+    if not (math.isfinite(high.fun) and math.isfinite(high.slope)):
+        return middle
+    d1 = low.slope + high.slope - 3 * (low.fun - high.fun) / (low.step - high.step)
+    under_root = d1 * d1 - low.slope * high.slope
+    if not under_root >= 0:
+        return middle
+    d2 = math.copysign(math.sqrt(under_root), high.step - low.step)
+    below = high.slope - low.slope + 2 * d2
+    step = high.step - (high.step - low.step) * (high.slope + d2 - d1) / below if below else middle
+    return step if abs(step - middle) <= 0.4 * width else middle
+
+
+def backtracking(fun: float, first: float) -> Search:
+    """Step that is halved until the objective is small enough, as OWL-QN needs: Andrew and Gao 2007, section 3.2.
+
+    Sent with the objective is not a slope but the decrease that the pseudo-gradient promises for the step, a number below 0.
+    """
+    step = first
+    for _ in range(TRIALS_MAX):
+        reached, promised = yield step
+        if reached <= fun + DECREASE * promised + ROUNDING * abs(fun):
+            return step
+        step /= 2
+    raise NoStep

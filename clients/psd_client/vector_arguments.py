@@ -1,0 +1,106 @@
+"""Checks of what programs pass to server-side vectors: numbers, arrays, indices, ranges.
+
+Each returns the value in the one form that travels, or raises InvalidRequest or InvalidTensor, which names the argument. Must
+not know batches, shards or messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.arguments import real_number, whole_number
+from psd.contract.errors import InvalidRequest, InvalidTensor
+from psd_core.vector import VectorSpec
+
+_INT64 = np.iinfo(np.int64)
+
+
+def as_number(name: str, value: Any, spec: VectorSpec) -> float:
+    """A number for a vector: for int64 a whole one."""
+    if spec.dtype != "int64":
+        return real_number(InvalidRequest, name, value)
+    number = whole_number(InvalidRequest, f"{name} (vector {spec.name!r} is int64)", value)
+    if not _INT64.min <= number <= _INT64.max:
+        raise InvalidRequest(f"{name}: must fit int64, got {number}")
+    return number
+
+
+def as_values(values: Any, shape: tuple[int, ...], spec: VectorSpec) -> NDArray[Any]:
+    """Numbers of a shape, or what broadcasts to it, in the vector's dtype."""
+    array = _array("values", values, spec)
+    try:
+        return np.ascontiguousarray(np.broadcast_to(array, shape))
+    except ValueError:
+        raise InvalidTensor(f"values: shape must be {shape}, got {array.shape} (vector {spec.name!r})") from None
+
+
+def as_stretch(values: Any, start: Any, spec: VectorSpec) -> tuple[int, NDArray[Any]]:
+    """The first element that an array is meant for, and the array in one dimension; all elements if there is no `start`."""
+    array = _array("values", values, spec)
+    if start is None:
+        shape = (spec.size // spec.columns, spec.columns) if spec.columns else (spec.size,)
+        if array.shape not in (shape, (spec.size,)):
+            raise InvalidTensor(f"values: shape must be {shape}, that of {spec.name!r}, got {array.shape}")
+        return 0, np.ascontiguousarray(array).reshape(-1)
+    first = whole_number(InvalidRequest, "start", start)
+    if not 0 <= first <= spec.size - array.size:
+        raise InvalidRequest(
+            f"start: {array.size} elements from {first} on do not lie in vector {spec.name!r}, which has {spec.size}"
+        )
+    return first, np.ascontiguousarray(array).reshape(-1)
+
+
+def as_indices(indices: Any, spec: VectorSpec) -> NDArray[np.int64]:
+    """Indices of elements, of any shape; of a matrix also a pair (rows, cols)."""
+    if isinstance(indices, tuple):
+        if not spec.columns or len(indices) != 2:
+            raise InvalidRequest(f"indices: a pair (rows, cols) is for matrices; {spec.name!r} is none, or it is no pair")
+        rows, cols = as_row_numbers(indices[0], spec), _within("cols", indices[1], spec.columns, spec)
+        try:
+            return rows * spec.columns + cols
+        except ValueError:
+            raise InvalidRequest(f"indices: rows {rows.shape} and cols {cols.shape} do not go together") from None
+    return _within("indices", indices, spec.size, spec)
+
+
+def as_row_numbers(rows: Any, spec: VectorSpec) -> NDArray[np.int64]:
+    """Numbers of rows, of any shape."""
+    if not spec.columns:
+        raise InvalidRequest(f"rows: {spec.name!r} is a vector, which has none")
+    return _within("rows", rows, spec.size // spec.columns, spec)
+
+
+def stretch(start: Any, stop: Any, size: int) -> tuple[int, int]:
+    """First and last + 1 of a range, as a slice has them."""
+    whole = [
+        None if value is None else whole_number(InvalidRequest, name, value)
+        for name, value in (("start", start), ("stop", stop))
+    ]
+    first, last, _ = slice(*whole).indices(size)
+    return first, max(first, last)
+
+
+def _array(name: str, values: Any, spec: VectorSpec) -> NDArray[Any]:
+    array = np.asarray(values)
+    kinds = "iu" if spec.dtype == "int64" else "iuf"
+    if array.dtype.kind not in kinds and array.size:
+        raise InvalidTensor(f"{name}: dtype {array.dtype} does not go into vector {spec.name!r}, which is {spec.dtype}")
+    if array.dtype == np.uint64 and spec.dtype == "int64" and array.size and array.max() > _INT64.max:
+        raise InvalidTensor(f"{name}: {array.max()} does not fit int64")
+    return array.astype(spec.dtype, copy=False)
+
+
+def _within(name: str, values: Any, limit: int, spec: VectorSpec) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidRequest(f"{name}: expected whole numbers, got {array.dtype}")
+    if array.size:
+        least, greatest = int(array.min()), int(array.max())
+        if least < 0 or greatest >= limit:
+            raise InvalidRequest(
+                f"{name}: {least if least < 0 else greatest} is out of range: {spec.name!r} has 0 to {limit - 1}"
+            )
+    return array.astype(np.int64, copy=False)

@@ -1,0 +1,240 @@
+"""Server-side vectors and matrices: numbers that lie on the shards, and what the shards compute with them.
+
+    w = ps.vector("w", size=1_000_000)              # float64, zeros; the same on every worker
+    g = ps.vector("g", size=1_000_000)
+    g.put(gradient)                                 # an array travels
+    w.axpy(-0.1, g)                                 # nothing travels but the order to do it
+    with ps.batch() as b:                           # several operations, one round trip per shard
+        b.axpy(w, -0.1, g)
+        d = b.dot(w, g)
+    print(float(d), w.pull(0, 10))
+
+Each method is a batch of one operation (vector_batch.py). Must not know shards or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from psd.contract.errors import InvalidRequest
+from psd_client.vector_arguments import as_indices, as_row_numbers, stretch
+from psd_client.vector_batch import Answer, Batch, Calls, VectorHandle
+from psd_core.vector import VectorSpec
+
+
+class Vector(VectorHandle):
+    """Numbers on the shards, made by `ParameterServer.vector`; `size` of one dtype, in stripes over all shards.
+
+    Each method is one round trip to every shard; `ParameterServer.batch` makes one of many. Vectors that an operation takes
+    together must have the same size and dtype. NaN and infinity are values like others. int64 is exact, and wraps around as
+    NumPy's does; sums and products of int64 vectors are exact whatever their size. float32 vectors are reduced in float64.
+
+    Every operation counts once, under retries and kills of shards. Several workers may work on one vector at once: each sees
+    the operations of the others whole on each shard, in an order that may differ from shard to shard, unless barriers order
+    them.
+
+    Attributes:
+        name, size, dtype: as declared. dtype is a string.
+    """
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, size={self.size}, dtype={self.dtype!r})"
+
+    def drop(self) -> None:
+        """Remove the vector from the shards; for all workers. Whoever uses it later gets UnknownVector."""
+        self.calls.drop(self.spec)
+
+    # -- what changes the vector -----------------------------------------------------------------------------------------
+
+    def axpy(self, alpha: float, x: Vector) -> None:
+        """Add alpha times x: y += alpha * x."""
+        self._run(lambda b: b.axpy(self, alpha, x))
+
+    def scale(self, alpha: float) -> None:
+        """Multiply all elements by alpha."""
+        self._run(lambda b: b.scale(self, alpha))
+
+    def copy(self, x: Vector) -> None:
+        """Take x's elements: y = x."""
+        self._run(lambda b: b.copy(self, x))
+
+    def fill(self, value: float) -> None:
+        """Set all elements to one value."""
+        self._run(lambda b: b.fill(self, value))
+
+    def random(self, seed: int, low: float = 0, high: float = 1) -> None:
+        """Fill with random numbers, uniform from `low` to below `high`.
+
+        An element is a function of the seed and its index alone: the same for any number of shards, and in every vector.
+
+        Args:
+            seed: from 0 to 2**64 - 1.
+            low, high: whole numbers for int64.
+        """
+        self._run(lambda b: b.random(self, seed, low, high))
+
+    def combine(self, coefficients: Sequence[float], vectors: Sequence[Vector]) -> None:
+        """Take a sum: y = coefficients[0] * vectors[0] + ..., from left to right, in one pass; y may be among the vectors."""
+        self._run(lambda b: b.combine(self, coefficients, vectors))
+
+    def map(self, name: str, *arguments: float, of: Vector | None = None) -> None:
+        """Apply a function to each element: y = f(y), or y = f(of).
+
+        Args:
+            name: one that is built in (see docs/vectors.md), such as "sqrt" or "clip"; or the import path of your own,
+                "my_module:function", which the operator must have allowed (`--rule`). Yours is called with a piece of the
+                vector, a read-only array, and the arguments, and returns an array of that length and dtype.
+            arguments: numbers that the function takes.
+            of: the vector that it is applied to.
+        """
+        self._run(lambda b: b.map(self, name, *arguments, of=of))
+
+    def zip(self, name: str, x: Vector, *arguments: float, of: Vector | None = None) -> None:
+        """Combine two vectors, element by element: y = f(y, x), or y = f(of, x).
+
+        Args:
+            name: as in `map`, such as "mul" or "max"; your own function gets pieces of both vectors, and the arguments.
+            arguments: numbers that the function takes.
+            of: the first vector.
+        """
+        self._run(lambda b: b.zip(self, name, x, *arguments, of=of))
+
+    def put(self, values: Any, start: int | None = None) -> None:
+        """Set all elements, or those from `start` on, to an array's.
+
+        Args:
+            values: of the vector's shape, or, with `start`, as many as there are to be set; converted to the vector's dtype.
+        """
+        self._run(lambda b: b.put(self, values, start))
+
+    def add(self, values: Any, indices: Any = None) -> None:
+        """Add numbers to all elements, or to those at indices.
+
+        Args:
+            values: of the vector's shape, or of the shape of `indices`; or one number for all. int64 takes whole numbers only.
+            indices: whole numbers from 0 to size - 1, of any shape; one that comes several times is added to as often. Of a
+                matrix also a pair (rows, cols), as NumPy's.
+        """
+        self._run(lambda b: b.add(self, values, indices))
+
+    # -- what is computed from it ----------------------------------------------------------------------------------------
+
+    def dot(self, x: Vector) -> float | int:
+        """The sum of products of both vectors' elements; its bits do not depend on the number of shards."""
+        return self._value(lambda b: b.dot(self, x))
+
+    def norm2(self) -> float:
+        """The Euclidean norm, the root of the sum of squares."""
+        return float(self._value(lambda b: b.norm2(self)))
+
+    def sum(self) -> float | int:
+        """The sum of the elements; its bits do not depend on the number of shards."""
+        return self._value(lambda b: b.sum(self))
+
+    def min(self) -> float | int:
+        """The smallest element; NaN if there is one."""
+        return self._value(lambda b: b.min(self))
+
+    def max(self) -> float | int:
+        """The largest element; NaN if there is one."""
+        return self._value(lambda b: b.max(self))
+
+    def argmax(self) -> int:
+        """The index of the largest element, the lowest of several, or of the first NaN."""
+        return int(self._value(lambda b: b.argmax(self)))
+
+    # -- what travels ----------------------------------------------------------------------------------------------------
+
+    def pull(self, start: int | None = None, stop: int | None = None, *, indices: Any = None) -> NDArray[Any]:
+        """Fetch elements: all, a range, or those at indices.
+
+        Args:
+            start, stop: the range, as in a slice of NumPy's; negative ones count from the end.
+            indices: as in `add`; instead of a range.
+
+        Returns:
+            A new array of the vector's dtype: the range, or of the shape of the indices; each shard's part is of one moment.
+        """
+        if indices is None:
+            return self.calls.pull(self.spec, *stretch(start, stop, self.size))
+        if start is not None or stop is not None:
+            raise InvalidRequest("indices: are given, and a range, too; give one of them")
+        places = as_indices(indices, self.spec)
+        return self.calls.pull_at(self.spec, places.reshape(-1), of_rows=False).reshape(places.shape)
+
+    def _run(self, note: Callable[[Batch], None]) -> None:
+        batch = Batch(self.calls)
+        note(batch)
+        batch.run()
+
+    def _value(self, note: Callable[[Batch], Answer]) -> Any:
+        batch = Batch(self.calls)
+        answer = note(batch)
+        batch.run()
+        return answer.value
+
+
+class Matrix(Vector):
+    """A vector with a row length, made by `ParameterServer.matrix`: rows * cols numbers, row after row.
+
+    All operations of Vector work on all its elements.
+    """
+
+    @property
+    def cols(self) -> int:
+        """Length of a row."""
+        return self.spec.columns
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.size // self.cols
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and length of each."""
+        return self.rows, self.cols
+
+    def pull(self, start: int | None = None, stop: int | None = None, *, indices: Any = None) -> NDArray[Any]:
+        """Fetch the matrix, a range of its rows, or elements at indices.
+
+        Args:
+            start, stop: the range of rows, as in a slice of NumPy's.
+            indices: as in `add`.
+
+        Returns:
+            A new array `(rows, cols)`, or of the shape of the indices.
+        """
+        if indices is not None:
+            return super().pull(start, stop, indices=indices)
+        first, last = stretch(start, stop, self.rows)
+        return super().pull(first * self.cols, last * self.cols).reshape(last - first, self.cols)
+
+    def pull_rows(self, rows: Any) -> NDArray[Any]:
+        """Fetch rows by number: a new array `(*rows.shape, cols)`; a repeated one travels as often.
+
+        Args:
+            rows: whole numbers from 0 to rows - 1, of any shape.
+        """
+        numbers = as_row_numbers(rows, self.spec)
+        return self.calls.pull_at(self.spec, numbers.reshape(-1), of_rows=True).reshape(*numbers.shape, self.cols)
+
+    def add_rows(self, values: Any, rows: Any) -> None:
+        """Add to rows by number.
+
+        Args:
+            values: `(*rows.shape, cols)`, or what broadcasts to it.
+            rows: as in `pull_rows`; one that comes several times is added to as often.
+        """
+        self._run(lambda b: b.add_rows(self, values, rows))
+
+
+def as_vector(spec: VectorSpec, calls: Calls) -> Vector:
+    """The vector, or the matrix, of a declaration."""
+    return Matrix(spec, calls) if spec.columns else Vector(spec, calls)

@@ -1,0 +1,86 @@
+"""Files that a worker's scalars are written to: JSON lines, and TensorBoard's. Must not know shards.
+
+A file that cannot be written is said once, on the log; training goes on without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from psd.contract.scalars import as_json, tensorboard_module
+
+logger = logging.getLogger("psd_client")
+
+
+class LoggedScalars(NamedTuple):
+    """What one call has reported. time: seconds since 1970."""
+
+    time: float
+    rank: int
+    step: int
+    scalars: Mapping[str, float]
+
+    def line(self) -> str:
+        """The record as a line of JSON."""
+        return json.dumps({**self._asdict(), "scalars": as_json(self.scalars)}) + "\n"
+
+
+class ScalarFiles:
+    """The files of one worker, made when there is something to write. Used by one thread.
+
+    Args:
+        log_dir: of worker-RANK.jsonl; empty: none. tensorboard_dir: of a directory worker-RANK; empty: none.
+
+    Raises:
+        ConfigError: TensorBoard's files are wanted, and nothing is installed that writes them.
+    """
+
+    def __init__(self, rank: int, log_dir: str, tensorboard_dir: str) -> None:
+        self._name = f"worker-{rank}"
+        self._log_dir = log_dir
+        self._tensorboard_dir = tensorboard_dir
+        self._tensorboard_module = tensorboard_module() if tensorboard_dir else ""
+        self._lines: TextIO | None = None
+        self._board: Any = None
+        self._has_failed = False
+
+    def write(self, records: Sequence[LoggedScalars]) -> None:
+        """Write records, and let others see them."""
+        try:
+            if records and self._log_dir:
+                self._write_lines(records)
+            if records and self._tensorboard_dir:
+                self._write_board(records)
+        except (OSError, ImportError) as error:
+            if not self._has_failed:
+                logger.warning("psd: %s: its scalars cannot be written: %s", self._name, error)
+            self._has_failed = True
+
+    def _write_lines(self, records: Sequence[LoggedScalars]) -> None:
+        if self._lines is None:
+            directory = Path(self._log_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lines = (directory / f"{self._name}.jsonl").open("a", encoding="utf-8")
+        self._lines.writelines(record.line() for record in records)
+        self._lines.flush()
+
+    def _write_board(self, records: Sequence[LoggedScalars]) -> None:
+        if self._board is None:
+            module = importlib.import_module(self._tensorboard_module)
+            self._board = module.SummaryWriter(str(Path(self._tensorboard_dir) / self._name))
+        for record in records:
+            for name, value in record.scalars.items():
+                self._board.add_scalar(name, value, record.step, record.time)
+        self._board.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._lines, self._board):
+            if file is not None:
+                file.close()
+        self._lines = self._board = None

@@ -1,0 +1,87 @@
+"""Scalars that workers report beside their gradients, such as the loss: what names and numbers of them there may be.
+
+Both sides check: the client before it takes a scalar, the shard because it cannot trust clients. Must not know how they travel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from psd.contract import arguments
+from psd.contract.config import ConfigError
+from psd.contract.errors import InvalidRequest
+from psd.contract.printable import is_printable
+
+NAME_BYTES_MAX = 256
+SERIES_MAX = 64
+"""Series of one worker."""
+BATCH_POINTS_MAX = 4096
+"""Points of one LogRequest."""
+STEP_MAX = (1 << 63) - 1
+
+
+def check_name(name: str, limit: int = NAME_BYTES_MAX) -> None:
+    """Raise InvalidRequest unless a series may have this name."""
+    if not 1 <= len(name.encode("utf-8", "replace")) <= limit:
+        raise InvalidRequest(f"name: expected 1 to {limit} bytes, got {name[:limit]!r}")
+    if not is_printable(name):
+        raise InvalidRequest(f"name: {name!r} has control characters")
+
+
+def checked_step(step: Any) -> int:
+    """The step as an int; InvalidRequest if it is none."""
+    found = arguments.whole_number(InvalidRequest, "step", step)
+    if not 0 <= found <= STEP_MAX:
+        raise InvalidRequest(f"step: expected 0 to {STEP_MAX}, got {found}")
+    return found
+
+
+def checked_value(name: str, value: Any) -> float:
+    """The scalar as a float, NaN and infinity included; a tensor or an array of one element is one, too.
+
+    Raises:
+        InvalidRequest: it is no number.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _as_float(name, value)
+    detach = getattr(value, "detach", None)  # a torch loss that still has its graph
+    found = detach() if detach is not None else value
+    if isinstance(value, (bool, str, bytes)) or not hasattr(found, "__float__") or getattr(found, "size", 1) == 0:
+        arguments.refuse(InvalidRequest, name, "a number", value)
+    return _as_float(name, found)
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several elements; a framework's word for it
+        arguments.refuse(InvalidRequest, name, "a number", value)
+    except OverflowError:  # an int beyond float64
+        return math.inf if value > 0 else -math.inf
+
+
+def as_json(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Scalars by name for JSON, which has no NaN and no infinity: those are the strings "NaN", "Infinity" and "-Infinity"."""
+    return {name: value if math.isfinite(value) else _WORDS[str(value)] for name, value in values.items()}
+
+
+_WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def tensorboard_module() -> str:
+    """Name of a module that writes TensorBoard's files, which is not imported yet.
+
+    Raises:
+        ConfigError: none is installed.
+    """
+    if importlib.util.find_spec("tensorboardX") is not None:
+        return "tensorboardX"
+    if importlib.util.find_spec("torch") is not None and importlib.util.find_spec("tensorboard") is not None:
+        return "torch.utils.tensorboard"
+    raise ConfigError(
+        "tensorboard: nothing is installed that writes TensorBoard's files: pip install 'psd[tensorboard]', or tensorboard "
+        "beside PyTorch"
+    )

@@ -1,0 +1,93 @@
+"""Who may see the dashboard: on loopback whoever is on this machine; beyond it, who has shown the token.
+
+The token is shown once, in the body of a request, and exchanged for a cookie; it is in no address, and so in no log. On loopback
+the name in the request must be a loopback name, so that no page of another site, whose name was made to point here, can read
+what a browser on this machine may. Must not know what there is to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from psd.contract.tokens import digest_of
+
+VISITORS_MAX = 1000
+VISIT_S = 7 * 24 * 3600.0
+"""Seconds for which a cookie is good."""
+
+REFUSAL_S = 1.0
+"""Seconds that an answer to a wrong token takes,"""
+REFUSALS_MAX = 8
+"""and how many wait at a time."""
+
+
+def is_loopback(host: str) -> bool:
+    """True if a name or address is this machine's own, which no other machine reaches."""
+    if host in ("localhost", "localhost."):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class TooManyTries(Exception):
+    """Too many wrong tokens are being answered."""
+
+
+class Admission:
+    """Decides who is let in.
+
+    Args:
+        token: to be shown; None: everybody who reaches a loopback address is let in.
+    """
+
+    def __init__(self, token: str | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._digest = None if token is None else digest_of(token)
+        self._now = now
+        self._visits: OrderedDict[bytes, float] = OrderedDict()
+        self._refusing = 0
+
+    @property
+    def asks(self) -> bool:
+        """True if a token is asked for."""
+        return self._digest is not None
+
+    def is_known_host(self, host: str) -> bool:
+        """True if a request may name this host, with or without a port."""
+        return self.asks or is_loopback(urlsplit(f"//{host}").hostname or "")
+
+    def is_admitted(self, cookie: str | None) -> bool:
+        """True if a request with this cookie may see the job."""
+        if not self.asks:
+            return True
+        until = self._visits.get(digest_of(cookie)) if cookie else None
+        return until is not None and self._now() < until
+
+    async def enter(self, token: str) -> str | None:
+        """The cookie for a visitor with this token; None if it is wrong, after a moment.
+
+        Raises:
+            TooManyTries: nobody is told anything for now.
+        """
+        if self._digest is not None and hmac.compare_digest(self._digest, digest_of(token)):
+            cookie = secrets.token_urlsafe(32)
+            self._visits[digest_of(cookie)] = self._now() + VISIT_S
+            while len(self._visits) > VISITORS_MAX:
+                self._visits.popitem(last=False)
+            return cookie
+        if self._refusing >= REFUSALS_MAX:
+            raise TooManyTries
+        self._refusing += 1
+        try:
+            await asyncio.sleep(REFUSAL_S)
+        finally:
+            self._refusing -= 1
+        return None

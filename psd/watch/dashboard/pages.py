@@ -1,0 +1,180 @@
+"""The addresses that the dashboard answers: the page and its parts, the job as JSON, the stream of looks, the exchange of the
+token. All read only. Must not know shards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mimetypes
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import TypeAlias
+
+from aiohttp import web
+
+from psd.watch.dashboard.admission import VISIT_S, Admission, TooManyTries
+
+STREAMS_MAX = 64
+LATE_MAX = 16
+"""Looks that wait for a browser that does not read; then its stream is ended, and it asks for a new one."""
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Streams:
+    """Browsers that are sent each look."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[bytes | None]] = set()
+
+    def send(self, kind: str, text: str) -> None:
+        """Send an event to all."""
+        data = event(kind, text)
+        for queue in [*self._queues]:
+            try:
+                queue.put_nowait(data)
+            except asyncio.QueueFull:
+                self._end(queue)
+
+    def end(self) -> None:
+        """End all streams."""
+        for queue in [*self._queues]:
+            self._end(queue)
+
+    def _end(self, queue: asyncio.Queue[bytes | None]) -> None:
+        self._queues.discard(queue)
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(None)
+
+    @contextlib.contextmanager
+    def joined(self) -> contextlib.AbstractContextManager[asyncio.Queue[bytes | None]]:  # type: ignore[misc]
+        """A queue of events, the last of which is None."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(LATE_MAX)
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
+
+    @property
+    def is_full(self) -> bool:
+        """True if no further browser is taken."""
+        return len(self._queues) >= STREAMS_MAX
+
+
+def event(kind: str, text: str) -> bytes:
+    """An event of a stream; the text has no line ends."""
+    return f"event: {kind}\ndata: {text}\n\n".encode()
+
+
+class Pages:
+    """The answers.
+
+    Args:
+        whole: gives everything that is known of the job, as JSON.
+        is_https: cookies are for encrypted connections alone. cookie: its name.
+    """
+
+    def __init__(
+        self, admission: Admission, streams: Streams, whole: Callable[[], Awaitable[str]], *, is_https: bool, cookie: str
+    ) -> None:
+        self._admission = admission
+        self._streams = streams
+        self._whole = whole
+        self._is_https = is_https
+        self._cookie = cookie
+        self._files = _static_files()
+
+    def app(self) -> web.Application:
+        """The application, for aiohttp to serve."""
+        app = web.Application(middlewares=[web.middleware(self._guarded)], client_max_size=4096)
+        app.router.add_get("/", self._file)
+        app.router.add_get("/static/{name}", self._file)
+        app.router.add_get("/api/job", self._job)
+        app.router.add_get("/api/stream", self._stream)
+        app.router.add_post("/api/enter", self._enter)
+        return app
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse who is not admitted; the page itself, which asks for the token, is for all."""
+        if not self._admission.is_known_host(request.host):
+            return self._refusal(403, "this address is not a name of the dashboard's machine; use 127.0.0.1 or localhost")
+        is_job = request.path.startswith("/api/") and request.path != "/api/enter"
+        if is_job and not self._admission.is_admitted(request.cookies.get(self._cookie)):
+            return self._refusal(401, "the dashboard asks for its token")
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            return self._refusal(error.status, error.reason)
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+        return response
+
+    def _refusal(self, status: int, why: str) -> web.Response:
+        return web.json_response({"error": why}, status=status, headers=_HEADERS)
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("name", "index.html")
+        if name not in self._files:
+            raise web.HTTPNotFound
+        body, kind = self._files[name]
+        return web.Response(body=body, content_type=kind, charset="utf-8")
+
+    async def _job(self, request: web.Request) -> web.Response:
+        del request
+        response = web.Response(text=await self._whole(), content_type="application/json")
+        response.enable_compression()
+        return response
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Everything first, then each look, until the browser goes or the dashboard ends."""
+        if self._streams.is_full:
+            return self._refusal(503, f"{STREAMS_MAX} pages of this dashboard are open; close one")
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+        with self._streams.joined() as queue:
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                await response.write(event("job", await self._whole()))
+                while (data := await queue.get()) is not None:
+                    await response.write(data)
+        return response
+
+    async def _enter(self, request: web.Request) -> web.Response:
+        try:
+            token = json.loads(await request.text()).get("token", "")
+        except (ValueError, AttributeError):
+            return self._refusal(400, 'expected {"token": "..."}')
+        try:
+            cookie = await self._admission.enter(str(token))
+        except TooManyTries:
+            return self._refusal(429, "too many wrong tokens at once; try again in a moment")
+        if cookie is None:
+            return self._refusal(403, "this is not the dashboard's token")
+        response = web.json_response({})
+        response.set_cookie(
+            self._cookie, cookie, max_age=int(VISIT_S), httponly=True, samesite="Strict", secure=self._is_https
+        )
+        return response
+
+
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    """Contents and kinds of all files that are served, by name: they are few and small."""
+    folder = resources.files("psd.watch.dashboard") / "static"
+    return {
+        file.name: (file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream")
+        for file in folder.iterdir()
+    }

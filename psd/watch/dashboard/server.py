@@ -1,0 +1,99 @@
+"""The dashboard's process: looks at the job once an interval, serves the pages, ends when it is told to.
+
+Looks are taken in a thread of their own, because they wait for shards; whoever needs what they have found runs there, too, so that
+nothing is locked. Must not know flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from psd.watch.dashboard import feed
+from psd.watch.dashboard.admission import Admission
+from psd.watch.dashboard.pages import Pages, Streams
+from psd.watch.sampler import Sampler
+
+END_S = 2.0
+"""Seconds that answers in progress have when the dashboard ends."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the dashboard is served.
+
+    Attributes:
+        listener: a socket that listens. token: to be shown by browsers; None: not asked for. tls: None: plain HTTP.
+    """
+
+    listener: socket.socket
+    token: str | None
+    tls: ssl.SSLContext | None
+
+
+def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
+    """A socket at an address; at another port if that one is taken and need not be kept. OSError if there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError:
+        if is_firm:
+            raise
+        return socket.create_server((host, 0), family=family)
+
+
+async def serve(sampler: Sampler, place: Place, interval_s: float, on_ready: Callable[[], None]) -> None:
+    """Look and serve until SIGINT or SIGTERM, or until cancelled.
+
+    Args:
+        on_ready: called when pages are answered.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us there cancels
+            loop.add_signal_handler(signum, ended.set)
+    streams = Streams()
+    with ThreadPoolExecutor(1, "psd-look") as thread:
+        in_thread = functools.partial(loop.run_in_executor, thread)
+
+        def look() -> str:
+            sampler.look()
+            return feed.look(sampler)
+
+        async def keep_looking() -> None:
+            while True:
+                due = loop.time() + interval_s
+                streams.send("look", await in_thread(look))
+                await asyncio.sleep(max(0.0, due - loop.time()))
+
+        async def whole() -> str:
+            return await in_thread(feed.whole, sampler)
+
+        port = place.listener.getsockname()[1]
+        admission = Admission(place.token)
+        pages = Pages(admission, streams, whole, is_https=place.tls is not None, cookie=f"psd-dashboard-{port}")
+        runner = web.AppRunner(pages.app(), access_log=None, handle_signals=False, shutdown_timeout=END_S)
+        await runner.setup()
+        looking = asyncio.create_task(keep_looking())
+        ending = asyncio.create_task(ended.wait())
+        try:
+            await web.SockSite(runner, place.listener, ssl_context=place.tls).start()
+            on_ready()
+            await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if looking.done():
+                looking.result()  # a defect: raised here
+        finally:
+            looking.cancel()
+            ending.cancel()
+            streams.end()
+            await runner.cleanup()

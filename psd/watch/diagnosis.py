@@ -1,0 +1,88 @@
+"""The meaning of a look, in words: is the job training, what limits it, who is slow. Pure functions on snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from psd.watch.snapshot import JobSnapshot, WorkerSnapshot
+from psd.watch.words import ranks_text
+
+SLOW_SHARE = 0.1
+"""A worker is slow if others wait for it for more than this part of the time,"""
+
+SLOW_RATE = 0.7
+"""or makes fewer than this part of the median worker's steps, where workers do not keep step;"""
+
+CALLS_SHARE = 0.5
+"""and the way to the shards is the limit if workers spend more than this part of their time in calls."""
+
+_LIVE = "live"
+_GONE = ("finished", "expired", "failed")
+
+
+def diagnosed(now: JobSnapshot) -> JobSnapshot:
+    """The look with its state, headline, limit and slow workers filled in."""
+    slow = _slow(now.workers)
+    state, headline = _state(now)
+    return replace(
+        now, state=state, headline=headline, slow=slow, limit=_limit(now, slow) if state in ("training", "waiting") else ""
+    )
+
+
+def _state(now: JobSnapshot) -> tuple[str, str]:
+    silent = [shard.index for shard in now.shards if shard.state == "no answer"]
+    workers = now.workers
+    live = [worker for worker in workers if worker.state == _LIVE]
+    if len(silent) == len(now.shards):
+        return "unreachable", f"No shard answers; last seen at step {now.clock}" if workers else "No shard answers"
+    if silent:
+        return "waiting", f"{_noun('Shard', silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+    if workers and all(worker.state == "finished" for worker in workers):
+        return "finished", f"Finished at step {now.clock}"
+    if not now.consistency:
+        return "starting", "Nothing is declared yet"
+    if any(worker.steps_per_s > 0 for worker in live):
+        return "training", f"Training, step {now.clock}"
+    if workers and all(worker.state in _GONE for worker in workers):
+        return "stalled", "No worker is left"
+    if now.waits:
+        return "waiting", "Waiting"
+    if not any(worker.clock for worker in workers):
+        return "starting", "No step is made yet"
+    return "stalled", f"No step for some time, at step {now.clock}"
+
+
+def _slow(workers: Sequence[WorkerSnapshot]) -> tuple[int, ...]:
+    live = [worker for worker in workers if worker.state == _LIVE]
+    if len(live) < 2:
+        return ()
+    usual = median(worker.steps_per_s for worker in live)
+    return tuple(
+        worker.rank
+        for worker in sorted(live, key=lambda worker: -worker.awaited_share)
+        if worker.awaited_share > SLOW_SHARE or worker.steps_per_s < SLOW_RATE * usual
+    )
+
+
+def _limit(now: JobSnapshot, slow: Sequence[int]) -> str:
+    silent = [shard.index for shard in now.shards if shard.state == "no answer"]
+    if silent:
+        return f"Workers wait until {_noun('shard', silent)} {'is' if len(silent) == 1 else 'are'} back"
+    by_rank = {worker.rank: worker for worker in now.workers}
+    if slow:
+        worst = by_rank[slow[0]]
+        if worst.awaited_share > SLOW_SHARE:
+            return f"Others wait for worker {worst.rank} {worst.awaited_share:.0%} of the time"
+        return f"{_noun('Worker', slow)} {'is' if len(slow) == 1 else 'are'} slower than the others"
+    if now.state == "waiting" and now.waits:
+        return now.waits[0][0].upper() + now.waits[0][1:]
+    busiest = max(now.shards, key=lambda shard: shard.in_calls_share)
+    if busiest.in_calls_share > CALLS_SHARE:
+        return f"Workers spend {busiest.in_calls_share:.0%} of their time in calls, most of it at shard {busiest.index}"
+    return f"The workers' own computing: they spend {busiest.in_calls_share:.0%} of their time in calls"
+
+
+def _noun(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {ranks_text(numbers)}"

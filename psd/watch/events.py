@@ -1,0 +1,76 @@
+"""Events between two looks at a job: joins, departures, restarts, checkpoints, refused requests.
+
+Pure functions on snapshots. What came and went between two looks is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from psd.watch.snapshot import Event, JobSnapshot, ShardSnapshot, WorkerSnapshot
+
+
+def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
+    """Events that the second look shows and the first one does not; of a first look, nothing but troubles."""
+    if before is None:
+        return [Event(now.at, "lost", "error", _lost(shard)) for shard in now.shards if shard.state == "no answer"]
+    return [Event(now.at, *event) for event in _events(before, now)]
+
+
+def _events(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
+    if now.run_id and before.run_id and now.run_id != before.run_id:
+        yield "run", "warning", f"another run: {now.run_id}"
+    if now.timeline > before.timeline and before.run_id:
+        yield "restart", "warning", f"the job went back to checkpoint {now.restored_from or 'of an earlier time'}"
+    for old, new in zip(before.shards, now.shards, strict=True):
+        yield from _of_shard(old, new)
+    known = {worker.rank: worker for worker in before.workers}
+    for worker in now.workers:
+        yield from _of_worker(known.get(worker.rank), worker)
+    if before.state != now.state and now.state == "finished":
+        yield "run", "info", f"all workers have left, at step {now.clock}"
+    yield from _of_checkpoints(before, now)
+
+
+def _of_shard(old: ShardSnapshot, new: ShardSnapshot) -> Iterator[tuple[str, str, str]]:
+    if new.state == "no answer":
+        if old.state != "no answer":
+            yield "lost", "error", _lost(new)
+        return
+    if old.incarnation and new.incarnation != old.incarnation:
+        yield "restart", "warning", f"shard {new.index} has restarted"
+    elif old.state == "no answer":
+        yield "state", "info", f"shard {new.index} answers"
+    elif old.state != new.state:
+        yield "state", "warning" if new.state == "draining" else "info", f"shard {new.index} is {new.state}"
+    refused = new.requests_refused - old.requests_refused
+    if refused > 0 and old.state != "no answer":
+        yield "refused", "warning", f"shard {new.index} refused {refused} {'request' if refused == 1 else 'requests'}"
+
+
+def _of_worker(old: WorkerSnapshot | None, new: WorkerSnapshot) -> Iterator[tuple[str, str, str]]:
+    was = old.state if old is not None else "absent"
+    if was == new.state:
+        if old is not None and new.state == "live" and (old.host, old.pid) != (new.host, new.pid):
+            yield "join", "info", f"worker {new.rank} is another process now: {new.host}:{new.pid}"
+    elif new.state == "live":
+        yield "join", "info", f"worker {new.rank} {'joined' if was == 'absent' else 'is back'}, at step {new.clock}"
+    elif new.state == "finished":
+        yield "leave", "info", f"worker {new.rank} has finished, at step {new.clock}"
+    elif new.state in ("expired", "failed"):
+        why = "failed" if new.state == "failed" else "was silent for too long"
+        yield "lost", "error", f"worker {new.rank} {why}, at step {new.clock}"
+
+
+def _of_checkpoints(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
+    name = now.checkpoint.name if now.checkpoint else ""
+    if name and name != (before.checkpoint.name if before.checkpoint else ""):
+        yield "checkpoint", "info", f"checkpoint {name}"
+    for old, new in zip(before.shards, now.shards, strict=True):
+        error = new.checkpoint.error if new.checkpoint else ""
+        if error and error != (old.checkpoint.error if old.checkpoint else ""):
+            yield "checkpoint", "error", f"shard {new.index}: checkpoint: {error}"
+
+
+def _lost(shard: ShardSnapshot) -> str:
+    return f"shard {shard.index} at {shard.address} does not answer"

@@ -1,0 +1,125 @@
+"""A bounded past: rows of numbers, one a look, thinner the older they are; curves; events. Must not know shards."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
+
+MOMENTS_MAX = 2400
+EVENTS_MAX = 500
+CURVES_MAX = 256
+POINTS_MAX = 8192
+"""Points that are kept of one curve, of all workers together."""
+
+
+class Ranked(Protocol):
+    """A point of a worker."""
+
+    @property
+    def rank(self) -> int:
+        """The worker's."""
+        ...
+
+
+PointT = TypeVar("PointT", bound=Ranked)
+
+
+def thinned(points: Sequence[PointT], points_max: int) -> list[PointT]:
+    """The same points if they are few; else without every second point of each worker in the older half.
+
+    So a curve is as fine as it was measured at its end, and the coarser the further back, but goes back to its beginning.
+    """
+    if len(points) <= points_max:
+        return list(points)
+    half = len(points) // 2
+    kept, is_next_kept = [], dict[int, bool]()
+    for point in points[:half]:
+        is_kept = is_next_kept.get(point.rank, True)
+        is_next_kept[point.rank] = not is_kept
+        if is_kept:
+            kept.append(point)
+    return [*kept, *points[half:]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The numbers of one look that are drawn over time.
+
+    Attributes:
+        awaited: for each worker the share of time that others waited for it. behind, rates: for each worker, likewise.
+        cpu, memory, rounds, latency: for each shard; latency is that of its slowest kind of call.
+    """
+
+    at: float
+    clock: int
+    steps_per_s: float
+    received_per_s: float
+    sent_per_s: float
+    awaited: tuple[float, ...]
+    behind: tuple[int, ...]
+    rates: tuple[float, ...]
+    cpu: tuple[float, ...]
+    memory: tuple[int, ...]
+    rounds: tuple[float, ...]
+    latency: tuple[float, ...]
+
+    @property
+    def rank(self) -> int:
+        """One and the same, since all moments are thinned together."""
+        return 0
+
+
+def moment_of(snapshot: JobSnapshot) -> Moment:
+    """The numbers of a look that are kept."""
+    return Moment(
+        at=snapshot.at,
+        clock=snapshot.clock,
+        steps_per_s=snapshot.steps_per_s,
+        received_per_s=snapshot.received_per_s,
+        sent_per_s=snapshot.sent_per_s,
+        awaited=tuple(worker.awaited_share for worker in snapshot.workers),
+        behind=tuple(worker.behind for worker in snapshot.workers),
+        rates=tuple(worker.steps_per_s for worker in snapshot.workers),
+        cpu=tuple(shard.cpu_share for shard in snapshot.shards),
+        memory=tuple(shard.memory_bytes for shard in snapshot.shards),
+        rounds=tuple(shard.rounds_per_s for shard in snapshot.shards),
+        latency=tuple(max((call.mean_s for call in shard.calls), default=0.0) for shard in snapshot.shards),
+    )
+
+
+class History:
+    """Everything that has been seen so far.
+
+    Attributes:
+        moments: the oldest first. events: the last ones, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+        self.events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._curves: dict[str, dict[tuple[int, int], CurvePoint]] = {}
+
+    def add(self, snapshot: JobSnapshot, events: Iterable[Event]) -> None:
+        """Note a look, and what has happened since the one before."""
+        self.moments = thinned([*self.moments, moment_of(snapshot)], MOMENTS_MAX)
+        self.events.extend(events)
+
+    def add_point(self, curve: str, point: CurvePoint) -> None:
+        """Note a point; another one of the same worker and step takes its place."""
+        if curve not in self._curves and len(self._curves) >= CURVES_MAX:
+            return
+        points = self._curves.setdefault(curve, {})
+        key = (point.rank, point.step)
+        points.pop(key, None)
+        points[key] = point
+        if len(points) > POINTS_MAX:
+            self._curves[curve] = {(p.rank, p.step): p for p in thinned([*points.values()], POINTS_MAX)}
+
+    @property
+    def curves(self) -> dict[str, Sequence[CurvePoint]]:
+        """Points by the names of the curves, in the order in which they came."""
+        return {name: [*points.values()] for name, points in self._curves.items()}

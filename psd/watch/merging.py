@@ -1,0 +1,104 @@
+"""One picture of a job from the answers of its shards.
+
+Pure functions on psd.v1 messages. Where shards know different things of one worker, the worst holds, because that is what
+somebody who looks at the status needs to see; of its clocks the largest, because a shard hears of a step only with a push, and
+one without blocks gets none. Must not know how the answers were fetched, nor how they are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from psd.v1 import control_pb2 as pb
+
+_WORST_FIRST = (
+    pb.WORKER_STATE_EXPIRED,
+    pb.WORKER_STATE_ABSENT,
+    pb.WORKER_STATE_LIVE,
+    pb.WORKER_STATE_FINISHED,
+    pb.WORKER_STATE_UNSPECIFIED,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of one address: a reply, or the name and the text of the error."""
+
+    server: str
+    reply: pb.StatusReply | None
+    error_code: str = ""
+    error_message: str = ""
+
+
+@dataclass(frozen=True)
+class MergedWait:
+    """One worker's wait, which several shards may report."""
+
+    wait: pb.Wait
+    shards: tuple[int, ...]
+
+
+def reason(answer: Answer) -> str:
+    """Reason why a shard has not answered, without gRPC's long story of attempts to connect."""
+    message = answer.error_message
+    return f"{answer.error_code}, {message.rpartition(': ')[2] if message.startswith('failed to connect') else message}"
+
+
+def problems(answers: Sequence[Answer]) -> list[str]:
+    """Problems of the picture itself; empty if all shards answered and belong together."""
+    found = [f"{answer.server} did not answer: {reason(answer)}" for answer in answers if answer.reply is None]
+    replies = [(a.server, a.reply) for a in answers if a.reply is not None]
+    for index, answer in enumerate(answers):
+        reply = answer.reply
+        if reply is not None and (reply.shard_index, reply.shard_count) != (index, len(answers)):
+            found.append(
+                f"{answer.server} is shard {reply.shard_index}/{reply.shard_count}, but was given as {index}/{len(answers)}"
+            )
+    runs = {reply.run_id: server for server, reply in replies if reply.run_id}
+    if len(runs) > 1:
+        found.append("the shards serve different runs: " + ", ".join(f"{server} {run!r}" for run, server in runs.items()))
+    return found
+
+
+def merged_workers(replies: Iterable[pb.StatusReply]) -> list[pb.WorkerStatus]:
+    """Each worker once, by rank: the worst state, the largest clock, the longest silence, all its lanes."""
+    merged: dict[int, pb.WorkerStatus] = {}
+    for reply in replies:
+        for worker in reply.workers:
+            other = merged.get(worker.rank)
+            if other is None:
+                merged[worker.rank] = pb.WorkerStatus()
+                merged[worker.rank].CopyFrom(worker)
+                continue
+            other.state = min(other.state, worker.state, key=_WORST_FIRST.index)
+            other.clock = max(other.clock, worker.clock)
+            never = other.last_seen_s < 0 or worker.last_seen_s < 0
+            other.last_seen_s = -1.0 if never else max(other.last_seen_s, worker.last_seen_s)
+            other.host, other.pid = other.host or worker.host, other.pid or worker.pid
+            other.session = max(other.session, worker.session)
+            other.awaited_s = max(other.awaited_s, worker.awaited_s)
+            other.failed = other.failed or worker.failed
+            other.transport = ", ".join(dict.fromkeys(filter(None, (*other.transport.split(", "), worker.transport))))
+    return [merged[rank] for rank in sorted(merged)]
+
+
+def job_clock(workers: Sequence[pb.WorkerStatus]) -> int:
+    """Clock of the slowest live worker, or how far the job has got if none lives, by its merged workers."""
+    live = [worker.clock for worker in workers if worker.state == pb.WORKER_STATE_LIVE]
+    return min(live) if live else max((worker.clock for worker in workers), default=0)
+
+
+def merged_waits(replies: Iterable[pb.StatusReply]) -> list[MergedWait]:
+    """Each wait once, by rank, with the shards that report it and all who are missing on any of them."""
+    waits: dict[tuple[int, int, str, int], pb.Wait] = {}
+    shards: dict[tuple[int, int, str, int], list[int]] = {}
+    for reply in replies:
+        for wait in reply.waits:
+            key = (wait.rank, wait.kind, wait.name, wait.clock)
+            merged = waits.setdefault(key, pb.Wait(rank=wait.rank, kind=wait.kind, name=wait.name, clock=wait.clock))
+            merged.waited_s = max(merged.waited_s, wait.waited_s)
+            ranks = {worker.rank for worker in merged.missing}
+            merged.missing.extend(worker for worker in wait.missing if worker.rank not in ranks)
+            shards.setdefault(key, []).append(reply.shard_index)
+    return [MergedWait(waits[key], tuple(shards[key])) for key in sorted(waits)]

@@ -1,0 +1,245 @@
+"""Looks at a job, one look after the other, and makes of each a `JobSnapshot`; remembers the past. The one place that turns
+messages into what is shown.
+
+Must not know terminals or browsers. Not thread-safe: looks are taken by one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from psd.contract.printable import printable
+from psd.v1 import control_pb2 as pb
+from psd.watch.diagnosis import diagnosed
+from psd.watch.events import events_between
+from psd.watch.history import History
+from psd.watch.merging import Answer, job_clock, merged_waits, merged_workers, problems, reason
+from psd.watch.rates import Rates
+from psd.watch.snapshot import (
+    CallTimes,
+    CheckpointSnapshot,
+    Event,
+    JobSnapshot,
+    ShardSnapshot,
+    TableTotals,
+    WorkerSnapshot,
+)
+from psd.watch.words import wait_text, waits_text
+
+RATE_S = 10.0
+"""Seconds over which rates are measured."""
+
+ANSWER_S = 2.0
+"""Seconds that a look waits for a shard."""
+
+WAIT_S = 0.5
+"""Waits that are shorter are part of every step, and not told."""
+
+_IN_ROUNDS = (pb.WAIT_KIND_ROUND, pb.WAIT_KIND_EARLIER_ROUND, pb.WAIT_KIND_STALENESS)
+
+
+class Asks(Protocol):
+    """Asks the shards; see psd/watch/asking.py: Asker."""
+
+    def ask(self, timeout_s: float) -> list[Answer]:
+        """Return the answers, in the order of the shards."""
+        ...
+
+
+class Sampler:
+    """A job under observation.
+
+    Args:
+        asker: asks the shards.
+        clock: monotonic seconds. wall: seconds since 1970.
+
+    Attributes:
+        history: of all looks so far. now: the last look; None before the first.
+        answers: what the last look is made of.
+    """
+
+    def __init__(self, asker: Asks, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self.history = History()
+        self.now: JobSnapshot | None = None
+        self.answers: list[Answer] = []
+        self._asker = asker
+        self._clock = clock
+        self._wall = wall
+        self._rates = Rates(RATE_S)
+        self._events: list[Event] = []
+
+    def look(self, timeout_s: float = ANSWER_S) -> JobSnapshot:
+        """Ask all shards once; the job as it is now."""
+        self.answers = self._asker.ask(timeout_s)
+        before, now = self.now, self._snapshot(self.answers)
+        self._events = events_between(before, now)
+        self.history.add(now, self._events)
+        self.now = now
+        return now
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Events that the last look has found."""
+        return self._events
+
+    def _snapshot(self, answers: Sequence[Answer]) -> JobSnapshot:
+        replies = [answer.reply for answer in answers if answer.reply is not None]
+        shards = tuple(self._shard(index, answer) for index, answer in enumerate(answers))
+        found = tuple(map(printable, problems(answers)))
+        if not replies and self.now is not None:
+            return diagnosed(replace(self.now, at=self._wall(), shards=shards, waits=(), problems=found, steps_per_s=0.0))
+        job = next((reply for reply in replies if reply.consistency), pb.StatusReply())
+        merged = merged_workers(replies)
+        waits = [each.wait for each in merged_waits(replies)]
+        clock = job_clock(merged)
+        workers = tuple(self._worker(worker, waits, merged) for worker in merged)
+        now = JobSnapshot(
+            at=self._wall(),
+            run_id=printable(next((reply.run_id for reply in replies if reply.run_id), "")),
+            state="",
+            headline="",
+            limit="",
+            slow=(),
+            consistency=printable(job.consistency),
+            reduction=printable(job.reduction),
+            aggregation=printable(job.aggregation),
+            world_size=job.world_size or max((reply.world_size for reply in replies), default=0),
+            quorum=job.quorum,
+            timeline=max((reply.timeline for reply in replies), default=0),
+            restored_from=printable(job.restored_from),
+            clock=clock,
+            steps_per_s=self._rates.of("clock", self._clock(), clock),
+            worker_steps_per_s=sum(worker.steps_per_s for worker in workers),
+            parameter_bytes=sum(shard.parameter_bytes for shard in shards),
+            slot_bytes=sum(shard.slot_bytes for shard in shards),
+            received_per_s=sum(shard.received_per_s for shard in shards),
+            sent_per_s=sum(shard.sent_per_s for shard in shards),
+            shards=shards,
+            workers=workers,
+            tables=_tables(replies),
+            waits=tuple(map(printable, waits_text([wait for wait in waits if wait.waited_s >= WAIT_S]))),
+            checkpoint=shards[0].checkpoint,
+            problems=found,
+        )
+        return diagnosed(now)
+
+    def _shard(self, index: int, answer: Answer) -> ShardSnapshot:
+        reply, before = answer.reply, self.now.shards[index] if self.now is not None else None
+        if reply is None:
+            self._rates.forget("shard", index)
+            known = before or ShardSnapshot(index, answer.server, "no answer")
+            return replace(
+                known,
+                state="no answer",
+                detail="",
+                error=printable(reason(answer)),
+                cpu_share=0.0,
+                rounds_per_s=0.0,
+                received_per_s=0.0,
+                sent_per_s=0.0,
+                in_calls_share=0.0,
+                calls=(),
+            )
+        incarnation = f"{reply.incarnation:016x}"
+        if before is not None and before.incarnation != incarnation:
+            self._rates.forget("shard", index)
+        live = sum(worker.state == pb.WORKER_STATE_LIVE for worker in reply.workers)
+        calls = tuple(self._calls(index, call) for call in reply.calls)
+        state = pb.ShardState.Name(reply.state).removeprefix("SHARD_STATE_").lower()
+        life = pb.LifeCycle.Name(reply.life).removeprefix("LIFE_CYCLE_").lower() if reply.life else state
+        return ShardSnapshot(
+            index=index,
+            address=printable(reply.address or answer.server),
+            state=state,
+            detail="" if life == state else life,
+            incarnation=incarnation,
+            restarts=reply.restarts,
+            uptime_s=reply.uptime_s,
+            tensors=reply.tensor_count,
+            blocks=reply.block_count,
+            tables=len(reply.tables),
+            parameter_bytes=reply.parameter_bytes,
+            slot_bytes=reply.slot_bytes,
+            table_bytes=sum(table.bytes for table in reply.tables),
+            memory_bytes=reply.memory_bytes,
+            cpu_s=reply.cpu_s,
+            cpu_share=self._rate(index, "cpu", reply.cpu_s),
+            rounds=reply.version_max,
+            updates=reply.rounds,
+            rounds_per_s=self._rate(index, "rounds", reply.version_max),
+            pushes_accepted=reply.pushes_accepted,
+            pushes_late=reply.pushes_late,
+            pushes_duplicate=reply.pushes_duplicate,
+            requests_refused=reply.requests_refused,
+            pulls=reply.pulls,
+            bytes_received=reply.bytes_received,
+            bytes_sent=reply.bytes_sent,
+            received_per_s=self._rate(index, "received", reply.bytes_received),
+            sent_per_s=self._rate(index, "sent", reply.bytes_sent),
+            in_calls_share=min(1.0, sum(call.per_s * call.mean_s for call in calls) / live) if live else 0.0,
+            calls=calls,
+            ages=tuple(reply.ages),
+            checkpoint=_checkpoint(reply),
+        )
+
+    def _rate(self, shard: int, name: str, value: float) -> float:
+        return self._rates.of(("shard", shard, name), self._clock(), value)
+
+    def _calls(self, shard: int, call: pb.CallStatus) -> CallTimes:
+        per_s = self._rate(shard, f"{call.call} calls", call.count)
+        seconds_per_s = self._rate(shard, f"{call.call} seconds", call.seconds)
+        return CallTimes(printable(call.call), call.count, per_s, seconds_per_s / per_s if per_s else 0.0)
+
+    def _worker(self, worker: pb.WorkerStatus, waits: Sequence[pb.Wait], workers: Sequence[pb.WorkerStatus]) -> WorkerSnapshot:
+        now, rank = self._clock(), worker.rank
+        open_s = max((w.waited_s for w in waits if w.kind in _IN_ROUNDS and _is_missing(rank, w)), default=0.0)
+        awaited_s = worker.awaited_s + open_s  # the shards count a wait when it has ended
+        share = self._rates.of(("worker", rank, "awaited"), now, awaited_s, slack=1.0)
+        own = [wait for wait in waits if wait.rank == rank and wait.waited_s >= WAIT_S]
+        return WorkerSnapshot(
+            rank=rank,
+            state=_worker_state(worker),
+            host=printable(worker.host),
+            pid=worker.pid,
+            lane=printable(worker.transport),
+            clock=worker.clock,
+            steps_per_s=self._rates.of(("worker", rank, "clock"), now, worker.clock),
+            behind=max(each.clock for each in workers) - worker.clock,
+            awaited_s=awaited_s,
+            awaited_share=min(1.0, share),
+            last_seen_s=worker.last_seen_s,
+            waits=printable(wait_text(max(own, key=lambda wait: wait.waited_s))) if own else "",
+        )
+
+
+def _worker_state(worker: pb.WorkerStatus) -> str:
+    state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+    return "failed" if state == "expired" and worker.failed else state
+
+
+def _is_missing(rank: int, wait: pb.Wait) -> bool:
+    return any(missing.rank == rank for missing in wait.missing)
+
+
+def _checkpoint(reply: pb.StatusReply) -> CheckpointSnapshot | None:
+    if not reply.checkpoint_dir:
+        return None
+    return CheckpointSnapshot(
+        name=printable(reply.checkpoint_last),
+        age_s=reply.checkpoint_age_s,
+        bytes=reply.checkpoint_bytes,
+        took_s=reply.checkpoint_took_s,
+        error=printable(reply.checkpoint_error),
+    )
+
+
+def _tables(replies: Sequence[pb.StatusReply]) -> tuple[TableTotals, ...]:
+    sums: dict[str, list[int]] = {}
+    for table in (table for reply in replies for table in reply.tables):
+        total = sums.setdefault(printable(table.name), [0, 0, 0, 0])
+        for index, value in enumerate((table.rows, table.bytes, table.reads, table.hits)):
+            total[index] += value
+    return tuple(TableTotals(name, *total) for name, total in sums.items())

@@ -1,0 +1,79 @@
+"""Words for people who look at a job: waits as sentences, sizes and times in units. Must not know where they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from psd.v1 import control_pb2 as pb
+
+
+def wait_text(wait: pb.Wait) -> str:
+    """One sentence: who waits, in what, for whom."""
+    return f"worker {wait.rank} waits {_wait_for(wait)}; so far {duration(wait.waited_s)}"
+
+
+def waits_text(waits: Sequence[pb.Wait]) -> list[str]:
+    """Sentences as of `wait_text`, one for all workers that wait alike."""
+    groups: dict[tuple[object, ...], list[pb.Wait]] = {}
+    for wait in waits:
+        missing = tuple(sorted(worker.rank for worker in wait.missing))
+        groups.setdefault((wait.kind, wait.name, wait.clock, missing), []).append(wait)
+    return [_together(group) for group in groups.values()]
+
+
+def _together(waits: Sequence[pb.Wait]) -> str:
+    if len(waits) == 1:
+        return wait_text(waits[0])
+    longest = max(wait.waited_s for wait in waits)
+    return f"workers {ranks_text([wait.rank for wait in waits])} wait {_wait_for(waits[0])}; so far {duration(longest)}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in their order, neighbours together: 0-3, 7."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _wait_for(wait: pb.Wait) -> str:
+    what = {
+        pb.WAIT_KIND_ROUND: f"in round {wait.clock}",
+        pb.WAIT_KIND_EARLIER_ROUND: f"to push, until round {wait.clock} has closed,",
+        pb.WAIT_KIND_STALENESS: f"at step {wait.clock}, for the staleness bound,",
+        pb.WAIT_KIND_BARRIER: f"in barrier {wait.name!r}",
+        pb.WAIT_KIND_INITIAL_VALUES: "for the initial values",
+    }.get(wait.kind, "")
+    missing = ", ".join(_missing_text(worker) for worker in wait.missing) or "nobody in particular"
+    return f"{what} for {missing}"
+
+
+def _missing_text(worker: pb.WorkerStatus) -> str:
+    if worker.last_seen_s < 0:
+        return f"worker {worker.rank} (has not joined)"
+    return f"worker {worker.rank} (last seen {duration(worker.last_seen_s)} ago, at step {worker.clock})"
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 0.4 s, 12 s, 3 min 20 s, 5 h 7 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,129 @@
+"""The declaration of a vector, and what never changes in a store's files: the log's superblock, the text of the catalog.
+
+Owns the checks of a declaration, and the errors; csrc/vector.h has the rest of the formats. Must not open, map or lock anything.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from psd_core import _arena
+from psd_core._arena_format import BYTE_ORDER_MARK, ArenaCorrupt
+from psd_core.vector_operations import DTYPES, extent
+
+MAGIC = b"PSDVECTS"
+FORMAT_VERSION = 1
+SUPERBLOCK_BYTES = 4096
+_FRONT = struct.Struct("=8sIIQQQQ")  # magic, format, byte order mark, shard, shards, sessions, checksum of those
+
+NAME_BYTES_MAX = 256
+SIZE_MAX = 1 << 40
+VECTORS_MAX = 1 << 14
+
+
+class VectorError(ValueError):
+    """A batch, a declaration or a read that cannot be; nothing has changed. The message names the field and the limit."""
+
+
+class UnknownVector(VectorError):
+    """A name that no vector has."""
+
+
+class BatchForgotten(VectorError):
+    """A batch was sent again so late that its answer is no longer kept."""
+
+
+class VectorSpec(NamedTuple):
+    """The declaration of a vector.
+
+    Attributes:
+        name: 1 to 256 bytes of UTF-8.
+        size: elements, >= 1; of a matrix rows * columns.
+        dtype: one of DTYPES.
+        columns: length of a matrix's rows; 0: it is no matrix.
+    """
+
+    name: str
+    size: int
+    dtype: str = "float64"
+    columns: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 8
+
+    def check(self) -> None:
+        """Raise VectorError, naming the field, if this cannot be."""
+        name = self.name
+        if not isinstance(name, str) or not 1 <= len(name.encode(errors="replace")) <= NAME_BYTES_MAX:
+            raise VectorError(f"name: expected 1 to {NAME_BYTES_MAX} bytes, got {name!r}")
+        if not isinstance(self.size, int) or not 1 <= self.size <= SIZE_MAX:
+            raise VectorError(f"size: expected a whole number from 1 to {SIZE_MAX}, got {self.size!r}")
+        if self.dtype not in DTYPES:
+            raise VectorError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if (
+            not isinstance(self.columns, int)
+            or not 0 <= self.columns <= self.size
+            or (self.columns and self.size % self.columns)
+        ):
+            raise VectorError(f"columns: expected 0, or a divisor of size, {self.size}, got {self.columns!r}")
+
+
+class VectorPart(NamedTuple):
+    """What a store has of a vector: the elements from `begin` to before `end`, as vector `number` of its files."""
+
+    spec: VectorSpec
+    number: int
+    begin: int
+    end: int
+
+
+class Superblock(NamedTuple):
+    """What a store was made with."""
+
+    shard: int
+    shards: int
+    sessions_max: int
+
+    def pack(self) -> bytes:
+        """The superblock."""
+        front = _FRONT.pack(MAGIC, FORMAT_VERSION, BYTE_ORDER_MARK, *self, 0)
+        return _FRONT.pack(MAGIC, FORMAT_VERSION, BYTE_ORDER_MARK, *self, _arena.checksum(front)).ljust(SUPERBLOCK_BYTES, b"\0")
+
+
+def unpack_superblock(data: bytes) -> Superblock:
+    """The inverse of Superblock.pack. Raises ArenaCorrupt."""
+    if len(data) < SUPERBLOCK_BYTES:
+        raise ArenaCorrupt(f"superblock: the log has {len(data)} bytes, fewer than {SUPERBLOCK_BYTES}: truncated")
+    magic, version, order, shard, shards, sessions_max, check = _FRONT.unpack_from(data)
+    if magic != MAGIC:
+        raise ArenaCorrupt(f"superblock: expected magic {MAGIC!r}, got {magic!r}: not a log of vectors")
+    if version != FORMAT_VERSION:
+        raise ArenaCorrupt(f"superblock: expected format {FORMAT_VERSION}, got {version}: another release wrote it")
+    if order != BYTE_ORDER_MARK:
+        raise ArenaCorrupt(f"superblock: expected byte order mark {BYTE_ORDER_MARK:#x}, got {order:#x}")
+    found = Superblock(shard, shards, sessions_max)
+    if check != _FRONT.unpack_from(found.pack())[-1]:
+        raise ArenaCorrupt(f"superblock: it does not have the checksum {check:#x}")
+    return found
+
+
+def catalog_text(parts: Iterable[VectorPart]) -> bytes:
+    """The catalog: which vectors there are, and by which numbers."""
+    return json.dumps([[*part.spec, part.number] for part in parts]).encode()
+
+
+def catalog_of(text: bytes, shard: int, shards: int) -> dict[str, VectorPart]:
+    """The vectors of a catalog, by name. Raises ArenaCorrupt."""
+    try:
+        rows: list[list[Any]] = json.loads(text)
+        specs = [(VectorSpec(*row[:-1]), int(row[-1])) for row in rows]
+        for spec, _ in specs:
+            spec.check()
+    except (ValueError, TypeError, IndexError) as error:
+        raise ArenaCorrupt(f"catalog: {error}") from None
+    return {spec.name: VectorPart(spec, number, *extent(spec.size, shard, shards)) for spec, number in specs}

@@ -1,0 +1,70 @@
+"""Memory for rows that shards on the same machine see: who has it, when it is free again, and what travels if it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psd_client import SGD, Table, connect
+from psd_client.client import worker_of
+from psd_client.lanes import rows_memory
+from psd_client.lanes.rows_memory import RowsMemory
+from psd_client.lanes.segment import Segment
+
+F32 = np.dtype(np.float32)
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def segment(monkeypatch: pytest.MonkeyPatch) -> Segment:
+    monkeypatch.setattr(rows_memory, "ROWS_BYTES", 4096)
+    return Segment(2 * 4096)
+
+
+def test_memory_is_lent_until_all_that_was_made_of_it_is_let_go(segment: Segment) -> None:
+    memory, other = RowsMemory(segment), RowsMemory(segment)
+    first, second = memory.arrays([(3, 5), (0, 2)], [F32, np.dtype(np.uint16)])
+    assert [segment.where(array) for array in (first, second, first[2:])] == [4096, 4096 + 64, 4096 + 40]
+    assert segment.where(other.arrays([(1, 1)], [F32])[0]) == 8192
+    kept = first[1:].reshape(-1).view(np.uint8)
+
+    del first, second
+    (elsewhere,) = memory.arrays([(3, 5)], [F32])
+    assert segment.where(elsewhere) is None
+    del kept
+    (again,) = memory.arrays([(3, 5)], [F32])
+    assert segment.where(again) == 4096
+
+
+def test_memory_that_is_too_small_or_given_up_is_ordinary(segment: Segment) -> None:
+    memory = RowsMemory(segment)
+
+    assert segment.where(memory.arrays([(65, 16)], [F32])[0]) is None
+    (array,) = memory.arrays([(64, 16)], [F32])
+    assert segment.where(array) == 4096
+    array[:] = 3
+    segment.give_up([array])
+    assert (array == 3).all()
+    assert segment.where(array) is None
+    del array
+    assert segment.where(memory.arrays([(1, 1)], [F32])[0]) is None
+
+
+@pytest.mark.parametrize("room", [rows_memory.ROWS_BYTES, 4096], ids=["in memory", "too many"])
+def test_rows_are_the_same_whether_they_fit_or_travel(cluster: Start, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Several tables, dtypes and shards; ids that come twice, and a program that reuses its arrays at once."""
+    monkeypatch.setattr(rows_memory, "ROWS_BYTES", room)
+    ids, grads = np.arange(300) % 200, np.ones((300, 6), np.float32)
+    with connect(cluster(2).servers, 0, 1, transport="shm") as ps:
+        ps.declare({}, tables=[Table(kind, 6, SGD(lr=1.0), dtype=kind) for kind in ("float32", "bfloat16")])
+        for step in range(3):
+            grads[:] = 1 << step
+            ps.push({}, tables={"float32": (ids, grads), "bfloat16": (ids[:7], grads[:7].astype(np.float16))})
+            grads[:] = np.nan
+        exact, rounded = worker_of(ps).pull_rows({0: ids, 1: ids}).values()
+
+    assert exact[:, 0].tolist() == [-14.0 if i < 100 else -7.0 for i in ids]
+    assert rounded[:, 5].tolist() == [-7.0 if i < 7 else 0.0 for i in ids]

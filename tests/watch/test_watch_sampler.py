@@ -1,0 +1,216 @@
+"""Looks at a job: psd/watch/sampler.py, with scripted answers and a clock that the test sets."""
+
+from dataclasses import asdict
+
+import pytest
+
+from psd.v1 import control_pb2 as pb
+from psd.watch.history import EVENTS_MAX, MOMENTS_MAX
+from psd.watch.merging import Answer
+from psd.watch.sampler import RATE_S, Sampler
+
+LIVE, FINISHED, EXPIRED = pb.WORKER_STATE_LIVE, pb.WORKER_STATE_FINISHED, pb.WORKER_STATE_EXPIRED
+
+
+class ScriptedJob:
+    """Shards whose answers the test writes, and the time."""
+
+    def __init__(self, shards=2, workers=2):
+        self.seconds = 0.0
+        self.replies = [
+            pb.StatusReply(
+                shard_index=index,
+                shard_count=shards,
+                state=pb.SHARD_STATE_SERVING,
+                life=pb.LIFE_CYCLE_SERVING,
+                run_id="mnist-1",
+                incarnation=7,
+                consistency="sync",
+                world_size=workers,
+                block_count=2,
+                tensor_count=4,
+                checkpoint_dir="/data",
+                workers=[pb.WorkerStatus(rank=rank, state=LIVE, host="a", pid=10 + rank) for rank in range(workers)],
+                calls=[pb.CallStatus(call="push_pull")],
+            )
+            for index in range(shards)
+        ]
+        self.is_silent = [False] * shards
+        self.sampler = Sampler(self, lambda: self.seconds, lambda: 1e9 + self.seconds)
+
+    def ask(self, timeout_s):
+        del timeout_s
+        return [
+            Answer(f"host:{7000 + index}", None, "UNAVAILABLE", "failed to connect to all addresses: refused")
+            if silent
+            else Answer(f"host:{7000 + index}", reply)
+            for index, (reply, silent) in enumerate(zip(self.replies, self.is_silent, strict=True))
+        ]
+
+    def train(self, seconds, steps_per_s=10, slow=None, awaited_share=0.0):
+        """A look each second, with steps in between; the last look."""
+        for _ in range(seconds):
+            self.seconds += 1
+            for reply in self.replies:
+                reply.version_max += steps_per_s
+                reply.cpu_s += 0.5
+                reply.bytes_received += 1000 * steps_per_s
+                reply.calls[0].count += 2 * steps_per_s
+                reply.calls[0].seconds += 0.01 * 2 * steps_per_s
+                for worker in reply.workers:
+                    worker.clock += steps_per_s
+                    worker.awaited_s += awaited_share if worker.rank == slow else 0
+            self.sampler.look()
+        return self.sampler.now
+
+    def look(self):
+        self.seconds += 1
+        return self.sampler.look()
+
+    @property
+    def told(self):
+        return [event.text for event in self.sampler.history.events]
+
+
+@pytest.fixture
+def job():
+    return ScriptedJob()
+
+
+def test_a_look_at_a_job_that_trains_says_how_fast_and_by_whom(job):
+    now = job.train(3)
+
+    assert (now.state, now.clock, now.steps_per_s, now.worker_steps_per_s) == ("training", 30, 10.0, 20.0)
+    assert now.headline == "Training, step 30"
+    assert [(s.state, s.rounds_per_s, s.cpu_share, s.received_per_s) for s in now.shards] == [("serving", 10, 0.5, 10_000)] * 2
+    call = now.shards[0].calls[0]
+    assert (call.call, call.per_s, call.mean_s) == ("push_pull", 20, pytest.approx(0.01))
+    assert now.shards[0].in_calls_share == pytest.approx(0.1)
+    assert now.limit == "The workers' own computing: they spend 10% of their time in calls"
+    assert now.slow == ()
+    assert asdict(now)["workers"][1]["rank"] == 1
+
+
+def test_a_worker_that_others_wait_for_is_named_as_slow_while_it_lasts(job):
+    now = job.train(4, slow=1, awaited_share=0.4)
+
+    assert now.slow == (1,)
+    assert now.limit == "Others wait for worker 1 40% of the time"
+    assert now.workers[1].awaited_share == pytest.approx(0.4)
+    assert job.train(int(RATE_S) + 1).slow == ()
+
+
+def test_a_wait_that_is_open_counts_before_its_end(job):
+    """The shards count it when the gradient has come; a worker that hangs is slow at once."""
+    job.train(3)
+    for seconds in range(1, 9):
+        wait = pb.Wait(rank=0, kind=pb.WAIT_KIND_ROUND, clock=30, waited_s=seconds, missing=[job.replies[0].workers[1]])
+        del job.replies[0].waits[:]
+        job.replies[0].waits.append(wait)
+        now = job.look()
+
+    assert now.workers[1].awaited_share > 0.7
+    assert now.workers[0].waits.startswith("worker 0 waits in round 30 for worker 1 (last seen")
+    assert now.waits == (now.workers[0].waits,)
+
+    del job.replies[0].waits[:]
+    job.replies[0].workers[1].awaited_s = 7.9
+    assert job.look().workers[1].awaited_share > 0.7, "what was open is counted once"
+
+
+def test_workers_that_wait_alike_are_told_together():
+    job = ScriptedJob(workers=5)
+    for rank in (0, 1, 2, 4):
+        job.replies[0].waits.add(rank=rank, kind=pb.WAIT_KIND_BARRIER, name="epoch", waited_s=rank + 1)
+        job.replies[0].waits[-1].missing.add(rank=3, last_seen_s=-1)
+
+    now = job.look()
+
+    assert now.waits == ("workers 0-2, 4 wait in barrier 'epoch' for worker 3 (has not joined); so far 5.0 s",)
+    assert now.state == "waiting"
+
+
+def test_a_shard_that_is_silent_is_told_with_what_was_known_of_it(job):
+    job.train(3)
+    job.is_silent[1] = True
+
+    now = job.look()
+
+    assert (now.state, now.headline) == ("waiting", "Shard 1 does not answer")
+    assert now.limit == "Workers wait until shard 1 is back"
+    silent = now.shards[1]
+    assert (silent.state, silent.error, silent.rounds, silent.rounds_per_s) == ("no answer", "UNAVAILABLE, refused", 30, 0.0)
+
+    job.is_silent[1] = False
+    job.replies[1].incarnation = 8
+    job.replies[1].cpu_s = 0.1
+    now = job.look()
+    assert now.shards[1].cpu_share == 0.0, "counters that begin anew are no rate"
+    assert job.told[-2:] == ["shard 1 at host:7001 does not answer", "shard 1 has restarted"]
+
+
+def test_when_no_shard_answers_then_the_last_look_stays_and_says_so(job):
+    job.train(3)
+    job.is_silent = [True, True]
+
+    now = job.look()
+
+    assert (now.state, now.clock, len(now.workers), now.steps_per_s) == ("unreachable", 30, 2, 0.0)
+    assert ScriptedJobSilent().look().state == "unreachable"
+
+
+class ScriptedJobSilent(ScriptedJob):
+    """A job of which nothing was ever seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_silent = [True, True]
+
+
+def test_events_are_what_differs_between_two_looks(job):
+    job.train(2)
+    assert job.told == []
+    for reply in job.replies:
+        reply.workers[0].state = EXPIRED
+        reply.workers[1].state = FINISHED
+        reply.timeline = 1
+        reply.restored_from = "step-7"
+    job.replies[0].requests_refused = 3
+    job.replies[0].checkpoint_last = "step-20"
+    job.replies[1].checkpoint_error = "no room"
+    job.look()
+    job.replies[0].workers[0].state = job.replies[1].workers[0].state = LIVE
+    job.look()
+
+    assert job.told == [
+        "the job went back to checkpoint step-7",
+        "shard 0 refused 3 requests",
+        "worker 0 was silent for too long, at step 20",
+        "worker 1 has finished, at step 20",
+        "checkpoint step-20",
+        "shard 1: checkpoint: no room",
+        "worker 0 is back, at step 20",
+    ]
+    assert {event.at for event in job.sampler.history.events} == {1e9 + 3, 1e9 + 4}
+
+
+def test_the_history_is_bounded_and_goes_back_to_the_beginning():
+    job = ScriptedJob(shards=1, workers=1)
+    for step in range(MOMENTS_MAX + 1000):
+        job.replies[0].requests_refused = step
+        job.look()
+
+    moments = job.sampler.history.moments
+    assert len(moments) <= MOMENTS_MAX
+    assert (moments[0].at, moments[-1].at) == (1e9 + 1, 1e9 + MOMENTS_MAX + 1000)
+    assert len(job.told) == EVENTS_MAX
+
+
+def test_what_peers_have_named_is_printable(job):
+    job.replies[0].run_id = job.replies[1].run_id = "a\x1b[2J"
+    job.replies[0].workers[0].host = "h\n"
+
+    now = job.look()
+
+    assert now.run_id == "a\\x1b[2J"
+    assert now.workers[0].host == "h\\n"
