@@ -13,12 +13,12 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psd
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, signal_name
-from psd.cli.crew import Crew
-from psd.cli.link import Link, Message
+from psd.cli.host_processes import HostProcesses
+from psd.cli.node_link import Message, NodeLink
 from psd.cli.plan import Plan
 from psd.cli.policy import SHARDS_SLACK_S, Name
 from psd.cli.terminal import show
@@ -36,17 +36,17 @@ class Follower:
         link: to the leader. address: of this machine, for others.
     """
 
-    def __init__(self, plan: Plan, replan: Callable[[str, int], Plan], link: Link, address: str) -> None:
+    def __init__(self, plan: Plan, replan: Callable[[str, int], Plan], link: NodeLink, address: str) -> None:
         assert plan.meeting is not None
         self._plan, self._replan = plan, replan
         self._meeting = plan.meeting
         self._link, self._address = link, address
         self._selector = selectors.DefaultSelector()
-        self._crew: Crew | None = None
+        self._processes: HostProcesses | None = None
         self._status: int | None = None
 
-    def run(self, wakeups: Wakeups) -> int:
-        """Take part until the job ends; returns its exit status. The signals that are heard are sent on to the leader."""
+    def run(self, wakeups: Wakeups, messages: Sequence[Message] = ()) -> int:
+        """Take part until the job ends; returns its exit status. Signals go on to the leader. `messages` have come before."""
         self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
         self._selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
         self._link.send(
@@ -61,12 +61,14 @@ class Follower:
                 }
             }
         )
+        for message in messages:
+            self._handle(message)
         try:
             while self._status is None:
                 self._wait()
         finally:
-            if self._crew is not None:
-                self._crew.clear_away(keep=self._status != EXIT_OK)
+            if self._processes is not None:
+                self._processes.clear_away(keep=self._status != EXIT_OK)
             self._link.flush()
             self._selector.close()
         assert self._status is not None
@@ -95,10 +97,10 @@ class Follower:
             self._give_up("the connection to the psd-run that leads the job has ended")
 
     def _handle(self, message: Message) -> None:
-        if "start" in message and self._crew is not None:
-            self._crew.start(Name(*message["start"]), message["addresses"])
-        elif "signal" in message and self._crew is not None:
-            self._crew.signal(Name(*message["signal"]), message["signum"])
+        if "start" in message and self._processes is not None:
+            self._processes.start(Name(*message["start"]), message["addresses"])
+        elif "signal" in message and self._processes is not None:
+            self._processes.signal(Name(*message["signal"]), message["signum"])
         elif "end" in message:
             self._status = int(message["end"])
             self._remark("all workers have finished" if self._status == 0 else f"the job has ended with status {self._status}")
@@ -111,7 +113,7 @@ class Follower:
     def _begin(self, plan: Plan) -> None:
         self._remark(f"this host is node {plan.node} of {plan.places.nodes} of run {plan.run_id}; node 0 shows all output")
         try:
-            self._crew = Crew(
+            self._processes = HostProcesses(
                 plan,
                 self._address,
                 self._selector,
@@ -134,8 +136,8 @@ class Follower:
             if signum != signal.SIGCHLD:
                 self._remark(f"{signal_name(signum)}: telling the psd-run that leads the job")
                 self._link.send({"told": signum})
-        if self._crew is not None:
-            self._crew.reap()
+        if self._processes is not None:
+            self._processes.reap()
 
     def _remark(self, text: str) -> None:
         """Tell whoever has started psd-run on this host; over ssh that is the leader, who knows."""
@@ -145,18 +147,18 @@ class Follower:
     def _give_up(self, why: str) -> None:
         """End all processes here in order, as nobody is left to say how."""
         self._status = EXIT_FAILURE
-        living = self._crew.living if self._crew is not None else []
+        living = self._processes.living if self._processes is not None else []
         _say(f"{why}; ending {len(living)} processes here" if living else why)
-        if self._crew is None:
+        if self._processes is None:
             return
         for name in living:
-            self._crew.signal(name, signal.SIGTERM)
+            self._processes.signal(name, signal.SIGTERM)
         self._selector.unregister(self._link.reader)
         end_by = time.monotonic() + self._plan.grace_s + SHARDS_SLACK_S
-        while self._crew.living and time.monotonic() < end_by:
+        while self._processes.living and time.monotonic() < end_by:
             for key, _ in self._selector.select(_FLUSH_S):
                 key.data()
-            self._crew.reap()
+            self._processes.reap()
 
 
 def _say(text: str) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import psd
-from psd.cli.link import Link, Message
+from psd.cli.node_link import Message, NodeLink
 from psd.cli.plan import Plan
 from psd.cli.policy import Name
 from psd.contract.printable import printable
@@ -41,7 +41,7 @@ _FLUSH_S = 0.05
 
 
 class Leader(Protocol):
-    """Where the events of other hosts lead: psd-run's loop."""
+    """Leader of a job, psd-run's loop, as the events of other hosts see it."""
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:
         """All nodes are ready for the job to begin, by this plan; this machine has this address, or no part if it is empty."""
@@ -69,7 +69,7 @@ class Peer:
         link: to it. close: ends the connection. number: which node it is; None: it says so itself, or takes any.
     """
 
-    def __init__(self, link: Link, close: Callable[[], None], number: int | None = None) -> None:
+    def __init__(self, link: NodeLink, close: Callable[[], None], number: int | None = None) -> None:
         self.link, self.close, self.number = link, close, number
         self.has_joined = self.is_ready = False
         self.address = self.host = ""
@@ -171,7 +171,7 @@ class Gathering:
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = listener.accept()
-            self.add(Peer(Link(connection.fileno(), connection.fileno()), connection.close))
+            self.add(Peer(NodeLink(connection.fileno(), connection.fileno()), connection.close))
 
     def _read(self, peer: Peer) -> None:
         messages = peer.link.receive()

@@ -2,8 +2,8 @@
 
     events: output, exits, SIGCHLD, SIGINT, time   ->   psd/cli/policy.py decides   ->   actions: start, signal, say
 
-Where a process runs, on this machine (psd/cli/crew.py) or on another (psd/cli/gathering.py), only the actions know. Decides
-nothing about the job itself.
+Where a process runs, on this machine (psd/cli/host_processes.py) or on another (psd/cli/gathering.py), only the actions know.
+Decides nothing about the job itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
-from psd.cli.crew import Crew
 from psd.cli.display import Display, is_terminal
 from psd.cli.gathering import Gathering
+from psd.cli.host_processes import HostProcesses
 from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.plan import Plan
@@ -61,7 +61,7 @@ class Launcher:
             has_checkpoints=bool(plan.checkpoint_dir),
         )
         self._selector = selectors.DefaultSelector()
-        self._crew: Crew | None = None
+        self._processes: HostProcesses | None = None
         self._gathering: Gathering | None = None
         self._lines: dict[Name, Lines] = {}
         self._addresses: dict[int, str] = {}
@@ -137,8 +137,8 @@ class Launcher:
         for signum in signums:
             if signum != signal.SIGCHLD:
                 self.on_signal(signum)
-        if signal.SIGCHLD in signums and self._crew is not None:  # one byte may stand for several
-            self._crew.reap()
+        if signal.SIGCHLD in signums and self._processes is not None:  # one byte may stand for several
+            self._processes.reap()
 
     def on_nodes_ready(self, plan: Plan, address: str) -> None:
         """Begin, as all hosts are ready.
@@ -149,7 +149,9 @@ class Launcher:
         """
         self._plan = plan
         if address:
-            self._crew = Crew(plan, address, self._selector, on_output=self.on_output, on_exit=self.on_exit, say=self.say)
+            self._processes = HostProcesses(
+                plan, address, self._selector, on_output=self.on_output, on_exit=self.on_exit, say=self.say
+            )
         self._perform(self._policy.on_start(time.monotonic()))
 
     def on_output(self, name: Name, data: bytes) -> None:
@@ -180,7 +182,7 @@ class Launcher:
             if isinstance(action, Say):
                 self.say(action.text, action.quote)
                 continue
-            own = self._crew if self._plan.is_here(action.name) else None
+            own = self._processes if self._plan.is_here(action.name) else None
             where = own or self._gathering
             assert where is not None
             if isinstance(action, Send):
@@ -199,8 +201,8 @@ class Launcher:
     def _clear_away(self) -> None:
         """End all processes and remove the state, here and elsewhere, also when psd-run itself has failed."""
         status = self._policy.status
-        if self._crew is not None:
-            self._crew.clear_away(keep=status != EXIT_OK)
+        if self._processes is not None:
+            self._processes.clear_away(keep=status != EXIT_OK)
         if self._gathering is not None:
             self._gathering.close(EXIT_FAILURE if status is None else status)
 

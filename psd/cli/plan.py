@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from psd.cli.places import Places
+from psd.cli.node_places import NodePlaces
 from psd.cli.policy import Name
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the psd-runs of several hosts find each other.
+    """Ways in which the psd-runs of several hosts find each other.
 
     Attributes:
         rendezvous: HOST:PORT at which node 0 listens; empty: one psd-run starts the others over ssh.
@@ -54,7 +54,7 @@ class Plan:
     """
 
     run_id: str
-    places: Places
+    places: NodePlaces
     node: int
     meeting: Meeting | None
     on_worker_failure: str

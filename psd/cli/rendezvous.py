@@ -17,7 +17,7 @@ from psd.cli.arguments import exit_status
 from psd.cli.follower import Follower
 from psd.cli.gathering import GATHER_S, Gathering, Leader
 from psd.cli.launcher import Launcher
-from psd.cli.link import Link
+from psd.cli.node_link import NodeLink
 from psd.cli.plan import Plan
 from psd.cli.wakeups import Wakeups
 from psd.contract.config import ConfigError, parse_address
@@ -88,5 +88,5 @@ def _follow(plan: Plan, replan: Replan, host: str, port: int) -> int:
             if signums:
                 return exit_status(signums[0])
         with connection:
-            link = Link(connection.fileno(), connection.fileno())
+            link = NodeLink(connection.fileno(), connection.fileno())
             return Follower(plan, replan, link, connection.getsockname()[0]).run(wakeups)

@@ -30,7 +30,7 @@ from psd.cli import kubernetes, malloc, rendezvous, run_options, ssh
 from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
-from psd.cli.places import Places
+from psd.cli.node_places import NodePlaces
 from psd.cli.plan import Meeting, Plan
 from psd.cli.state import kept_run_id, private_path
 from psd.cli.terminal import show
@@ -93,7 +93,7 @@ def parse(
 def _plan(
     args: argparse.Namespace,
     command: Sequence[str],
-    places: Places,
+    places: NodePlaces,
     environ: Mapping[str, str],
     for_all: Mapping[str, str],
     for_workers: Mapping[str, str],
@@ -174,7 +174,7 @@ def _plan(
 
 
 def _meeting(args: argparse.Namespace, node: int | None, command: Sequence[str], for_all: Mapping[str, str]) -> Meeting | None:
-    """How hosts meet; None: there is one."""
+    """The way in which hosts meet; None: there is one."""
     if not args.hosts and (args.nnodes or 1) == 1:
         return None
     alike = {name: value for name, value in vars(args).items() if name not in ("node_rank", "log_dir", "state_dir", "env")}

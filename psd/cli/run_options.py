@@ -18,7 +18,7 @@ from psd.cli.arguments import (
     seconds,
     whole_number,
 )
-from psd.cli.places import Places, spread
+from psd.cli.node_places import NodePlaces, spread
 from psd.cli.policy import SHARD_STARTS_MAX
 from psd.cli.ssh import parse_hosts
 from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError, parse_address
@@ -246,7 +246,7 @@ def check(args: argparse.Namespace) -> None:
         check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
 
 
-def places(args: argparse.Namespace) -> Places:
+def places(args: argparse.Namespace) -> NodePlaces:
     """Number of shards and workers, and where they are; ConfigError if what is said of hosts cannot be."""
     if args.hosts:
         for name in ("nnodes", "node_rank", "rendezvous"):
@@ -258,7 +258,7 @@ def places(args: argparse.Namespace) -> Places:
         check_count("--hosts", sum(workers), 1, WORKERS_MAX)
         if args.workers not in (None, sum(workers)):
             raise ConfigError(f"--workers: --hosts has {sum(workers)} workers, got {args.workers}")
-        return Places(args.shards, workers)
+        return NodePlaces(args.shards, workers)
     nodes = 1 if args.nnodes is None else args.nnodes
     workers_count = 1 if args.workers is None else args.workers
     check_count("--nnodes", nodes, 1, NODES_MAX)
@@ -272,7 +272,7 @@ def places(args: argparse.Namespace) -> Places:
             raise ConfigError(f"--rendezvous: expected an address of node 0 that all others can dial, got {args.rendezvous}")
     if args.node_rank is not None:
         check_count("--node-rank", args.node_rank, 0, nodes - 1)
-    return Places(args.shards, spread(workers_count, nodes))
+    return NodePlaces(args.shards, spread(workers_count, nodes))
 
 
 def check_one_host(args: argparse.Namespace) -> None:

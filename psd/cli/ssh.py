@@ -22,7 +22,7 @@ from pathlib import Path
 
 from psd.cli.gathering import Gathering, Leader, Peer
 from psd.cli.launcher import Launcher
-from psd.cli.link import Link
+from psd.cli.node_link import NodeLink
 from psd.cli.plan import Plan
 from psd.contract.config import ConfigError
 from psd.contract.launching import python_command
@@ -68,7 +68,7 @@ def run(plan: Plan, replan: Callable[[str, int], Plan], argv: Sequence[str]) -> 
             processes.append(process)
             assert process.stdin is not None
             assert process.stdout is not None
-            link = Link(process.stdout.fileno(), process.stdin.fileno())
+            link = NodeLink(process.stdout.fileno(), process.stdin.fileno())
             peer = Peer(link, functools.partial(_end, process), number)
             peer.host = host
             peer.link.send({"argv": list(argv), "node": number, "directory": str(Path.cwd()), "environ": dict(meeting.environ)})

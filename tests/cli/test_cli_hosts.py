@@ -12,8 +12,8 @@ import pytest
 from commands import Process, processes
 
 from psd.cli.gathering import Gathering, Peer
-from psd.cli.link import MESSAGE_BYTES_MAX, SILENCE_S, Link
-from psd.cli.places import Places, spread
+from psd.cli.node_link import MESSAGE_BYTES_MAX, SILENCE_S, NodeLink
+from psd.cli.node_places import NodePlaces, spread
 from psd.cli.policy import JobPolicy, Name, Phase, Send, Start
 from psd.cli.run import parse
 
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def test_places_when_there_are_several_nodes_then_ranks_are_in_a_row_and_shards_go_round():
-    places = Places(3, spread(5, 2))
+    places = NodePlaces(3, spread(5, 2))
 
     assert [[str(name) for name in places.names(node)] for node in range(2)] == [
         ["shard 0", "shard 2", "worker 0", "worker 1", "worker 2"],
@@ -130,11 +130,11 @@ class Meeting:
         self.gathering = Gathering(self.plan, address, lambda run_id: run_id, self.selector, self.told)
         self._sockets: list[socket.socket] = []
 
-    def connect(self, number: int | None = None) -> Link:
+    def connect(self, number: int | None = None) -> NodeLink:
         ours, theirs = socket.socketpair()
         self._sockets += [ours, theirs]
-        self.gathering.add(Peer(Link(ours.fileno(), ours.fileno()), lambda: None, number))
-        return Link(theirs.fileno(), theirs.fileno())
+        self.gathering.add(Peer(NodeLink(ours.fileno(), ours.fileno()), lambda: None, number))
+        return NodeLink(theirs.fileno(), theirs.fileno())
 
     def hello(self, **changed: object) -> dict:
         found = {"psd": self._version(), "digest": self.plan.meeting.digest, "node": None, "host": "h", "address": "127.0.0.1"}
@@ -243,11 +243,11 @@ def test_gathering_when_a_stranger_connects_then_nobody_minds(meeting, nonsense)
 def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        link = Link(ours.fileno(), ours.fileno())
+        link = NodeLink(ours.fileno(), ours.fileno())
         began_at = link._heard_at
 
         assert link.beat(began_at + SILENCE_S - 1)
-        assert Link(theirs.fileno(), theirs.fileno()).receive() == [{}], "a sign of life"
+        assert NodeLink(theirs.fileno(), theirs.fileno()).receive() == [{}], "a sign of life"
         assert not link.beat(began_at + SILENCE_S)
 
 

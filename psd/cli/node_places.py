@@ -14,8 +14,8 @@ from psd.cli.policy import Name
 
 
 @dataclass(frozen=True)
-class Places:
-    """Places of a job's processes.
+class NodePlaces:
+    """NodePlaces of a job's processes.
 
     Attributes:
         shards: how many. workers: how many, node by node.

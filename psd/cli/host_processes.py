@@ -30,7 +30,7 @@ CANNOT_START = 126
 """Status of a process that could not be started, as a shell has it."""
 
 
-class Crew:
+class HostProcesses:
     """The part of a job that runs on this machine.
 
     Args:

@@ -31,7 +31,7 @@ CROWDED_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
-class Link:
+class NodeLink:
     """One end of a connection.
 
     Args:
@@ -94,17 +94,17 @@ class Link:
             return None
         return found if all(isinstance(message, dict) for message in found) else None
 
-    def wait(self) -> Message | None:
-        """Wait for the first message; None if none has come within `SILENCE_S`."""
+    def wait(self) -> list[Message]:
+        """Wait for the first messages; none if none have come within `SILENCE_S`."""
         give_up_at = time.monotonic() + SILENCE_S
         while (left_s := give_up_at - time.monotonic()) > 0:
             select.select([self.reader], [], [], left_s)
             messages = self.receive()
             if messages is None:
-                return None
+                return []
             if messages:
-                return messages[0]
-        return None
+                return messages
+        return []
 
     def beat_at(self) -> float:
         """The time at which to call `beat`."""
