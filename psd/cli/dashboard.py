@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_FAILURE
 
     def say() -> None:
-        for line in _announcement(args.host, place):
+        for line in announcement(args.host, place):
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
@@ -127,12 +127,14 @@ def _place(args: argparse.Namespace) -> Place:
     return server.Place(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
 
 
-def _announcement(host: str, place: Place) -> list[str]:
+def announcement(host: str, place: Place) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
+    from psd.watch.dashboard.admission import is_loopback
+
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     port = place.listener.getsockname()[1]
     fragment = f"#token={place.token}" if place.is_token_new else ""
     lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{name}:{port}/{fragment}"]
-    if place.token is not None and place.tls is None:
+    if place.tls is None and not is_loopback(host):
         lines.append("dashboard: without --https-cert the token and what the page shows can be read on the network")
     return lines
