@@ -1,4 +1,4 @@
-"""Answers of reductions: what shards have found out about their parts of vectors, exact, so that the order of adding does not matter.
+"""Answers of reductions: what shards find out about their parts of vectors. Sums are exact, so their order does not matter.
 
 Owns the exact sum, the extreme, and their bytes. Must not know vectors, batches or messages.
 """

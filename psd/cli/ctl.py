@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints, credentials, monitoring, plot, top
+from psd.cli import checkpoints, credentials, dashboard, monitoring, plot, top
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
 from psd.cli.job_arguments import add_where, check, check_seconds
 from psd.cli.report import as_json, as_text
@@ -46,6 +46,7 @@ commands:
   import        make a file to begin a job with of the ids and rows of a table
   credentials   make a certificate and tokens for a job on Kubernetes
   plot          draw what workers have logged, and compare runs
+  dashboard     show the job in a browser, live
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
 psdctl COMMAND --help explains each."""
@@ -188,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     monitoring.add_command(commands)
     plot.add_command(commands)
     top.add_command(commands)
+    dashboard.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:

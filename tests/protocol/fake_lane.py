@@ -12,7 +12,7 @@ from psd.contract.layout import Block
 from psd.contract.rows import TableRows
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.lanes.transport import Call, GradientPart, Lane, Scope
+from psd_client.lanes.transport import Call, GradientPart, Lane, RowsAhead, Scope
 
 
 class Asks(Protocol):
@@ -104,7 +104,9 @@ class FakeLane(Lane):
         assert len(outcome.versions) == len(blocks)
         self._process.received(outcome.versions)
 
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+    def push_pull(
+        self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
+    ) -> data_pb2.PushReply:
         outcome = self._process.ask(self.shard, _request("push_pull", part.header, _gradients(part)), call.scope)
         self._process.received(outcome.versions)
         return data_pb2.PushReply.FromString(outcome.body)

@@ -7,13 +7,13 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows
+from psd.contract.rows import FRAME_BYTES_MAX, TableRows
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
@@ -22,11 +22,14 @@ from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
 from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
-from psd_client.lanes.transport import Call, GradientPart, Lane, OutgoingBlocks, Share
+from psd_client.lanes.transport import SMALL_BYTES, Call, GradientPart, Lane, OutgoingBlocks, RowsAhead, Share
 from psd_client.lanes.wanted_rows import WantedRows
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of gradients or parameters in one message."""
+
+AHEAD_BYTES_MAX = 512 << 10
+"""Limit of ids of rows that come with a push_pull: they stand in the head of its message."""
 
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
@@ -168,6 +171,9 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
+            if not part.blocks and part.feed is None and part.nbytes <= FRAME_BYTES_MAX:
+                (frame,) = self._push_frames(part)
+                return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
@@ -175,17 +181,38 @@ class ShardLane(Lane):
         reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
         return self._answered(reply, part.answered, None)
 
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+    def push_pull(
+        self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
+    ) -> data_pb2.PushReply:
         """See Lane."""
         connection = self._connection(part.header.caller, call)
+        rows: WantedRows | None = None
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
-            return connection.transfer(message, part, part.answered, parameters, call).push
-        if part.is_small:  # two copies more, but without what it costs to keep up a stream
-            reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
-            return self._answered(reply, part.answered, parameters)
-        received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
-        return self._with_reply(self._received(received, part.answered, parameters))
+            if ahead is not None and part.feed is None:
+                rows = self._ahead(ahead, connection.places)
+            reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
+        elif part.is_small:  # two copies more, but without what it costs to keep up a stream
+            small = self._small(part)
+            if ahead is not None and ahead.nbytes <= SMALL_BYTES and (rows := self._ahead(ahead)) is not None:
+                small.ahead.CopyFrom(rows.in_one())
+            answer = self._channel.unary(f"{_DATA}PushPullSmall", small, data_pb2.SmallAnswer, call, is_wait=True)
+            if rows is not None:
+                rows.fill(answer.ahead, memoryview(answer.ahead.payload))
+                self.traffic.received_bytes += rows.received_bytes
+                self.traffic.sent_bytes += rows.requests[0].nbytes
+            reply = self._answered(answer, part.answered, parameters)
+        else:
+            received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
+            reply = self._with_reply(self._received(received, part.answered, parameters))
+        if ahead is not None:
+            ahead.version = rows.complete() if rows is not None else None
+        return reply
+
+    def _ahead(self, ahead: RowsAhead, places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []) -> WantedRows | None:
+        """The request, if it fits one frame."""
+        rows = WantedRows(self._name, ahead.wanted, places)
+        return rows if len(rows.requests) == 1 and rows.requests[0].nbytes <= AHEAD_BYTES_MAX else None
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
@@ -256,8 +283,14 @@ class ShardLane(Lane):
     def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
         rows = WantedRows(self._name, wanted)
+        asked = self._rows_frames(rows, first)
         try:
-            for frame in self._channel.stream_in(f"{_DATA}{method}", self._rows_frames(rows, first), call):
+            answers: Iterable[bytes]
+            if len(rows.requests) == 1 and can_start_threads():
+                answers = (self._channel.frame(f"{_DATA}{method}", next(asked), call),)
+            else:
+                answers = self._channel.stream_in(f"{_DATA}{method}", asked, call)
+            for frame in answers:
                 head, payload = frames.split(frame, "RowsFrame")
                 rows.fill(data_pb2.RowsFrame.FromString(head), payload)
         finally:

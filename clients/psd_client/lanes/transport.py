@@ -192,6 +192,23 @@ class GradientPart(OutgoingBlocks):
 
 
 @dataclass
+class RowsAhead:
+    """Rows that a push_pull may fetch besides, as of its answer.
+
+    Attributes:
+        wanted: whose values are to be filled. version: of the shard's tables, if they have been; else None.
+    """
+
+    wanted: Sequence[TableRows]
+    version: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and numbers."""
+        return sum(rows.nbytes for rows in self.wanted)
+
+
+@dataclass
 class Traffic:
     """Payload bytes of one lane so far."""
 
@@ -312,8 +329,13 @@ class Lane(ABC):
         """Fetch all blocks of the shard as of a cut into the buffers."""
 
     @abstractmethod
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
-        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex."""
+    def push_pull(
+        self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
+    ) -> data_pb2.PushReply:
+        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex.
+
+        ahead: rows to be fetched, too, if that takes no other round trip.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -94,6 +94,11 @@ class WantedRows:
             raise InternalError(f"{self._whose}: {len(self._frames) - self.answered} frames of rows are missing in its answer")
         return self.version
 
+    def in_one(self) -> data_pb2.RowsRequest:
+        """The whole request, if it is one frame, with the ids."""
+        (request,) = self.requests
+        return data_pb2.RowsRequest(rows=request.parts, payload=b"".join(ids.data for ids in request.ids), last=True)
+
     def messages(self, first: data_pb2.RowsRequest) -> Iterator[tuple[data_pb2.RowsRequest, list[NDArray[Any]]]]:
         """The messages of gRPC, each with its ids; `first` begins the first one."""
         for request in self.requests:

@@ -157,9 +157,13 @@ class FlatCalls(WorkerConnection):
         with self.operation("pull of rows", turn=turn):
             return self.declared.pull_rows(wanted, counts_no_use=counts_no_use)
 
+    def prefetch_rows(self, wanted: Mapping[int, NDArray[Any]]) -> None:
+        """Have rows come with the next push_pull: `pull_rows` of the same ids, after it, then needs no round trip."""
+        self.declared.rows.prefetch(wanted)
+
     def rows_by_shard(self, rows: Gradients) -> list[list[TableRows]]:
         """Gradients of rows as `Feed.finish` takes them; not to be changed before the feed's push has ended."""
-        return self.declared.gradients_of_rows(rows).by_shard
+        return self.declared.rows.gradients(rows).by_shard
 
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
         """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.
