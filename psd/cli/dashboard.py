@@ -67,10 +67,10 @@ def add_command(commands: Commands) -> None:
     )
     add_where(parser, ANSWER_S, "how long a look waits for each shard")
     parser.add_information()
-    parser.set_defaults(run=_run, parser=parser)
+    parser.set_defaults(run=run, parser=parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
     check(args)
     try:
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_FAILURE
 
     def say() -> None:
-        for line in announcement(args.host, place):
+        for line in _announcement(args.host, place):
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
@@ -127,14 +127,12 @@ def _place(args: argparse.Namespace) -> Place:
     return server.Place(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
 
 
-def announcement(host: str, place: Place) -> list[str]:
+def _announcement(host: str, place: Place) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
-    from psd.watch.dashboard.admission import is_loopback
-
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     port = place.listener.getsockname()[1]
     fragment = f"#token={place.token}" if place.is_token_new else ""
     lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{name}:{port}/{fragment}"]
-    if place.tls is None and not is_loopback(host):
+    if place.token is not None and place.tls is None:
         lines.append("dashboard: without --https-cert the token and what the page shows can be read on the network")
     return lines
