@@ -325,9 +325,8 @@ class Storage:
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
-                if (
-                    self.tables or self.vectors is not None
-                ):  # whoever finds the arena without them is to take it for one that was never complete
+                if self.tables or self.vectors is not None:
+                    # Whoever finds the arena without them is to take it for one that was never complete.
                     self.arena.set_word("initialized", 0)
                 _remove_notes(self.directory, but_vectors=keeps_vectors)
             else:
