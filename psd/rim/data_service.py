@@ -33,13 +33,17 @@ AnswerT = TypeVar("AnswerT")
 
 
 class DataService:
-    """The data plane of one shard."""
+    """The data plane of one shard.
+
+    Attributes:
+        reads: taken, without waiting, by each reader's call.
+    """
 
     def __init__(self, shard: Shard, plane: DataPlane, guard: CallGuard) -> None:
         self._shard = shard
         self._guard = guard
         self._plane = plane
-        self._reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
+        self.reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -107,13 +111,13 @@ class DataService:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Count a reader's call; refuse it if there are too many."""
-        if not self._reads.acquire(blocking=False):
+        if not self.reads.acquire(blocking=False):
             limit = self._shard.config.limits.reads_max
             raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
         try:
             yield
         finally:
-            self._reads.release()
+            self.reads.release()
 
     def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         done: Done = SimpleQueue()

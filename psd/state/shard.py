@@ -11,20 +11,21 @@ gRPC, sockets, flags or the environment.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, PsdError, WrongShard
+from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError, WrongShard
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
 from psd.state.curves import Batch, Curves
-from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
+from psd.state.durability.cuts import AHEAD, Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
 from psd.state.durability.storage import Storage
@@ -33,10 +34,13 @@ from psd.state.job import Job
 from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.vectors.desk import VectorDesk
 from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_core.arena import ArenaClosed
+
+logger = logging.getLogger(__name__)
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
@@ -67,7 +71,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
+        self.vectors = VectorDesk(self._core)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()
@@ -140,6 +145,8 @@ class Shard:
             self._core.counters.leases_expired += len(expired)
             for worker in expired:
                 self._core.on_session_end(worker)
+            if self.schedule.is_left_in_order:
+                self._core.orders.on_ended()
         job = self._core.job
         if expired or (job is not None and job.lacks_space):
             self._core.settle()
@@ -219,6 +226,34 @@ class Shard:
             return self._core.membership is not None and self._core.membership.all_done(
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
+
+    # -- what an operator orders ---------------------------------------------------------------------------------------
+
+    def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
+        """Scale the job's learning rate; see ControlService.SetLearningRate."""
+        progress, clock = self._next_clock()
+        with self._core.lock:
+            found = self._core.orders.scale_learning_rate(scale, clock, progress)
+        logger.warning("the learning rate is scaled by %g from step %d on, as an operator has ordered", scale, found.clock)
+        return found
+
+    def end_job(self) -> int:
+        """Have all workers end before the pushes of one clock; see ControlService.Drain."""
+        _, clock = self._next_clock()
+        with self._core.lock:
+            ends_at = self._core.orders.end(clock)
+        logger.warning("the job ends at step %d, as an operator has ordered", ends_at)
+        return ends_at
+
+    def _next_clock(self) -> tuple[int, int]:
+        """The job's progress, and the first clock that nobody pushes at before hearing of what is ordered now."""
+        if self.config.shard_index != 0:
+            raise WrongShard(f"orders are given to shard 0, this is shard {self.config.shard_index}")
+        job = self._core.initialized()
+        if not job.trained_count:
+            raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
+        progress = self.schedule.progress
+        return progress, progress + AHEAD if job.policy.has_rounds else 0
 
     # -- curves --------------------------------------------------------------------------------------------------------
 
@@ -310,6 +345,7 @@ class Shard:
                 min_clock=(members.min_clock() or 0) if members is not None else 0,
                 waits=core.waiting.open(),
                 job=job,
+                orders=core.orders.current(),
             )
 
     @property

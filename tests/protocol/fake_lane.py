@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
 from wire import Outcome, Request
 
 from psd.contract import frames
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, GradientPart, Lane, RowsAhead, Scope
 
@@ -121,6 +122,20 @@ class FakeLane(Lane):
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         raise NotImplementedError("these jobs have no tables")
+
+    def run_vectors(
+        self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
+    ) -> vectors_pb2.VectorAnswer:
+        raise NotImplementedError("these jobs have no vectors")
+
+    def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
+        raise NotImplementedError("these jobs have no vectors")
+
+    def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
+        raise NotImplementedError("these jobs have no vectors")
+
+    def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        raise NotImplementedError("these jobs have no vectors")
 
     def close(self) -> None:
         pass

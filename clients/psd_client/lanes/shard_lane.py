@@ -8,20 +8,24 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
 from psd.contract.rows import FRAME_BYTES_MAX, TableRows
-from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
+from psd.contract.vector_batches import payload_parts
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
 from psd_client.lanes.crew import can_start_threads
 from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
-from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
+from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, vector_frames
 from psd_client.lanes.transport import SMALL_BYTES, Call, GradientPart, Lane, OutgoingBlocks, RowsAhead, Share
 from psd_client.lanes.wanted_rows import WantedRows
 
@@ -31,8 +35,12 @@ AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 AHEAD_BYTES_MAX = 512 << 10
 """Limit of ids of rows that come with a push_pull: they stand in the head of its message."""
 
+VECTORS_AT_ONCE_BYTES_MAX = 1 << 20
+"""Limit of a batch's payload in one message; a larger one goes in frames, which need no copy of the whole."""
+
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
+_VECTORS = "/psd.v1.VectorService/"
 
 
 class ShardLane(Lane):
@@ -247,6 +255,41 @@ class ShardLane(Lane):
         """See Lane."""
         awaited = {block.index: block.nbytes for block in blocks}
         self._received(self._channel.stream_in(f"{_DATA}Read", request, call), awaited, parameters)
+
+    # -- vectors -------------------------------------------------------------------------------------------------------
+
+    def run_vectors(
+        self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
+    ) -> vectors_pb2.VectorAnswer:
+        """See Lane."""
+        self.traffic.sent_bytes += batch.payload_bytes
+        answer = vectors_pb2.VectorAnswer
+        if batch.payload_bytes <= VECTORS_AT_ONCE_BYTES_MAX:
+            batch.payload = b"".join(payload_parts(pieces))
+            return self._channel.unary(f"{_VECTORS}Run", batch, answer, call, is_wait=False)
+        return self._channel.stream_out(f"{_VECTORS}RunFrames", vector_frames(batch, pieces), answer, call, is_wait=False)
+
+    def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
+        """See Lane."""
+        method = f"{_VECTORS}{kind.capitalize()}"
+        return self._channel.unary(method, request, vectors_pb2.VectorAnswer, call, is_wait=False)
+
+    def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
+        """See Lane."""
+        return self._channel.unary(f"{_VECTORS}List", request, vectors_pb2.VectorListReply, call, is_wait=False)
+
+    def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        """See Lane."""
+        at = 0
+        for frame in self._channel.stream_in(f"{_VECTORS}Fetch", request, call):
+            _, numbers = frames.split(frame, "VectorFrame")
+            if len(numbers) > len(out) - at:
+                raise InternalError(f"{self._name}: has sent more numbers of a vector than were asked for")
+            out[at : at + len(numbers)] = numbers
+            at += len(numbers)
+        self.traffic.received_bytes += at
+        if at != len(out):
+            raise InternalError(f"{self._name}: has sent {at} bytes of a vector, {len(out)} were asked for")
 
     # -- gRPC's messages -----------------------------------------------------------------------------------------------
 

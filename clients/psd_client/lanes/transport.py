@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows, in_frames
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
 
@@ -336,6 +336,24 @@ class Lane(ABC):
 
         ahead: rows to be fetched, too, if that takes no other round trip.
         """
+
+    @abstractmethod
+    def run_vectors(
+        self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
+    ) -> vectors_pb2.VectorAnswer:
+        """Run a batch on vectors, whose payload these pieces are."""
+
+    @abstractmethod
+    def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
+        """Make or drop a vector, as `kind` says: "create" or "drop"."""
+
+    @abstractmethod
+    def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
+        """Fetch the declarations of the vectors."""
+
+    @abstractmethod
+    def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        """Fetch numbers of a vector into `out`, which they fill, and whose contents are undefined if this fails."""
 
     @abstractmethod
     def close(self) -> None:

@@ -7,6 +7,7 @@ Must not know frameworks, names of tensors, or how anything travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,17 @@ from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.rows import Gradients
+from psd_client.worker.vector_calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
 
 
 class FlatCalls(WorkerConnection):
     """A worker that declares, pushes and pulls whole buffers."""
+
+    @cached_property
+    def vectors(self) -> VectorCalls:
+        """The calls for server-side vectors."""
+        return VectorCalls(self._config, self._session, self._shards, self.operation, lambda: self._exchange is not None)
 
     def declare_tensors(
         self,
@@ -192,6 +199,7 @@ class FlatCalls(WorkerConnection):
 
     def begin_feed(self, feed: Feed) -> None:
         """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
+        self._session.orders.check_end(self.clock)
         self._turn, self._untold = feed, None
 
     def push_pull_feed(

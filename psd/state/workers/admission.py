@@ -126,6 +126,8 @@ class Admission:
                 )
             members = self._membership_for(request.world_size)
             before = members.worker(request.rank)
+            if request.connection and before.kicked == request.connection:
+                raise before.kicked_out()
             earlier, was_absent = before.session, before.state is WorkerState.ABSENT
             session = request.session or self._next_session()
             whose: Any = {"host": request.host, "pid": request.pid, "connection": request.connection, "now": self._core.now()}
@@ -153,6 +155,7 @@ class Admission:
                 checkpoint=self._core.restored_from,
                 is_tentative=self._core.is_tentative,
                 workers=[member.state.value for member in members.workers],  # type: ignore[misc]
+                orders=self._core.orders.current(),
             )
         self._core.settle()
         return reply
@@ -227,8 +230,8 @@ class Admission:
             members, job = self._core.members, self._core.job
             if spec.world_size != len(members.workers):
                 raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
-        if job is None:
-            job = self._core.make_job(spec, members)
+        if job is None or (job.spec.is_empty and not spec.is_empty and self._core.begin_growing()):
+            job = self._core.make_job(spec, members, keeps_vectors=job is not None)
             try:
                 has_values = self._give_values(job)
             except BaseException:
@@ -240,13 +243,16 @@ class Admission:
                     job.arena.set_word("initialized", GIVEN)
                     self._core.become(Life.UNREAD)
                     self._core.initial.on_set(GIVEN)
-        elif job.spec != spec and self._core.life.now is Life.RESTORED:
+        elif job.spec != spec and not spec.is_empty and self._core.life.now is Life.RESTORED:
             self._redeclare(spec)
 
     def _agree(self, caller: job_pb2.Caller, spec: JobSpec) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         with self._core.lock:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
+            if spec.is_empty and not job.spec.is_empty:  # a worker of vectors, which has no part in what is trained, or not yet
+                reply = control_pb2.DeclareReply(layout_digest=job.layout.digest, initialized=True, clock=worker.clock)
+                return reply, None
             if job.spec != spec:
                 raise SpecMismatch(f"{job.spec.difference(spec)}. {self._core.how_to_begin_afresh}")
             if self._core.life.now is Life.RESTORED:
@@ -357,6 +363,17 @@ class Admission:
         if skipped:
             self._core.settle()
         return self._core.waiting.open(worker.rank)
+
+    def kick(self, rank: int, session: int) -> bool:
+        """End a worker's session for an operator; False if it has ended already. See ControlService.Kick."""
+        with self._core.lock:
+            worker = self._core.members.worker(rank)
+            if worker.session != session or worker.state is not WorkerState.LIVE:
+                return False
+            self._core.members.on_kick(worker)
+            self._core.on_session_end(worker)
+        self._core.settle()
+        return True
 
     def leave(self, caller: job_pb2.Caller, *, failed: bool, left_at: float = 0.0) -> None:
         """End a session. Leaving again, or after having been fenced, changes nothing.
