@@ -67,10 +67,10 @@ def add_command(commands: Commands) -> None:
     )
     add_where(parser, ANSWER_S, "how long a look waits for each shard")
     parser.add_information()
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=_run, parser=parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
     check(args)
     try:
