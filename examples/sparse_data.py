@@ -65,6 +65,16 @@ class Corpus(NamedTuple):
     text: Array
 
 
+class Documents(NamedTuple):
+    """Documents as bags of words: the tokens' documents, rising, and their words; and how many of both there are."""
+
+    name: str
+    documents: Array
+    words: Array
+    document_count: int
+    word_count: int
+
+
 def batches(count: int, size: int, epochs: int, rank: int, world_size: int) -> Iterator[Array]:
     """This worker's part of each batch: `size` of the numbers below `count`, shuffled anew in each epoch.
 
@@ -223,6 +233,29 @@ def generated_ratings(count: int = 12_000, users: int = 600, items: int = 300) -
 
 
 # Text.
+
+
+def documents(data: Path | None) -> Documents:
+    """Documents in UCI's format: lines with their number, that of words, that of lines; then "document word count" a line."""
+    if data is None:
+        return generated_documents()
+    numbers = _numbers(_read(data)).astype(np.int64)
+    if len(numbers) < 3 or len(numbers) != 3 + 3 * numbers[2]:
+        raise ValueError(f"{data} is no bag of words: expected three counts, then lines such as '1 61 2'")
+    lines = numbers[3:].reshape(-1, 3)
+    of_token = np.repeat(lines[:, :2] - 1, lines[:, 2], axis=0)
+    of_token = of_token[np.argsort(of_token[:, 0], kind="stable")]
+    return Documents(data.name, of_token[:, 0].copy(), of_token[:, 1].copy(), int(numbers[0]), int(numbers[1]))
+
+
+def generated_documents(count: int = 400, words: int = 600, topics: int = 10, length: int = 60) -> Documents:
+    """Documents of a few topics each, which have some words each."""
+    rng = np.random.default_rng(7)
+    of_document = rng.dirichlet(np.full(topics, 0.1), size=count)
+    of_topic = rng.dirichlet(np.full(words, 0.05), size=topics)
+    texts = [rng.multinomial(length, mixture @ of_topic) for mixture in of_document]
+    of_token = np.concatenate([np.repeat(np.arange(words), times) for times in texts])
+    return Documents("generated", np.repeat(np.arange(count), length), of_token, count, words)
 
 
 def corpus(data: Path | None, min_count: int) -> Corpus:

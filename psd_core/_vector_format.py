@@ -1,6 +1,6 @@
 """The declaration of a vector, and what never changes in a store's files: the log's superblock, the text of the catalog.
 
-Owns the checks of a declaration, and the errors; csrc/vector.h has the rest of the formats. Must not open, map or lock anything.
+Owns the checks of a declaration, and the errors; csrc/vector.h has the other formats. Must not open, map or lock anything.
 """
 
 from __future__ import annotations
@@ -65,11 +65,7 @@ class VectorSpec(NamedTuple):
             raise VectorError(f"size: expected a whole number from 1 to {SIZE_MAX}, got {self.size!r}")
         if self.dtype not in DTYPES:
             raise VectorError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if (
-            not isinstance(self.columns, int)
-            or not 0 <= self.columns <= self.size
-            or (self.columns and self.size % self.columns)
-        ):
+        if not isinstance(self.columns, int) or self.columns < 0 or (self.columns and self.size % self.columns):
             raise VectorError(f"columns: expected 0, or a divisor of size, {self.size}, got {self.columns!r}")
 
 

@@ -28,9 +28,8 @@ OPERATIONS_MAX = 1 << 16
 """Operations of a batch."""
 
 _NONE = 0xFFFFFFFF
-_RECORD = struct.Struct(
-    "=13Q"
-)  # check, head, size, commit, kind, slot, session, sequence, groups, operands, ops, inputs, answers
+# check, head, size, commit, kind; slot, session, sequence; groups, operands, ops, inputs, answers
+_RECORD = struct.Struct("=13Q")
 _GROUP = struct.Struct("=7Q")
 _OPERAND = struct.Struct("=II")
 _OP = {kind: struct.Struct(f"=8I5Q2{kind}") for kind in "dq"}
@@ -104,10 +103,8 @@ def whole_numbers(name: str, array: NDArray[Any], limit: int) -> NDArray[np.int6
     return array.astype(np.int64, copy=False)
 
 
-def compiled(
-    operations: Sequence[Operation], vectors: Mapping[str, VectorPart], *, slot: int = 0, session: int = 0, sequence: int = 0
-) -> Program:
-    """The batch as C runs it.
+def compiled(operations: Sequence[Operation], vectors: Mapping[str, VectorPart], claim: Sequence[int] = (0, 0, 0)) -> Program:
+    """The batch as C runs it. `claim`: slot, session and sequence number; session 0: nobody's.
 
     Raises:
         VectorError, UnknownVector: naming the operation and its argument.
@@ -123,10 +120,10 @@ def compiled(
             steps.append(understand(operation, vectors))
         except VectorError as error:
             raise type(error)(f"operations[{number}], {type(operation).__name__}: {error}") from None
-    return _laid_out(steps, slot, session, sequence)
+    return _laid_out(steps, claim)
 
 
-def _laid_out(steps: list[_Step], slot: int, session: int, sequence: int) -> Program:
+def _laid_out(steps: list[_Step], claim: Sequence[int]) -> Program:
     groups: dict[int, list[int]] = {}
     answers, first_answers = 0, []
     for number, step in enumerate(steps):
@@ -140,7 +137,8 @@ def _laid_out(steps: list[_Step], slot: int, session: int, sequence: int) -> Pro
     read = {part.number for step in steps for part in (*step.inputs, *([step.out] if step.out and step.reads_out else ()))}
     staged: dict[int, int] = {}
     group_bytes, operand_bytes, inputs = [], [], []
-    operands, order = 0, []
+    operands = 0
+    order: list[int] = []
     numbers: dict[int, int] = {}  # of operands, by vector
     for size, members in groups.items():
         first_operand, first_op = operands, len(order)
@@ -192,9 +190,7 @@ def _laid_out(steps: list[_Step], slot: int, session: int, sequence: int) -> Pro
             )
         )  # fmt: skip
         first_input += len(step.inputs)
-    record = _RECORD.pack(
-        0, head_bytes, at, 0, 0, slot, session, sequence, len(groups), operands, len(steps), len(inputs), answers
-    )
+    record = _RECORD.pack(0, head_bytes, at, 0, 0, *claim, len(groups), operands, len(steps), len(inputs), answers)
     head = bytearray(b"".join((record, *group_bytes, *operand_bytes, *op_bytes)))
     head += struct.pack(f"={len(inputs)}I", *inputs)
     head += bytes(head_bytes - len(head))
@@ -204,28 +200,33 @@ def _laid_out(steps: list[_Step], slot: int, session: int, sequence: int) -> Pro
     return Program(head, at, parts, answers, changes, len(staged), functions)
 
 
-def catalog_record(text: bytes, *, slot: int = 0, session: int = 0, sequence: int = 0) -> Program:
+def calls_of(program: Program) -> Callable[[int, int, Callable[[int, int], bytes]], NDArray[np.uint8]]:
+    """What C calls for a user's function: with the operation's number, the elements, and what gets an argument's bytes."""
+
+    def call(number: int, n: int, block: Callable[[int, int], bytes]) -> NDArray[np.uint8]:
+        user = program.functions[number]
+        blocks = [np.frombuffer(block(i, n * dtype.itemsize), dtype) for i, dtype in enumerate(user.inputs)]
+        result = np.asarray(user.function(*blocks))
+        if not np.can_cast(result.dtype, user.dtype, "safe") or result.shape not in ((), (1,), (n,)):
+            raise VectorError(
+                f"function: expected {n} of {user.dtype} to be returned, got {result.dtype} of shape {result.shape}"
+            )
+        return np.ascontiguousarray(np.broadcast_to(result, (n,)), user.dtype).view(np.uint8)
+
+    return call
+
+
+def catalog_record(text: bytes, claim: Sequence[int] = (0, 0, 0)) -> Program:
     """The record of a change of the catalog."""
     size = _RECORD.size + len(text)
-    head = bytearray(_RECORD.pack(0, _RECORD.size, size, 0, 1, slot, session, sequence, 0, 0, 0, 0, 0))
+    head = bytearray(_RECORD.pack(0, _RECORD.size, size, 0, 1, *claim, 0, 0, 0, 0, 0))
     return Program(head, size, [(_RECORD.size, np.frombuffer(text, np.uint8))], 0, True, 0)
 
 
-class RecordHead(NamedTuple):
-    """What a record says of itself."""
-
-    is_catalog: bool
-    size: int
-
-
-def head_of(record: bytes | memoryview) -> RecordHead:
-    """The head of a record that has been checked."""
+def catalog_in(record: memoryview) -> bytes | None:
+    """The text of the catalog, if that is what a record, which has been checked, is about."""
     fields = _RECORD.unpack_from(record)
-    return RecordHead(bool(fields[4]), fields[2])
-
-
-RECORD_BYTES = _RECORD.size
-"""Bytes of the record that has nothing in it; the text of a catalog follows them."""
+    return bytes(record[_RECORD.size : fields[2]]) if fields[4] else None
 
 
 # What each operation means. Every function gets the operation and the vectors, and raises VectorError without its number.
@@ -414,9 +415,9 @@ def _gram(o: op.Gram, vectors: Mapping[str, VectorPart]) -> _Step:
 _UNDERSTAND = cast(
     "dict[type, Callable[[Any, Mapping[str, VectorPart]], _Step]]",
     {
-        op.Fill: _fill, op.Copy: _copy, op.Scale: _scale, op.Axpy: _axpy, op.Combine: _combine, op.Random: _random, op.Map: _map,
-        op.Zip: _zip, op.Apply: _apply, op.Put: _range, op.Add: _range, op.AddAt: _add_at, op.AddRows: _add_rows, op.Dot: _dot,
-        op.Sum: _reduction("sum"), op.Norm2: _reduction("dot"), op.Min: _reduction("min"), op.Max: _reduction("max"),
-        op.Gram: _gram,
+        op.Fill: _fill, op.Copy: _copy, op.Scale: _scale, op.Axpy: _axpy, op.Combine: _combine, op.Random: _random,
+        op.Map: _map, op.Zip: _zip, op.Apply: _apply, op.Put: _range, op.Add: _range, op.AddAt: _add_at, op.AddRows: _add_rows,
+        op.Dot: _dot, op.Sum: _reduction("sum"), op.Norm2: _reduction("dot"), op.Min: _reduction("min"),
+        op.Max: _reduction("max"), op.Gram: _gram,
     },
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """The crash-safe store of a shard's part of all vectors: a directory of files, mapped shared.
 
 A batch is one transaction: `kill -9` at any instant leaves all of it, or nothing. How is told in docs/design/vectors.md. This
-module owns the files: it makes and locks them, takes space for what C is about to write, and removes what no vector has. Must not
-know ranks, messages or checkpoints.
+module owns the files: it makes and locks them, takes space for what C is about to write, and removes what no vector has. Must
+not know ranks, messages or checkpoints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,20 @@ from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
 from psd_core._vector_format import BatchForgotten, UnknownVector, VectorError, VectorPart, VectorSpec
-from psd_core.vector_operations import DTYPES, STRIPE, Operation
+from psd_core._vector_log import LOG_NAME, RECORD_NAME, VectorLog
+from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
+from psd_core._vector_snapshot import Piece, VectorSnapshot
+from psd_core.vector_operations import DTYPES, STRIPE, Operation, extent
 
 __all__ = [
     "CRASH_POINTS",
     "WINDOW",
     "BatchForgotten",
     "BatchName",
+    "Piece",
     "UnknownVector",
     "VectorError",
+    "VectorSnapshot",
     "VectorSpec",
     "VectorStore",
 ]
@@ -42,20 +47,7 @@ CRASH_POINTS = (
 )  # fmt: skip
 """Names of the steps at which `crash_point` is called: before each store of the protocol. It returns or ends the process."""
 
-WINDOW = _vector.ENTRIES - 1
-"""Number of a session's latest batches whose answers are kept."""
-
-_LOG, _RECORD, _CATALOG = "log", "record", "catalog"
-_CONTROL, _SESSIONS, _PARTIALS, _SUMS, _STAGING, _ANSWERS = range(6)
-_RECORD_BYTES_KEPT = 1 << 28  # of a larger one the space goes back after the batch
-_PIECE_STRIPES = 1024
-
-
-class BatchName(NamedTuple):
-    """The identity of a batch. `session`: >= 1. `sequence`: >= 1, and growing; the last WINDOW ones of a session are known."""
-
-    session: int
-    sequence: int
+_CATALOG = "catalog"
 
 
 class VectorStore:
@@ -73,40 +65,26 @@ class VectorStore:
 
     def __init__(self, directory: Path, log: files.File, front: form.Superblock, *, is_new: bool, crash_point: Any) -> None:
         """Take over an open and locked log; not for callers."""
-        self.shard, self.shards, sessions_max = front
-        self._directory, self._log = directory, log
+        self.shard, self.shards, _ = front
+        self._directory = directory
         self._crash_point = crash_point or (lambda _: None)
         self._lock = threading.Lock()
         self._is_snapshot_open = False
-        self._core: _vector.Vectors | None = _vector.Vectors(
+        core = _vector.Vectors(
             answers_max=programs.ANSWERS_MAX,
             operands_max=programs.OPERANDS_MAX,
-            sessions_max=sessions_max,
+            sessions_max=front.sessions_max,
             capacity=form.VECTORS_MAX,
             on_store=crash_point,
         )
-        core = self._core
-        regions = self._regions = core.regions
-        size = sum(regions[-1])
-        self._backed = [0] * len(regions)
-        self._entries: dict[tuple[int, int], int] = {}  # of each slot and entry, the bytes that have space
-        self._record = files.File(directory / _RECORD, os.O_RDWR | os.O_CREAT)
-        if is_new:
-            log.extend(size)
-            log.reserve(0, form.SUPERBLOCK_BYTES)
-            log.write(front.pack(), 0)
-            self._write_catalog(b"[]")
-        elif log.size < size:
-            raise ArenaCorrupt(f"log: it has {log.size} bytes, expected {size}: truncated")
-        for region in (_CONTROL, _SESSIONS):
-            self._take(region, regions[region][1])
-        core.attach_log(log.map_shared(0, size))
-        self._map_record(max(self._record.size, 4096))
-        self._slots = {session: slot for slot, session in enumerate(core.sessions()) if session}
-        self._free = [slot for slot, session in reversed(list(enumerate(core.sessions()))) if not session]
+        self._open: _vector.Vectors | None = core
+        self._log = VectorLog(directory, log, front, core, is_new=is_new)
+        self._sessions = VectorSessions(core)
         self._parts: dict[str, VectorPart] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
-        self._recover()
+        if is_new:
+            self._write_catalog(b"[]")
+        self._recover(core)
 
     @classmethod
     def create(
@@ -136,7 +114,7 @@ class VectorStore:
         shutil.rmtree(unfinished, ignore_errors=True)
         with files.lack_of_space(f"no space for vectors in {final.parent}"):
             unfinished.mkdir(mode=0o700, parents=True)
-            log = files.File(unfinished / _LOG, os.O_RDWR | os.O_CREAT)
+            log = files.File(unfinished / LOG_NAME, os.O_RDWR | os.O_CREAT)
             try:
                 log.lock()
                 front = form.Superblock(shard, shards, sessions_max)
@@ -159,7 +137,7 @@ class VectorStore:
         """
         final = Path(directory)
         with files.lack_of_space(f"no space in {final}"):
-            log = files.File(final / _LOG, os.O_RDWR)
+            log = files.File(final / LOG_NAME, os.O_RDWR)
             try:
                 log.lock()
                 front = form.unpack_superblock(log.read(form.SUPERBLOCK_BYTES, 0))
@@ -173,19 +151,19 @@ class VectorStore:
     def close(self, *, remove: bool) -> None:
         """Close the store. Idempotent. remove: delete the directory, too."""
         with self._lock:
-            if self._core is None:
+            if self._open is None:
                 return
-            self._core = None
+            self._open = None
             self._arrays.clear()
             if remove:
                 shutil.rmtree(self._directory, ignore_errors=True)
-            self._record.close()
             self._log.close()
+            del self._log, self._sessions  # and with them the maps, which hold the lock of the file
 
     def sync(self) -> None:
         """Have all that was written reach the disk, if the files lie on one. Returns when it has."""
         with self._used():
-            for name in (*(self._vector_name(part.number) for part in self._parts.values()), _RECORD, _CATALOG, _LOG):
+            for name in (*(self._vector_name(part.number) for part in self._parts.values()), RECORD_NAME, _CATALOG, LOG_NAME):
                 file = files.File(self._directory / name, os.O_RDWR)
                 file.sync()
                 file.close()
@@ -203,7 +181,7 @@ class VectorStore:
         """
         spec.check()
         with self._used() as core:
-            if self._known(name) is not None:
+            if self._sessions.kept(name) is not None:
                 return
             found = self._parts.get(spec.name)
             if found is not None and found.spec != spec:
@@ -215,7 +193,7 @@ class VectorStore:
                 raise VectorError(f"vectors: at most {form.VECTORS_MAX}")
             taken = {part.number for part in self._parts.values()}
             number = next(n for n in range(form.VECTORS_MAX) if n not in taken)
-            part = VectorPart(spec, number, *form.extent(spec.size, self.shard, self.shards))
+            part = VectorPart(spec, number, *extent(spec.size, self.shard, self.shards))
             path = self._directory / self._vector_name(number)
             self._crash_point("file")
             file = files.File(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -233,7 +211,7 @@ class VectorStore:
     def drop_vector(self, vector: str, name: BatchName | None = None) -> None:
         """Remove a vector. Raises UnknownVector."""
         with self._used() as core:
-            if self._known(name) is not None:
+            if self._sessions.kept(name) is not None:
                 return
             part = self._part(vector)
             if self._is_snapshot_open:
@@ -267,26 +245,23 @@ class VectorStore:
             ArenaFull: no space. In each case nothing has changed.
         """
         with self._used() as core:
-            answers = self._known(name)
+            answers = self._sessions.kept(name)
             return self._run(core, operations, name) if answers is None else answers
 
     def answer(self, name: BatchName) -> bytes | None:
         """The answers of a batch that was run, or None. Raises BatchForgotten."""
         with self._used():
-            return self._known(name)
+            return self._sessions.kept(name)
 
     def sessions(self) -> dict[int, int]:
         """The sessions, and the largest sequence number of each."""
-        with self._used() as core:
-            return {session: max(core.sequences(slot)) for session, slot in self._slots.items()}
+        with self._used():
+            return self._sessions.latest()
 
     def forget(self, session: int) -> None:
         """Forget a session that sends nothing any more, if it is known."""
-        with self._used() as core:
-            slot = self._slots.pop(session, None)
-            if slot is not None:
-                core.clear_session(slot)
-                self._free.append(slot)
+        with self._used():
+            self._sessions.forget(session)
 
     # Reads. Each returns the elements that are here, in the order in which they are asked for.
 
@@ -298,14 +273,15 @@ class VectorStore:
             if not 0 <= start <= stop <= part.spec.size:
                 raise VectorError(f"start and stop: expected 0 <= start <= stop <= {part.spec.size}, got {start} and {stop}")
             begin, end = max(start, part.begin) - part.begin, min(stop, part.end) - part.begin
-            return self._array(part)[begin : max(begin, end)].copy()
+            out: NDArray[Any] = self._arrays[vector][begin : max(begin, end)].copy()
+            return out
 
     def read_at(self, vector: str, indices: NDArray[Any]) -> NDArray[Any]:
         """Elements by index, (n,) int64|uint64. Raises UnknownVector; VectorError: an index is out of range."""
         with self._used():
             part = self._part(vector)
             at = programs.whole_numbers("indices", indices, part.spec.size)
-            return self._array(part)[at[(at >= part.begin) & (at < part.end)] - part.begin]
+            return self._arrays[vector].take(at[(at >= part.begin) & (at < part.end)] - part.begin)
 
     def read_rows(self, vector: str, rows: NDArray[Any]) -> NDArray[Any]:
         """Rows of a matrix by number, as one run of elements; of a row that two shards share, what is here.
@@ -319,11 +295,11 @@ class VectorStore:
                 raise VectorError(f"{vector!r}: it is no matrix")
             begins = programs.whole_numbers("rows", rows, part.spec.size // width) * width
             here = begins[(begins >= part.begin) & (begins + width <= part.end)]
-            array = self._array(part)
+            array = self._arrays[vector]
             if len(here) == len(begins):
-                return array[(here - part.begin)[:, None] + np.arange(width)].reshape(-1)
+                return array.take((here - part.begin)[:, None] + np.arange(width)).reshape(-1)
             at = begins[:, None] + np.arange(width)
-            return array[at[(at >= part.begin) & (at < part.end)] - part.begin]
+            return array.take(at[(at >= part.begin) & (at < part.end)] - part.begin)
 
     # Checkpoints.
 
@@ -338,7 +314,8 @@ class VectorStore:
                 raise VectorError("snapshot: there is one already")
             core.begin_snapshot()
             self._is_snapshot_open = True
-            return VectorSnapshot(self, tuple(self._parts.values()))
+            parts = tuple(self._parts.values())
+            return VectorSnapshot(parts, self._sessions.latest(), self._copy_of_snapshot, self._end_snapshot)
 
     def _copy_of_snapshot(self, part: VectorPart, first: int, count: int) -> NDArray[Any]:
         begin, end = first * STRIPE, min((first + count) * STRIPE, part.end - part.begin)
@@ -357,9 +334,9 @@ class VectorStore:
     @contextlib.contextmanager
     def _used(self) -> Iterator[_vector.Vectors]:
         with self._lock:
-            if self._core is None:
+            if self._open is None:
                 raise ArenaClosed(f"{self._directory} has been closed")
-            yield self._core
+            yield self._open
 
     def _part(self, vector: str) -> VectorPart:
         part = self._parts.get(vector)
@@ -367,143 +344,60 @@ class VectorStore:
             raise UnknownVector(f"vector: there is no {vector!r}")
         return part
 
-    def _array(self, part: VectorPart) -> NDArray[Any]:
-        return self._arrays[part.spec.name]
-
-    def _known(self, name: BatchName | None) -> bytes | None:
-        if name is None:
-            return None
-        for field, value in zip(BatchName._fields, name, strict=True):
-            if not isinstance(value, int) or not 1 <= value < 1 << 63:
-                raise VectorError(f"{field}: expected a whole number from 1 to 2**63 - 1, got {value!r}")
-        slot = self._slots.get(name.session)
-        if slot is None or self._core is None:
-            return None
-        sequences = self._core.sequences(slot)
-        if name.sequence in sequences:
-            return self._core.kept(slot, name.sequence)
-        if name.sequence <= max(sequences) - WINDOW:
-            raise BatchForgotten(f"sequence: {name.sequence} is too old; the latest one of its session is {max(sequences)}")
-        return None
-
-    def _slot(self, name: BatchName | None) -> dict[str, int]:
-        if name is None:
-            return {}
-        slot = self._slots.get(name.session)
-        if slot is None:
-            if not self._free:
-                raise VectorError(f"session: at most {len(self._slots)} are known, and {name.session} is not among them")
-            slot = self._free[-1]
-            if self._core is not None:
-                self._core.clear_session(slot)
-        return {"slot": slot, "session": name.session, "sequence": name.sequence}
-
-    def _remember(self, who: dict[str, int]) -> None:
-        if who and who["session"] not in self._slots:
-            self._slots[who["session"]] = self._free.pop()
-
     def _run(self, core: _vector.Vectors, operations: Sequence[Operation], name: BatchName | None) -> bytes:
-        who = self._slot(name)
-        program = programs.compiled(operations, self._parts, **who)
-        self._make_room(program, who)
+        claim = self._sessions.claim(name)
+        program = programs.compiled(operations, self._parts, claim)
+        self._log.make_room(program, claim)
         if not program.changes:
             core.run_apart(program.head)
             answers = core.answer(program.head)
         else:
-            self._write_record(program)
+            self._log.write(program)
             if program.functions:
-                core.try_record(_calls_of(program))
+                core.try_record(programs.calls_of(program))
             core.commit_record()
             core.finish()
             answers = core.answer()
             core.set_applied()
-            self._shorten_record()
-        self._remember(who)
+            self._log.shorten()
+        self._sessions.note(claim)
         return answers
 
     def _change_catalog(self, core: _vector.Vectors, parts: Sequence[VectorPart], name: BatchName | None) -> None:
-        who = self._slot(name)
-        program = programs.catalog_record(form.catalog_text(parts), **who)
-        self._make_room(program, who)
-        self._write_record(program)
+        claim = self._sessions.claim(name)
+        text = form.catalog_text(parts)
+        program = programs.catalog_record(text, claim)
+        self._log.make_room(program, claim)
+        self._log.write(program)
         core.commit_record()
-        self._apply_catalog(bytes(program.parts[0][1]))
+        self._apply_catalog(core, text)
         core.answer()
         core.set_applied()
-        self._remember(who)
+        self._sessions.note(claim)
 
-    def _make_room(self, program: programs.Program, who: dict[str, int]) -> None:
-        with files.lack_of_space(f"no space for a batch in {self._directory}"):
-            if program.answers:
-                self._take(_PARTIALS, self._regions[_PARTIALS][1] * program.answers // programs.ANSWERS_MAX)
-                self._take(_SUMS, self._regions[_SUMS][1])
-            self._take(_STAGING, program.staging * STRIPE * 8)
-            if who:
-                entry = who["slot"], who["sequence"] % _vector.ENTRIES
-                nbytes = max(1, program.answers) * _vector.ANSWER_MAX
-                if self._entries.get(entry, 0) < nbytes and self._core is not None:
-                    start = self._regions[_ANSWERS][0] + (entry[0] * _vector.ENTRIES + entry[1]) * self._core.answer_bytes
-                    self._log.reserve(start, nbytes)
-                    self._entries[entry] = align(nbytes, 4096)
-            if program.changes and program.size > self._record_bytes:
-                self._map_record(align(program.size + program.size // 8, 65536))
-
-    def _take(self, region: int, nbytes: int) -> None:
-        if nbytes > self._backed[region]:
-            start, size = self._regions[region]
-            nbytes = min(size, align(nbytes, 65536))
-            self._log.reserve(start + self._backed[region], nbytes - self._backed[region])
-            self._backed[region] = nbytes
-
-    def _map_record(self, nbytes: int) -> None:
-        if self._record.size < nbytes:
-            self._record.extend(nbytes)
-        self._record.reserve(0, nbytes)
-        self._record_bytes = nbytes
-        self._record_map = np.frombuffer(self._record.map_shared(0, nbytes), np.uint8)
-        if self._core is not None:
-            self._core.attach_record(self._record_map)
-
-    def _shorten_record(self) -> None:
-        if self._record_bytes > _RECORD_BYTES_KEPT:
-            self._map_record(65536)
-            self._record.extend(65536)
-
-    def _write_record(self, program: programs.Program) -> None:
-        self._record_map[: len(program.head)] = np.frombuffer(program.head, np.uint8)
-        for at, array in program.parts:
-            whole = self._record_map[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
-            whole[...] = array
-
-    def _recover(self) -> None:
+    def _recover(self, core: _vector.Vectors) -> None:
         """Finish what a process that died was at."""
-        core = self._core
-        if core is None:
-            return
-        self._attach(form.catalog_of((self._directory / _CATALOG).read_bytes(), self.shard, self.shards))
+        self._attach(core, (self._directory / _CATALOG).read_bytes())
         if core.applied != core.commit:
             if core.applied + 1 != core.commit:
                 raise ArenaCorrupt("applied: it is neither commit nor the one before")
             problem = core.problem()
             if problem is not None:
                 raise ArenaCorrupt(problem)
-            head = programs.head_of(self._record_map.data)
-            if head.is_catalog:
-                self._apply_catalog(self._record_map[programs.RECORD_BYTES : head.size].tobytes())
+            text = programs.catalog_in(self._log.record.data)
+            if text is not None:
+                self._apply_catalog(core, text)
             else:
                 core.finish()
             core.answer()
             core.set_applied()
-            self._slots = {session: slot for slot, session in enumerate(core.sessions()) if session}
-            self._free = [slot for slot, session in reversed(list(enumerate(core.sessions()))) if not session]
-        self._shorten_record()
+            self._sessions.read()
+        self._log.shorten()
         self._remove_strangers()
 
-    def _attach(self, parts: dict[str, VectorPart]) -> None:
+    def _attach(self, core: _vector.Vectors, text: bytes) -> None:
         """Map the vectors of a catalog that are not mapped yet, and forget the others."""
-        core = self._core
-        if core is None:
-            return
+        parts = form.catalog_of(text, self.shard, self.shards)
         for name in [name for name, part in self._parts.items() if parts.get(name) != part]:
             core.detach_vector(self._parts.pop(name).number)
             del self._arrays[name]
@@ -520,11 +414,11 @@ class VectorStore:
                 core.attach_vector(part.number, mapping, part.end - part.begin, DTYPES.index(part.spec.dtype))
                 self._parts[name] = part
 
-    def _apply_catalog(self, text: bytes) -> None:
+    def _apply_catalog(self, core: _vector.Vectors, text: bytes) -> None:
         """Do what the record says; may be repeated."""
         self._crash_point("catalog")
         self._write_catalog(text)
-        self._attach(form.catalog_of(text, self.shard, self.shards))
+        self._attach(core, text)
         self._crash_point("unlink")
         self._remove_strangers()
 
@@ -546,50 +440,3 @@ class VectorStore:
     @staticmethod
     def _file_bytes(part: VectorPart) -> int:
         return align(max(part.end - part.begin, 1) * part.spec.itemsize, 4096)
-
-
-class VectorSnapshot:
-    """The vectors of one moment. An iterator of pieces, once; a context manager, which ends it.
-
-    Stripes that a batch writes to before they were copied are saved in ordinary memory meanwhile.
-
-    Attributes:
-        specs: the vectors.
-    """
-
-    def __init__(self, store: VectorStore, parts: Sequence[VectorPart]) -> None:
-        """Begin; not for callers."""
-        self.specs = tuple(part.spec for part in parts)
-        self._store, self._parts = store, parts
-
-    def __iter__(self) -> Iterator[tuple[VectorSpec, int, NDArray[Any]]]:
-        """Pieces: the declaration, the first element of the piece in the whole vector, the elements."""
-        for part in self._parts:
-            stripes = -(-(part.end - part.begin) // STRIPE)
-            for first in range(0, stripes, _PIECE_STRIPES):
-                count = min(_PIECE_STRIPES, stripes - first)
-                yield part.spec, part.begin + first * STRIPE, self._store._copy_of_snapshot(part, first, count)  # noqa: SLF001
-
-    def __enter__(self) -> VectorSnapshot:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End the snapshot, and free what was saved for it. Idempotent."""
-        self._store._end_snapshot()  # noqa: SLF001
-
-
-def _calls_of(program: programs.Program) -> Callable[[int, int, Callable[[int, int], bytes]], NDArray[np.uint8]]:
-    def call(number: int, n: int, block: Callable[[int, int], bytes]) -> NDArray[np.uint8]:
-        user = program.functions[number]
-        blocks = [np.frombuffer(block(i, n * dtype.itemsize), dtype) for i, dtype in enumerate(user.inputs)]
-        result = np.asarray(user.function(*blocks))
-        if not np.can_cast(result.dtype, user.dtype, "safe") or result.shape not in ((), (1,), (n,)):
-            raise VectorError(
-                f"function: expected {n} of {user.dtype} to be returned, got {result.dtype} of shape {result.shape}"
-            )
-        return np.ascontiguousarray(np.broadcast_to(result, (n,)), user.dtype).view(np.uint8)
-
-    return call

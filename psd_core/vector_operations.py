@@ -1,7 +1,7 @@
 """The operations of a batch on server-side vectors, and the part of a vector that a shard has.
 
-Owns the words in which a batch is said. Every operation names vectors that exist, all of one size and one dtype. Operations take
-place in their order: each sees what those before it have written. Must not know where vectors lie, nor who sends a batch.
+Owns the words in which a batch is said. Every operation names vectors that exist, all of one size and one dtype. Operations
+take place in their order: each sees what those before it have written. Must not know where vectors lie, nor who sends a batch.
 """
 
 from __future__ import annotations

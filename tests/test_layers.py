@@ -49,13 +49,29 @@ OUTSIDE = {
     "keras": ("psd_client.keras", "psd_client.keras.embedding"),
     "jax": ("psd_client.jax",),
     "argparse": ("psd.cli",),
-    "socket": ("psd.cli", "psd.rim", "psd_client", "psd.contract.wire", "psd.contract.tls", "psd.contract.tls_socket"),
+    "socket": (
+        "psd.cli",
+        "psd.watch.dashboard.server",
+        "psd.rim",
+        "psd_client",
+        "psd.contract.wire",
+        "psd.contract.tls",
+        "psd.contract.tls_socket",
+    ),
     "socketserver": ("psd.rim",),
-    "ssl": ("psd.rim", "psd_client", "psd.contract.tls", "psd.contract.tls_socket", "psd.contract.credentials"),
-    "asyncio": (),
+    "ssl": (
+        "psd.rim",
+        "psd.watch.dashboard.server",
+        "psd_client",
+        "psd.contract.tls",
+        "psd.contract.tls_socket",
+        "psd.contract.credentials",
+    ),
+    "asyncio": ("psd.watch.dashboard", "psd.cli.dashboard"),
+    "aiohttp": ("psd.watch.dashboard",),
     "multiprocessing": ("psd_client",),
     "subprocess": ("psd.cli", "psd_client.owned"),
-    "signal": ("psd.cli", "psd_client", "psd.contract.environment"),
+    "signal": ("psd.cli", "psd.watch.dashboard.server", "psd_client", "psd.contract.environment"),
     # What runs code that is in its input. torch.load: see test_tidy.py.
     "pickle": (),
     "marshal": (),
@@ -66,6 +82,9 @@ OUTSIDE = {
     "joblib": (),
     "fsspec": ("psd.checkpoint",),
     "yaml": ("psd.cli.manifests",),
+    "textual": ("psd.watch.top.app",),
+    "rich": ("psd.watch.top.app",),
+    "matplotlib": ("psd.cli.plot",),
 }
 
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")

@@ -145,6 +145,20 @@ class DeclaredTable:
         """
         return self._worker.pull_rows({self._index: as_row_ids("ids", ids)}, counts_no_use=counts_no_use)[self._index]
 
+    def prefetch(self, ids: Any) -> None:
+        """Have the rows of ids come with the next `push_pull`, in its round trip: those of the next batch, say.
+
+        `pull` of the same ids, after it, returns them without another round trip, as they were when it ended. Whatever does not
+        fit, and all rows with exact aggregation, `pull` fetches as ever. Sends nothing.
+
+        Args:
+            ids: as in `pull`.
+
+        Raises:
+            InvalidTensor: the ids are no whole numbers.
+        """
+        self._worker.prefetch_rows({self._index: as_row_ids("ids", ids)})
+
     def push(self, ids: Any, grads: Any, weight: float = 1) -> None:
         """Send gradients of rows as a whole step of this worker's clock, in which no other table and no tensor has a gradient.
 

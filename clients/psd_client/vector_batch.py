@@ -76,7 +76,7 @@ class VectorHandle:
 class Answer:
     """What one operation of a batch has found: `value`, `float(...)` or `int(...)`, once the batch has run."""
 
-    def __init__(self, what: str, take: Callable[[Iterator[Found]], Any]) -> None:
+    def __init__(self, what: str, take: Callable[[Iterator[Any]], Any]) -> None:
         """Take a description of the operation, and what makes its value of what is found; not for programs."""
         self._what = what
         self._take = take
@@ -93,7 +93,7 @@ class Answer:
             raise RuntimeError(f"psd: {self._what}: has no value before its batch has run: use it after the `with` block")
         return self._value
 
-    def resolve(self, found: Iterator[Found]) -> None:
+    def resolve(self, found: Iterator[Any]) -> None:
         """Set the value; not for programs."""
         self._value = self._take(found)
 
@@ -265,9 +265,7 @@ class Batch:
         self.operations.append(operation)
         self.vectors.update((vector.name, vector.spec) for vector in vectors)
 
-    def _reduce(
-        self, kind: str, operation: Operation, take: Callable[[Iterator[Found]], Any], *vectors: VectorHandle
-    ) -> Answer:
+    def _reduce(self, kind: str, operation: Operation, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle) -> Answer:
         self._note(kind, operation, *vectors)
         self._answers.append(Answer(f"{kind}({', '.join(vector.name for vector in vectors)})", take))
         return self._answers[-1]
@@ -279,9 +277,9 @@ class Batch:
         if is_custom(name):
             operation: Operation = Custom(y.name, name, names, numbers)
         elif kind == "map":
-            operation = Map(y.name, name, *names, numbers)
+            operation = Map(y.name, name, names[0], numbers)
         else:
-            operation = Zip(y.name, name, *names, numbers)
+            operation = Zip(y.name, name, names[0], names[1], numbers)
         self._note(kind, operation, y, *of)
 
 
@@ -296,14 +294,15 @@ def _name(vector: VectorHandle) -> str:
     return _spec(vector).name
 
 
-def _sum(y: VectorHandle) -> Callable[[Iterator[Found]], float]:
+def _sum(y: VectorHandle) -> Callable[[Iterator[Any]], float]:
     """What makes a number of an exact sum: as it is for int64, else rounded once."""
     return (lambda found: next(found).whole()) if y.dtype == "int64" else (lambda found: next(found).round())
 
 
-def _products(rows: int, cols: int, take: Callable[[Iterator[Found]], float], found: Iterator[Found]) -> NDArray[Any]:
+def _products(rows: int, cols: int, take: Callable[[Iterator[Any]], float], found: Iterator[Any]) -> NDArray[Any]:
     """The array of a gram: all pairs, or, without other vectors, those of the lower triangle."""
     if cols:
         return np.array([[take(found) for _ in range(cols)] for _ in range(rows)])
     products = np.array([[take(found) if other <= row else 0 for other in range(rows)] for row in range(rows)])
-    return products + np.tril(products, -1).T
+    both: NDArray[Any] = products + np.tril(products, -1).T
+    return both

@@ -125,7 +125,7 @@ class Vector(VectorHandle):
 
     # -- what is computed from it ----------------------------------------------------------------------------------------
 
-    def dot(self, x: Vector) -> float | int:
+    def dot(self, x: Vector) -> float:
         """The sum of products of both vectors' elements; its bits do not depend on the number of shards."""
         return self._value(lambda b: b.dot(self, x))
 
@@ -133,15 +133,15 @@ class Vector(VectorHandle):
         """The Euclidean norm, the root of the sum of squares."""
         return float(self._value(lambda b: b.norm2(self)))
 
-    def sum(self) -> float | int:
+    def sum(self) -> float:
         """The sum of the elements; its bits do not depend on the number of shards."""
         return self._value(lambda b: b.sum(self))
 
-    def min(self) -> float | int:
+    def min(self) -> float:
         """The smallest element; NaN if there is one."""
         return self._value(lambda b: b.min(self))
 
-    def max(self) -> float | int:
+    def max(self) -> float:
         """The largest element; NaN if there is one."""
         return self._value(lambda b: b.max(self))
 
@@ -173,11 +173,12 @@ class Vector(VectorHandle):
         note(batch)
         batch.run()
 
-    def _value(self, note: Callable[[Batch], Answer]) -> Any:
+    def _value(self, note: Callable[[Batch], Answer]) -> float:
         batch = Batch(self.calls)
         answer = note(batch)
         batch.run()
-        return answer.value
+        value: float = answer.value
+        return value
 
 
 class Matrix(Vector):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from psd.cli import arguments
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, seconds, whole_number
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds, whole_number
+from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
-from psd.contract.tls import server_files
+from psd.contract.tls import TlsFiles
 from psd.contract.tokens import parse_token
 from psd.contract.watched import read_secret
 from psd.watch.asking import Asker
-from psd.watch.sampler import Sampler
+from psd.watch.sampler import ANSWER_S, Sampler
 
 if TYPE_CHECKING:
     from psd.watch.dashboard.server import Place
@@ -47,8 +49,8 @@ exit status:
   2     the options are wrong"""
 
 
-def add_command(commands: Commands) -> Parser:
-    """Add `dashboard` to psdctl; returns its parser, for the options that say which job."""
+def add_command(commands: Commands) -> None:
+    """Add `dashboard` to psdctl."""
     parser = arguments.add_command(commands, "dashboard", _USAGE, _DESCRIPTION, _EPILOG)
     where = parser.add_argument_group("where to show it")
     where.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
@@ -63,12 +65,14 @@ def add_command(commands: Commands) -> Parser:
     where.add_argument(
         "--interval", type=seconds, default=INTERVAL_S, metavar="SECONDS", help="between two looks (default: %(default)g)"
     )
-    parser.set_defaults(run=run, parser=parser, watch=None)
-    return parser
+    add_where(parser, ANSWER_S, "how long a look waits for each shard")
+    parser.add_information()
+    parser.set_defaults(run=_run, parser=parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; returns the exit status. `args.servers` and `args.credentials` are checked."""
+def _run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; returns the exit status."""
+    check(args)
     try:
         from psd.watch.dashboard import server
     except ModuleNotFoundError as error:
@@ -87,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
-        asyncio.run(server.serve(Sampler(asker), place, args.interval, say))
+        sampler = Sampler(asker, answer_s=args.timeout)
+        asyncio.run(server.serve(sampler, place, args.interval, say))
     return EXIT_OK
 
 
@@ -115,16 +120,18 @@ def _place(args: argparse.Namespace) -> Place:
         token = secrets.token_urlsafe(24)
     tls = None
     if args.https_cert:
-        tls = server_files(args.https_cert, args.https_key, "").load()[1]
+        names = ("", "--https-cert", "--https-key")
+        tls = TlsFiles("", args.https_cert, args.https_key, is_server=True, names=names).load()[1]
     port = PORT if args.port is None else args.port
-    return server.Place(server.listen(args.host, port, is_firm=args.port is not None), token, tls)
+    listener = server.listen(args.host, port, is_firm=args.port is not None)
+    return server.Place(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
 
 
 def _announcement(host: str, place: Place) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
-    name = f"[{host}]" if ":" in host else host
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     port = place.listener.getsockname()[1]
-    fragment = f"#token={place.token}" if place.token is not None else ""
+    fragment = f"#token={place.token}" if place.is_token_new else ""
     lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{name}:{port}/{fragment}"]
     if place.token is not None and place.tls is None:
         lines.append("dashboard: without --https-cert the token and what the page shows can be read on the network")

@@ -167,6 +167,7 @@ _FOR_ONE_MACHINE = {
     "tls_cert": "certificates and tokens are secrets of the cluster",
     "token_file": "certificates and tokens are secrets of the cluster",
     "log_dir": "kubectl logs has the output of each pod",
+    "tensorboard": "use --env PSD_TENSORBOARD=DIR, a directory of the pod that outlives it",
     "max_shard_restarts": "Kubernetes restarts shards without limit",
 }
 

@@ -38,6 +38,7 @@ from psd.contract.config import ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
 from psd.contract.launching import python_command
+from psd.contract.scalars import tensorboard_module
 
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
 """Variables for shards elsewhere: psd-run's own shards have neither TLS nor tokens, and serve this machine alone."""
@@ -77,7 +78,11 @@ def parse(
             "PSD_AGGREGATION": args.aggregation,
             "PSD_REDUCE": args.reduce,
             "PSD_TRANSPORT": args.transport,
+            "PSD_LOG_DIR": args.log_dir and Path(args.log_dir).absolute(),
+            "PSD_TENSORBOARD": args.tensorboard and Path(args.tensorboard).absolute(),
         }
+        if args.tensorboard:
+            tensorboard_module()
         for_workers = {name: str(value) for name, value in given.items() if value is not None}
         for_all = run_options.environment(args.env, environ)
         if args.on == "kubernetes":

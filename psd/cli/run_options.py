@@ -150,7 +150,12 @@ _FAULTS: Options = {
 }
 
 _WATCHING: Options = {
-    "log_dir": Option("DIR", "also write the output to files there, one for each process, such as DIR/worker-0.log"),
+    "log_dir": Option(
+        "DIR",
+        "also write the output to files there, one for each process, such as DIR/worker-0.log, and the scalars of ps.log as "
+        "JSON lines beside it, DIR/worker-0.jsonl (psdctl plot)",
+    ),
+    "tensorboard": Option("DIR", "write the scalars of ps.log there for TensorBoard, in DIR/worker-0 and so on"),
     "log_level": Option(
         None,
         f"least important records of the shards to show (default: {logs.LOG_LEVEL}); workers log as their script says",

@@ -121,6 +121,10 @@ class Limits:
         table_rows_max: rows of one table on this shard.
         push_ids_max: ids, of all tables, in one push or one pull of rows at this shard.
         push_bytes_max: ids and gradients of rows in one push, which the shard holds until its last frame has come.
+        vectors_max: server-side vectors of one job.
+        vector_bytes_max: memory for this shard's part of all vectors; 0: as much as there is where its state lies.
+        batch_operations_max: operations on vectors in one batch.
+        batch_bytes_max: numbers that one batch brings to this shard, or one pull at indices takes from it; held meanwhile.
         reads_max: readers' Read calls at a time. Each may keep another version of the shard's parameters.
         calls: gRPC calls at a time, each of which has a thread; 0: as many as `calls_max` says.
         connections: gRPC connections at a time; 0: as many as `connections_max` says.
@@ -139,6 +143,10 @@ class Limits:
     table_rows_max: int = 1 << 31
     push_ids_max: int = 1 << 20
     push_bytes_max: int = 1 << 30
+    vectors_max: int = 1024
+    vector_bytes_max: int = 0
+    batch_operations_max: int = 1024
+    batch_bytes_max: int = 1 << 30
     reads_max: int = 16
     calls: int = 0
     connections: int = 0
@@ -168,6 +176,10 @@ class Limits:
         _check_count("--max-table-rows", self.table_rows_max, 1, 1 << 31)
         _check_count("--max-push-ids", self.push_ids_max, 1, 1 << 20)
         _check_count("--max-push-bytes", self.push_bytes_max, 1, 1 << 40)
+        _check_count("--max-vectors", self.vectors_max, 0, 1 << 20)
+        _check_count("--max-vector-bytes", self.vector_bytes_max, 0, 1 << 48)
+        _check_count("--max-batch-operations", self.batch_operations_max, 1, 1 << 20)
+        _check_count("--max-batch-bytes", self.batch_bytes_max, 1 << 20, 1 << 40)
         _check_count("--max-reads", self.reads_max, 1, 10_000)
         _check_count("--max-calls", self.calls, 0, 1_000_000)
         _check_count("--max-connections", self.connections, 0, 1_000_000)

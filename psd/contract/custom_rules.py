@@ -27,7 +27,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,7 @@ def load_rule(path: str) -> ListedRule:
     Raises:
         ConfigError: it cannot be imported, or is not what the module's docstring shows; the message names it.
     """
-    if not is_rule_path(path):
-        raise ConfigError(f"rule {path!r}: expected an import path with a class, such as my_package.my_module:MyRule")
-    module_name, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:
-        raise ConfigError(f"rule {path!r}: cannot be imported: {describe(error)}") from error
+    found = _imported(path)
     if not isinstance(found, type):
         raise ConfigError(f"rule {path!r}: expected a class, got {found!r}")
     numbers = {attribute: _numbers(path, attribute, getattr(found, attribute, None)) for attribute in ("slots", "hyper")}
@@ -100,15 +94,40 @@ def load_rule(path: str) -> ListedRule:
     return ListedRule(path, found, **numbers)
 
 
-def load_rules(paths: Sequence[str], directory: str) -> dict[str, ListedRule]:
-    """Import several rules by path; `directory` is searched for their modules after Python's own places.
+def _imported(path: str) -> Any:
+    if not is_rule_path(path):
+        raise ConfigError(f"rule {path!r}: expected an import path with a class, such as my_package.my_module:MyRule")
+    module_name, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except Exception as error:
+        raise ConfigError(f"rule {path!r}: cannot be imported: {describe(error)}") from error
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What an operator has listed with --rule: classes are update rules, by path; functions are for server-side vectors."""
+
+    rules: dict[str, ListedRule]
+    functions: dict[str, Callable[..., Any]]
+
+
+def load_listed(paths: Sequence[str], directory: str) -> Listed:
+    """Import rules and functions by path; `directory` is searched for their modules after Python's own places.
 
     Raises:
         ConfigError: as `load_rule`.
     """
     if paths and directory not in sys.path:
         sys.path.append(directory)
-    return {path: load_rule(path) for path in paths}
+    listed = Listed({}, {})
+    for path in paths:
+        found = _imported(path)
+        if inspect.isroutine(found):
+            listed.functions[path] = found
+        else:
+            listed.rules[path] = load_rule(path)
+    return listed
 
 
 def _numbers(path: str, attribute: str, value: Any) -> dict[str, float]:

@@ -180,7 +180,7 @@ class JobSpec:
             raise InvalidRequest(f"aggregation: must be one of {sorted(AGGREGATIONS)}, got {self.aggregation!r}")
         if self.aggregation == "exact" and not self.consistency.has_rounds:
             raise InvalidRequest(f"aggregation: exact needs rounds, and only sync has them; the mode is {self.consistency}")
-        if not 1 <= len(self.groups) <= GROUPS_MAX:
+        if not (1 <= len(self.groups) <= GROUPS_MAX or self.is_empty):
             raise InvalidRequest(f"groups: there must be 1 to {GROUPS_MAX}, got {len(self.groups)}")
         for group in self.groups:
             rule = group.info
@@ -191,7 +191,7 @@ class JobSpec:
                     f"groups.staleness: is {group.staleness!r}, but under sync no gradient is stale; it is for async and ssp"
                 )
         self._check_norms()
-        if not self.tensors and not self.tables:
+        if not self.tensors and not self.tables and not self.is_empty:
             raise InvalidTensor("tensors: there must be at least one parameter, or a table")
         seen: set[str] = set()
         for tensor in self.tensors:
@@ -201,6 +201,11 @@ class JobSpec:
                     raise InvalidTensor(f"tensors: the name {name!r} is given twice")
                 seen.add(name)
         self._check_tables()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is trained: the job of workers that have made vectors, and declared nothing, or not yet."""
+        return not self.groups and not self.tensors and not self.tables
 
     def _check_tables(self) -> None:
         of_tensors = {tensor.group for tensor in self.tensors}

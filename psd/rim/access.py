@@ -24,6 +24,7 @@ from psd.rim.pace import Pace
 logger = logging.getLogger(__name__)
 
 _CONTROL, _DATA, _HEALTH = "/psd.v1.ControlService/", "/psd.v1.DataService/", "/grpc.health.v1.Health/"
+_VECTORS = "/psd.v1.VectorService/"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 _WORKER = frozenset({Role.WORKER, Role.ADMIN})
@@ -42,6 +43,8 @@ ROLES: dict[str, frozenset[Role]] = {
     _CONTROL + "Curves": _ALL,
     _DATA + "Read": _ALL,
     _DATA + "ReadRows": _ALL,
+    _VECTORS + "List": _ALL,
+    _VECTORS + "Fetch": _ALL,
     # Whoever trains. Rollback: workers bring shards back to one checkpoint when one of them has lost its memory.
     _CONTROL + "Join": _WORKER,
     _CONTROL + "Declare": _WORKER,
@@ -62,6 +65,10 @@ ROLES: dict[str, frozenset[Role]] = {
     _DATA + "Initialize": _WORKER,
     _DATA + "StoreBuffers": _WORKER,
     _DATA + "SetParameters": _WORKER,
+    _VECTORS + "Run": _WORKER,
+    _VECTORS + "RunFrames": _WORKER,
+    _VECTORS + "Create": _WORKER,
+    _VECTORS + "Drop": _WORKER,
     # Whoever operates: what takes room and time on a disk.
     _CONTROL + "Checkpoint": _ADMIN,
 }

@@ -24,7 +24,7 @@ from psd.contract.rows import parts_of
 from psd.contract.wire import Disconnected, Kind, Stream
 from psd.rim.bulk_memory import WorkerMemory
 from psd.rim.calls import CallGuard, Waiter, forget_frames
-from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsFrames
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.outbox import Outbox
 from psd.state.shard import Shard
 from psd.v1 import bulk_pb2, data_pb2, job_pb2
@@ -221,6 +221,8 @@ class ServedConnection:
                     elif isinstance(item, data_pb2.InitializeReply):
                         reply.initialize.CopyFrom(item)
                     elif isinstance(item, PulledRows):
+                        if self._second_thread is not None:
+                            self._second_thread.flush()  # blocks come first
                         self._send_rows(item, is_last=sent is not None and sent.is_last)
                     elif has_payload:
                         self._plane.counts.count_bytes(sent=item.nbytes)
@@ -247,7 +249,7 @@ class ServedConnection:
 
     def _answers(
         self, call: bulk_pb2.BulkCall, sent: _Sent | None
-    ) -> Generator[PulledBlock | data_pb2.PushReply] | Generator[data_pb2.InitializeReply] | Generator[PulledRows]:
+    ) -> Generator[PulledBlock | PulledRows | data_pb2.PushReply | data_pb2.InitializeReply]:
         """Begin the call on the data plane."""
         waiter = Waiter(self._shard, _Deadline(self, call.timeout_s))
         if sent is None:
@@ -258,8 +260,13 @@ class ServedConnection:
             return self._plane.pull_rows(call.pull, sent.rows(), waiter, counts_no_use=call.counts_no_use)
         if call.method == bulk_pb2.BULK_METHOD_INITIALIZE:
             return self._plane.initialize(call.initialize, sent.blocks())
-        begin = self._plane.push if call.method == bulk_pb2.BULK_METHOD_PUSH else self._plane.push_pull
-        return begin(call.push, sent.blocks(), waiter)
+        if call.method == bulk_pb2.BULK_METHOD_PUSH:
+            return self._plane.push(call.push, sent.blocks(), waiter)
+        ahead: RowsAsked | None = None
+        if call.HasField("ahead"):
+            places = self._attached().rows(call.ahead.rows, call.ahead_at) if call.ahead_at else ()
+            ahead = call.ahead.rows, memoryview(call.ahead.payload), places
+        return self._plane.push_pull(call.push, sent.blocks(), waiter, ahead)
 
     @contextlib.contextmanager
     def _way_out(self) -> Iterator[Callable[[_Outgoing], None]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from psd.contract.rows import TableRows
 from psd.rim.calls import Waiter
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.trained import Trained
+from psd.state.exchange import tables_of
 from psd.state.shard import Shard
 from psd.state.tables.block import TablesBlock
 from psd.state.transfers import Found, Pull, Push
@@ -53,9 +54,11 @@ class PushedBlock(NamedTuple):
         return self.payload.nbytes + sum(numbers.nbytes for numbers in self.memory)
 
 
-RowsFrames = Iterator[tuple[Sequence[data_pb2.RowsPart], memoryview, Sequence[memoryview]]]
-"""The frames of a request for rows: the parts of each; its payload, the ids, which are read until the next is asked for; and
-where the numbers of each part go, if they are not to travel."""
+RowsAsked: TypeAlias = tuple[Sequence[data_pb2.RowsPart], memoryview, Sequence[memoryview]]
+"""A frame of a request for rows: its parts; its payload, the ids, which are read until the next frame is asked for; and where
+the numbers of each part go, if they are not to travel."""
+
+RowsFrames: TypeAlias = Iterator[RowsAsked]
 
 
 class PulledRows(NamedTuple):
@@ -184,9 +187,9 @@ class DataPlane:
             yield PulledRows(rows, version, bool(memory))
 
     def push_pull(
-        self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter
-    ) -> Generator[PulledBlock | data_pb2.PushReply]:
-        """See DataService.PushPull: the blocks as they become ready, and last the push's reply.
+        self, header: data_pb2.PushHeader, blocks: Iterator[PushedBlock], waiter: Waiter, ahead: RowsAsked | None = None
+    ) -> Generator[PulledBlock | PulledRows | data_pb2.PushReply]:
+        """See DataService.PushPull: the blocks as they become ready, the rows that are asked for ahead, last the push's reply.
 
         A block is answered once the push has covered it: what a worker reads contains its own gradient. What is there first
         leaves first.
@@ -194,6 +197,10 @@ class DataPlane:
         began = self._now()
         push = self._begin(header, waiter)
         pull = self._exchange.begin_answer(push)
+        if ahead is not None:
+            tables = tables_of(push.job)
+            parts, ids, memory = ahead
+            rows = tables.checks.rows(parts, ids, 0, has_values=False, memory=memory)
         pending: deque[Trained] = deque()
         try:
             for block in self._arriving(push, blocks):
@@ -224,6 +231,11 @@ class DataPlane:
                 while not isinstance(read := self._exchange.read(state, pull), tuple):
                     waiter.wait(read)
                 yield PulledBlock(state, read)
+            if ahead is not None:
+                version = tables.version
+                self._exchange.fill_rows(tables, rows, pull.clock)
+                self.counts.count_bytes(received=ids.nbytes, sent=sum(part.values.nbytes for part in rows))
+                yield PulledRows(rows, version, bool(memory))
         finally:
             push.loan.end()
         self.counts.count_call("push_pull", self._now() - began)

@@ -18,7 +18,7 @@ from psd.contract import frames
 from psd.contract.errors import CutMissed, InvalidRequest, Overloaded, WaitTimeout
 from psd.contract.rows import parts_of
 from psd.rim.calls import CallGuard, Frame, Waiter, checked, frame_parser, message_parser, wait_s
-from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsFrames
+from psd.rim.data_plane import DataPlane, PulledBlock, PulledRows, PushedBlock, RowsAsked, RowsFrames
 from psd.rim.strangers import CALLS_MAX, Strangers
 from psd.state.durability.cuts import Done
 from psd.state.shard import Shard
@@ -33,13 +33,17 @@ AnswerT = TypeVar("AnswerT")
 
 
 class DataService:
-    """The data plane of one shard."""
+    """The data plane of one shard.
+
+    Attributes:
+        reads: taken, without waiting, by each reader's call.
+    """
 
     def __init__(self, shard: Shard, plane: DataPlane, guard: CallGuard) -> None:
         self._shard = shard
         self._guard = guard
         self._plane = plane
-        self._reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
+        self.reads = threading.BoundedSemaphore(shard.config.limits.reads_max)
         self._strangers = Strangers(CALLS_MAX)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -107,13 +111,13 @@ class DataService:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Count a reader's call; refuse it if there are too many."""
-        if not self._reads.acquire(blocking=False):
+        if not self.reads.acquire(blocking=False):
             limit = self._shard.config.limits.reads_max
             raise Overloaded(f"Read: {limit} readers are fetching parameters already (the shard's --max-reads)")
         try:
             yield
         finally:
-            self._reads.release()
+            self.reads.release()
 
     def _read(self, request: data_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         done: Done = SimpleQueue()
@@ -144,7 +148,7 @@ class DataService:
             for answer in self._plane.push_pull(_header(frame), _blocks(frame, requests), waiter):
                 if isinstance(answer, PulledBlock):
                     yield self._frame(answer)
-                else:
+                elif isinstance(answer, data_pb2.PushReply):
                     yield data_pb2.PullFrame(push=answer).SerializeToString()
 
     def pull_rows(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -175,8 +179,14 @@ class DataService:
         first = _next(frames_in)
         answer = data_pb2.SmallAnswer()
         sent = 0
-        for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context)):
-            if isinstance(item, PulledBlock):
+        ahead: RowsAsked | None = None
+        if request.HasField("ahead"):
+            ahead = request.ahead.rows, memoryview(request.ahead.payload), ()
+        for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context), ahead):
+            if isinstance(item, PulledRows):
+                payload = b"".join(rows.values.data for rows in item.rows)
+                answer.ahead.CopyFrom(data_pb2.RowsFrame(rows=parts_of(item.rows), version=item.version, payload=payload))
+            elif isinstance(item, PulledBlock):
                 try:
                     answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())
                 finally:

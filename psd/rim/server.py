@@ -38,6 +38,8 @@ from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
+from psd.rim.vector_service import SERVICE as VECTORS
+from psd.rim.vector_service import VectorService
 from psd.state.counts import LANES
 from psd.state.shard import Shard
 from psd.state.status import ShardState
@@ -132,8 +134,10 @@ class ShardServer:
             open_bulk=self._bulk.open,
             checkpointer=self._checkpointer,
         )
-        self._server.add_generic_rpc_handlers((DataService(self.shard, planes["grpc"], guard).handler(), control.handler()))
-        shown = Reflection((DATA, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), pace)
+        data = DataService(self.shard, planes["grpc"], guard)
+        vectors = VectorService(self.shard, guard, data.reads)
+        self._server.add_generic_rpc_handlers((data.handler(), control.handler(), vectors.handler()))
+        shown = Reflection((DATA, CONTROL, VECTORS, health.SERVICE_NAME, reflection.SERVICE_NAME), pace)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)
         self._server.add_generic_rpc_handlers((Unknown(pace),))
         self._metrics: MetricsServer | None = None
@@ -206,7 +210,7 @@ class ShardServer:
         return MetricsServer(host, port, metrics.render, CONTENT_TYPE)
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        for service in ("", DATA, CONTROL):
+        for service in ("", DATA, CONTROL, VECTORS):
             self._health.set(service, status)
         self._update_readiness()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import psd_core
 from psd.checkpoint.cut import CutName
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.custom_rules import load_rules
+from psd.contract.custom_rules import load_listed
 from psd.contract.errors import (
     ForeignRun,
     InvalidRequest,
@@ -73,7 +73,7 @@ class ShardCore:
         timeline, restored_from: see JoinReply.
         lost_round: EXACT: why the shard is DAMAGED; see Restoration.
         now: monotonic seconds. wall: seconds since 1970.
-        rules: the users' own that jobs may name, by import path.
+        rules: the users' own that jobs may name, by import path. functions: those that batches on vectors may.
         has_checkpoints: there is a place for them, and so perhaps one to go back to.
     """
 
@@ -93,7 +93,8 @@ class ShardCore:
         self.wall = wall
         self.incarnation = incarnation or secrets.randbits(62) + 1
         self.run_id = config.run_id
-        self.rules = load_rules(config.rules, config.rule_dir)
+        listed = load_listed(config.rules, config.rule_dir)
+        self.rules, self.functions = listed.rules, listed.functions
         self.has_checkpoints = has_checkpoints
         self.job_lock = locks.new(Level.JOB)
         self.lock = locks.new(Level.SHARD)
@@ -134,8 +135,19 @@ class ShardCore:
             raise NotDeclared("the job has no initial values on this shard yet")
         return job
 
-    def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "") -> Job:
+    def begin_growing(self) -> bool:
+        """Give up a job of vectors alone, for one that trains something beside them; False if its life does not allow that."""
+        with self.lock:
+            grows = self.life.now in (Life.UNREAD, Life.SERVING)
+            if grows:
+                self.become(Life.EMPTY)
+                self.initial = self.new_initial()
+        return grows
+
+    def make_job(self, spec: JobSpec, members: Membership, restored_from: str = "", *, keeps_vectors: bool = False) -> Job:
         """Make a job whose arena holds no values yet, in place of the present arena. Called with `job_lock`, not with `lock`.
+
+        keeps_vectors: those of the present job are the new one's.
 
         Raises:
             OutOfSpace: there is no room for it; nothing was made.
@@ -152,7 +164,7 @@ class ShardCore:
 
         def arena_of(layout: Layout, shapes: list[BlockShape]) -> Arena:
             stored.layout_digest = layout.digest
-            return self.storage.create(stored, shapes, spec.world_size)
+            return self.storage.create(stored, shapes, spec.world_size, keeps_vectors=keeps_vectors)
 
         return self._job(spec, members, arena_of, lambda: self.storage.create_tables(specs))
 
@@ -229,6 +241,7 @@ class ShardCore:
             job = self._job(spec, members, lambda *_: arena, lambda: self.storage.open_tables(len(spec.tables)))
         except InvalidRequest as error:
             raise ConfigError(f"--rule: {self.storage.directory} holds a job that needs it: {error}") from error
+        self.storage.open_vectors()
         if job.layout.digest != stored.layout_digest:
             raise ConfigError(
                 f"--state-dir: {self.storage.directory}: was written by a version of psd that cuts blocks differently"

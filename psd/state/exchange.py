@@ -349,11 +349,15 @@ class Exchange:
     ) -> list[TableRows]:
         """The rows that a frame asks for; see RowChecks.rows and TablesBlock.fill."""
         rows = tables.checks.rows(parts, payload, before, has_values=False, memory=memory)
+        self.fill_rows(tables, rows, clock)
+        return rows
+
+    def fill_rows(self, tables: TablesBlock, rows: Sequence[TableRows], clock: int | None) -> None:
+        """See TablesBlock.fill."""
         try:
             tables.fill(rows, clock)
         except ArenaClosed:
             raise self._core.gone_back() from None
-        return rows
 
     def read(self, block: Trained, pull: Pull) -> Found | Ticket:
         """A block's version and pinned page for a worker at `clock`, or a ticket for its round to close.

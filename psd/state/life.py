@@ -27,6 +27,7 @@ class Life(enum.Enum):
 
 _GOES_BACK = "Rollback names a checkpoint"
 _RECOVERED = "at the start: an earlier process has left it so"
+_GROWS = "a job of vectors alone is declared with tensors or tables"
 _LOSES = "a round cannot be completed any more (exact aggregation)"
 
 TRANSITIONS: dict[Life, dict[Life, str]] = {
@@ -41,10 +42,12 @@ TRANSITIONS: dict[Life, dict[Life, str]] = {
     Life.UNREAD: {
         Life.UNREAD: "the worker that was chosen later brings its values",
         Life.SERVING: "a worker reads, or pushes",
+        Life.EMPTY: _GROWS,
         Life.DAMAGED: _LOSES,
         Life.LOADING: _GOES_BACK,
     },
     Life.SERVING: {
+        Life.EMPTY: _GROWS,
         Life.DAMAGED: _LOSES,
         Life.LOADING: _GOES_BACK,
     },

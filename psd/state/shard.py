@@ -33,6 +33,7 @@ from psd.state.job import Job
 from psd.state.parameters import ParameterDesk
 from psd.state.status import STATES, ShardState, ShardStatus
 from psd.state.tickets import Ticket, WaitKind
+from psd.state.vectors.desk import VectorDesk
 from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
@@ -67,7 +68,7 @@ class Shard:
         is_recovered: the shard goes on with what an earlier process of it held.
         restored_from: name of the checkpoint that it has begun with; it is tentative then.
         config: which shard, limits, lease. now: monotonic seconds.
-        admission, exchange, buffers, parameters, restoration, cuts, schedule: the desks, each for its part of the calls.
+        admission, exchange, buffers, parameters, vectors, restoration, cuts, schedule: the desks, each for its calls.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Shard:
         self.buffers = BufferDesk(self._core, self.cuts)
         self.parameters = ParameterDesk(self._core)
         self.settlement = SettlementDesk(self._core)
+        self.vectors = VectorDesk(self._core)
         self._curves = Curves(now, config.limits.name_bytes_max)
         self.is_draining = False
         self._started = now()

@@ -56,6 +56,16 @@ class Asker:
         self._calls = [stub.Status.future(request, timeout=timeout_s, metadata=metadata) for stub in stubs]
         return [self._answer(server, call) for server, call in zip(self.servers, self._calls, strict=True)]
 
+    def curves(self, after: int, timeout_s: float) -> control_pb2.CurvesReply | None:
+        """Ask shard 0 for the scalars that workers have reported after this point; None if it does not say."""
+        stub = control_pb2_grpc.ControlServiceStub(self._channels[0])  # type: ignore[no-untyped-call]
+        request = control_pb2.CurvesRequest(after=after)
+        try:
+            reply: control_pb2.CurvesReply = stub.Curves(request, timeout=timeout_s, metadata=self._credentials.metadata())
+        except grpc.RpcError:
+            return None
+        return reply
+
     def silent(self) -> list[str]:
         """Addresses that have not answered the present question yet. From any thread."""
         return [server for server, call in zip(self.servers, self._calls, strict=False) if not call.done()]

@@ -5,6 +5,7 @@ Pure functions on snapshots. What came and went between two looks is not seen.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from psd.watch.snapshot import Event, JobSnapshot, ShardSnapshot, WorkerSnapshot
@@ -13,8 +14,8 @@ from psd.watch.snapshot import Event, JobSnapshot, ShardSnapshot, WorkerSnapshot
 def events_between(before: JobSnapshot | None, now: JobSnapshot) -> list[Event]:
     """Events that the second look shows and the first one does not; of a first look, nothing but troubles."""
     if before is None:
-        return [Event(now.at, "lost", "error", _lost(shard)) for shard in now.shards if shard.state == "no answer"]
-    return [Event(now.at, *event) for event in _events(before, now)]
+        return [Event(now.at, "lost", "error", _lost(shard), now.clock) for shard in now.shards if shard.state == "no answer"]
+    return [Event(now.at, kind, level, text, _step_of(text, now)) for kind, level, text in _events(before, now)]
 
 
 def _events(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, str]]:
@@ -70,6 +71,12 @@ def _of_checkpoints(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str
         error = new.checkpoint.error if new.checkpoint else ""
         if error and error != (old.checkpoint.error if old.checkpoint else ""):
             yield "checkpoint", "error", f"shard {new.index}: checkpoint: {error}"
+
+
+def _step_of(text: str, now: JobSnapshot) -> int:
+    """The step at which it happened: a checkpoint's name says its own, the clock only the present one."""
+    found = re.match(r"checkpoint .*step-(\d{1,15})", text)
+    return int(found[1]) if found else now.clock
 
 
 def _lost(shard: ShardSnapshot) -> str:

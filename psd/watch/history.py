@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
 
-MOMENTS_MAX = 2400
+MOMENTS_MAX = 1200
 EVENTS_MAX = 500
 CURVES_MAX = 256
 POINTS_MAX = 8192
@@ -103,9 +103,10 @@ class History:
         self.events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._curves: dict[str, dict[tuple[int, int], CurvePoint]] = {}
 
-    def add(self, snapshot: JobSnapshot, events: Iterable[Event]) -> None:
-        """Note a look, and what has happened since the one before."""
-        self.moments = thinned([*self.moments, moment_of(snapshot)], MOMENTS_MAX)
+    def add(self, snapshot: JobSnapshot | None, events: Iterable[Event]) -> None:
+        """Note a look, and what has happened since the one before. None: a first look, which knows no rates."""
+        if snapshot is not None:
+            self.moments = thinned([*self.moments, moment_of(snapshot)], MOMENTS_MAX)
         self.events.extend(events)
 
     def add_point(self, curve: str, point: CurvePoint) -> None:

@@ -21,6 +21,7 @@ from psd.watch.rates import Rates
 from psd.watch.snapshot import (
     CallTimes,
     CheckpointSnapshot,
+    CurvePoint,
     Event,
     JobSnapshot,
     ShardSnapshot,
@@ -32,8 +33,11 @@ from psd.watch.words import wait_text, waits_text
 RATE_S = 10.0
 """Seconds over which rates are measured."""
 
-ANSWER_S = 2.0
-"""Seconds that a look waits for a shard."""
+ANSWER_S = 1.5
+"""Seconds that a look waits for a shard, by default."""
+
+ANSWERS_MAX = 64
+"""Answers with points of curves that are read in one look; the rest is for the next."""
 
 WAIT_S = 0.5
 """Waits that are shorter are part of every step, and not told."""
@@ -48,35 +52,50 @@ class Asks(Protocol):
         """Return the answers, in the order of the shards."""
         ...
 
+    def curves(self, after: int, timeout_s: float) -> pb.CurvesReply | None:
+        """Return shard 0's answer; None if there is none."""
+        ...
+
 
 class Sampler:
     """A job under observation.
 
     Args:
         asker: asks the shards.
-        clock: monotonic seconds. wall: seconds since 1970.
+        clock: monotonic seconds. wall: seconds since 1970. answer_s: how long a look waits for a shard.
 
     Attributes:
         history: of all looks so far. now: the last look; None before the first.
-        answers: what the last look is made of.
+        answers: what the last look is made of. points: that it has found, with the names of their curves.
     """
 
-    def __init__(self, asker: Asks, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        asker: Asks,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        answer_s: float = ANSWER_S,
+    ) -> None:
         self.history = History()
         self.now: JobSnapshot | None = None
         self.answers: list[Answer] = []
+        self.points: list[tuple[str, CurvePoint]] = []
         self._asker = asker
+        self._answer_s = answer_s
         self._clock = clock
         self._wall = wall
         self._rates = Rates(RATE_S)
         self._events: list[Event] = []
+        self._points_of = 0  # the incarnation of shard 0 that counts points,
+        self._points_read = 0  # and the number of the last one read
 
-    def look(self, timeout_s: float = ANSWER_S) -> JobSnapshot:
+    def look(self) -> JobSnapshot:
         """Ask all shards once; the job as it is now."""
-        self.answers = self._asker.ask(timeout_s)
+        self.answers = self._asker.ask(self._answer_s)
         before, now = self.now, self._snapshot(self.answers)
         self._events = events_between(before, now)
-        self.history.add(now, self._events)
+        self.history.add(now if before is not None else None, self._events)
+        self.points = self._new_points() if self.answers[0].reply is not None else []
         self.now = now
         return now
 
@@ -213,6 +232,30 @@ class Sampler:
             last_seen_s=worker.last_seen_s,
             waits=printable(wait_text(max(own, key=lambda wait: wait.waited_s))) if own else "",
         )
+
+    def _new_points(self) -> list[tuple[str, CurvePoint]]:
+        """What workers have reported since the last look."""
+        found: list[tuple[str, CurvePoint]] = []
+        for _ in range(ANSWERS_MAX):
+            reply = self._asker.curves(self._points_read, self._answer_s)
+            if reply is None:
+                break
+            if reply.incarnation != self._points_of:
+                self._points_of, is_other = reply.incarnation, self._points_read > 0
+                self._points_read = 0
+                if is_other:
+                    continue  # what was asked for was another one's count
+            self._points_read = reply.latest
+            now = self._wall()
+            for curve in reply.curves:
+                columns = zip(curve.steps, curve.values, curve.ago_s, strict=False)
+                name = printable(curve.name)
+                found += [(name, CurvePoint(curve.rank, step, value, now - ago_s)) for step, value, ago_s in columns]
+            if not reply.more:
+                break
+        for name, point in found:
+            self.history.add_point(name, point)
+        return found
 
 
 def _worker_state(worker: pb.WorkerStatus) -> str:

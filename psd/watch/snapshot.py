@@ -123,12 +123,14 @@ class Event:
     Attributes:
         at: seconds since 1970. kind: "join", "leave", "lost", "restart", "checkpoint", "refused", "state" or "run".
         level: "info", "warning" or "error".
+        step: of the job, or of the checkpoint.
     """
 
     at: float
     kind: str
     level: str
     text: str
+    step: int
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,24 @@ FUNCTIONS = {
 }
 
 
+class Killed(BaseException):
+    """End of a worker, which nothing catches."""
+
+
 class Space:
-    """The shards: vectors by name, and a barrier. `before_batch` is called before each batch of the leader's."""
+    """The shards: vectors by name, and a barrier of the workers that are there.
+
+    Attributes:
+        arrays: by name. most: how many there were at most. before_batch: called before each batch of the leader's.
+    """
 
     def __init__(self, world_size=1):
         self.world_size = world_size
         self.arrays = {}
         self.most = 0
         self.before_batch = lambda: None
-        self.meeting = threading.Barrier(world_size, timeout=10)
+        self._changed = threading.Condition()
+        self._present, self._arrived, self._opened = world_size, 0, 0
 
     def minimize(self, *arguments, losses, **options):
         """Results, or errors, of all workers, by rank."""
@@ -39,15 +48,35 @@ class Space:
         def worker(rank):
             try:
                 return minimize(Connection(self, rank), losses[rank], *arguments, **options)
-            except Exception as error:  # noqa: BLE001 - the result of the worker
+            except (Exception, Killed) as error:  # noqa: BLE001 - the result of the worker
                 return error
 
         with ThreadPoolExecutor(self.world_size) as pool:
             return list(pool.map(worker, range(self.world_size)))
 
+    def leave(self):
+        """Wait for one worker less."""
+        with self._changed:
+            self._present -= 1
+            self._open_if_complete()
+
+    def meet(self):
+        with self._changed:
+            self._arrived += 1
+            opens = self._opened + 1
+            self._open_if_complete()
+            assert self._changed.wait_for(lambda: self._opened >= opens, timeout=10)
+
+    def _open_if_complete(self):
+        if self._arrived >= self._present:
+            self._arrived, self._opened = 0, self._opened + 1
+            self._changed.notify_all()
+
 
 class Connection:
-    def __init__(self, space, rank):
+    """One worker's."""
+
+    def __init__(self, space, rank=0):
         self.space, self.rank, self.world_size = space, rank, space.world_size
 
     def vector(self, name, size):
@@ -55,11 +84,15 @@ class Connection:
         self.space.most = max(self.space.most, len(self.space.arrays))
         return Vector(self, name)
 
+    @property
+    def vectors(self):
+        return {name: Vector(self, name) for name in self.space.arrays}
+
     def batch(self):
         return Batch(self)
 
     def barrier(self, _name):
-        self.space.meeting.wait()
+        self.space.meet()
 
 
 class Vector:
@@ -73,8 +106,8 @@ class Vector:
     def pull(self):
         return self.array.copy()
 
-    def put(self, values, indices=slice(None)):
-        self.array[indices] = values
+    def put(self, values, start=0):
+        self.array[start : start + len(values)] = values
 
     def drop(self):
         del self.ps.space.arrays[self.name]
@@ -102,7 +135,7 @@ class Batch:
 
     def _reduce(self, compute):
         found = Number()
-        self.todo.append(lambda: setattr(found, "value", float(compute())))
+        self.todo.append(lambda: setattr(found, "value", compute()))
         return found
 
     def copy(self, y, x):
@@ -117,27 +150,33 @@ class Batch:
     def put(self, y, values):
         self._write(y, lambda: values)
 
-    def map(self, y, name):
-        self._write(y, lambda: FUNCTIONS[name](y.array))
+    def combine(self, y, coefficients, vectors):
+        self._write(y, lambda: sum(a * x.array for a, x in zip(coefficients, vectors, strict=True)))
 
-    def zip(self, y, name, x, *arguments):
-        self._write(y, lambda: FUNCTIONS[name](y.array, x.array, *arguments))
+    def map(self, y, name, of=None):
+        self._write(y, lambda: FUNCTIONS[name]((of or y).array))
+
+    def zip(self, y, name, x, *arguments, of=None):
+        self._write(y, lambda: FUNCTIONS[name]((of or y).array, x.array, *arguments))
+
+    def gram(self, ys, xs):
+        return self._reduce(lambda: np.array([[y.array @ x.array for x in xs] for y in ys]))
 
     def dot(self, y, x):
         return self._reduce(lambda: y.array @ x.array)
 
     def sum(self, y):
-        return self._reduce(lambda: y.array.sum())
+        return self._reduce(lambda: np.sum(y.array))
 
     def min(self, y):
-        return self._reduce(lambda: y.array.min())
+        return self._reduce(lambda: np.min(y.array))
 
     def max(self, y):
-        return self._reduce(lambda: y.array.max())
+        return self._reduce(lambda: np.max(y.array))
 
 
 class Number:
     value: float
 
     def __float__(self):
-        return self.value
+        return float(self.value)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
 from wire import Outcome, Request
 
 from psd.contract import frames
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
-from psd_client.lanes.transport import Call, GradientPart, Lane, Scope
+from psd_client.lanes.transport import Call, GradientPart, Lane, RowsAhead, Scope
 
 
 class Asks(Protocol):
@@ -104,7 +105,9 @@ class FakeLane(Lane):
         assert len(outcome.versions) == len(blocks)
         self._process.received(outcome.versions)
 
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+    def push_pull(
+        self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
+    ) -> data_pb2.PushReply:
         outcome = self._process.ask(self.shard, _request("push_pull", part.header, _gradients(part)), call.scope)
         self._process.received(outcome.versions)
         return data_pb2.PushReply.FromString(outcome.body)
@@ -119,6 +122,20 @@ class FakeLane(Lane):
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
         raise NotImplementedError("these jobs have no tables")
+
+    def run_vectors(
+        self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
+    ) -> vectors_pb2.VectorAnswer:
+        raise NotImplementedError("these jobs have no vectors")
+
+    def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
+        raise NotImplementedError("these jobs have no vectors")
+
+    def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
+        raise NotImplementedError("these jobs have no vectors")
+
+    def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        raise NotImplementedError("these jobs have no vectors")
 
     def close(self) -> None:
         pass

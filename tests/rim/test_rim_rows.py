@@ -241,6 +241,36 @@ def test_a_push_whose_worker_hangs_up_among_its_rows_has_changed_none(worker: Ro
     assert worker.pull_rows(1, 2, clock=1) == [[-1.0] * 3] * 2
 
 
+@pytest.mark.parametrize("is_small", [True, False], ids=["grpc", "bulk"])
+def test_rows_come_with_a_push_pull_and_wrong_ones_are_refused_before_it_counts(worker: RowsWorker, is_small: bool) -> None:
+    """As of its answer, behind all blocks."""
+    stream = worker.connect()
+
+    def push_pull(clock: int, ahead: data_pb2.RowsRequest) -> data_pb2.RowsFrame:
+        frames = worker.push_frames(clock, rows([7, 8]))
+        if is_small:
+            return worker.data.PushPullSmall(data_pb2.SmallPush(frames=frames, ahead=ahead), timeout=TIMEOUT_S).ahead
+        method = bulk_pb2.BULK_METHOD_PUSH_PULL
+        call = bulk_pb2.BulkCall(method=method, push=frames[0].push, timeout_s=10, ahead=ahead)
+        stream.send(Kind.CALL, call.SerializeToString())
+        stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(blocks=[0]).SerializeToString(), frames[0].payload)
+        of_rows = bulk_pb2.BulkBlocks(blocks=[TABLES_BLOCK], rows=frames[1].rows, last=True)
+        stream.send(Kind.BLOCKS, of_rows.SerializeToString(), frames[1].payload)
+        for _ in range(2):
+            answer(stream, Kind.ANSWER)
+        _, head, nbytes = stream.receive()
+        payload = bytearray(nbytes)
+        stream.read_into(memoryview(payload))
+        answer(stream, Kind.REPLY)
+        return data_pb2.RowsFrame(rows=data_pb2.RowsFrame.FromString(head).rows, payload=bytes(payload))
+
+    with pytest.raises((grpc.RpcError, InvalidRequest), match=f"rows: {IDS_MAX + 1} ids are above"):
+        push_pull(0, request(range(IDS_MAX + 1)))
+    for clock in range(2):
+        frame = push_pull(clock, request([9, 8]))
+        assert np.frombuffer(frame.payload, np.float32).tolist() == [0.0] * 3 + [-clock - 1.0] * 3
+
+
 @pytest.fixture
 def sharing(worker: RowsWorker, memory: int) -> Stream:
     """A connection to whose shard the worker's memory is attached."""

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from shard_driver import Killed
-from simulated_settlement import Sent, SettlingWorker
+from simulated_settlement import Counted, Sent, SettlingWorker
 
 from psd.contract.errors import SessionFenced, ShardRestarted
 from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.lent import Loan
 from psd.state.aggregation.rounds import Outcome
+from psd.state.aggregation.trained import Trained
 from psd.state.shard import Shard
 from psd.state.tickets import Ticket
 from psd.state.transfers import Pull, Push
@@ -88,7 +89,7 @@ class ExchangingWorker(SettlingWorker):
                 clock=sent.clock,
                 weight=sent.weight,
                 layout_digest=world.layout.digest,
-                scalars=[data_pb2.GroupScalars(values=world.scalars) for _ in world.spec.groups],
+                scalars=[data_pb2.GroupScalars(values=world.scalars_of(group)) for group in range(len(world.spec.groups))],
                 decisions=self.decisions,
             )
         )
@@ -112,6 +113,8 @@ class ExchangingWorker(SettlingWorker):
         world = self.world
         blocks = list(world.layout.blocks_of(index))
         world.rng.shuffle(blocks)
+        if world.tables is not None and world.rng.random() < 0.5:
+            yield from self.push_rows(index, shard, caller, sent, push)
         for block in blocks:
             # A gradient of its own in each block and for each push, so that a sum tells what is in it.
             gradient = np.full(block.length, sent.value + block.index)
@@ -135,7 +138,29 @@ class ExchangingWorker(SettlingWorker):
                 world.staged.add(name)
             if lent is None or world.rng.random() < 0.5:
                 yield None
+        if world.tables is not None and world.layout.tables_block(index) not in push.covered:
+            yield from self.push_rows(index, shard, caller, sent, push)
         world.check_alive(index, caller)
+
+    def push_rows(self, index: int, shard: Shard, caller: job_pb2.Caller, sent: Sent, push: Push) -> Iterator[Any]:
+        """The push's rows, which are not lent."""
+        world, tables, block = self.world, self.world.tables, self.world.layout.tables_block(index)
+        assert tables is not None
+        assert block is not None
+        tables.make_mortal(index, shard)
+        parts, payload = tables.frame(index, self.rank, sent)
+        while True:
+            world.check_alive(index, caller)
+            before = push.outcomes[Outcome.COUNTED]
+            with tables.counting(index, Counted(self.rank, sent.session, sent.clock, sent.weight, sent.value + block)) as part:
+                ticket = shard.exchange.push_block(push, block, b"", payload, rows=parts)
+                part.is_counted = push.outcomes[Outcome.COUNTED] > before
+            if ticket is None:
+                break
+            yield ticket
+            ticket.future.result(0)
+        if world.rng.random() < 0.5:
+            yield None
 
     def push_pull_everywhere(self, sent: Sent) -> Iterator[Any]:
         """What push_pull does through shared memory: the shards read the gradients where they lie."""
@@ -170,8 +195,8 @@ class ExchangingWorker(SettlingWorker):
                 yield ticket
                 ticket.future.result(0)
                 world.check_alive(index, caller)
-            for block in world.layout.blocks_of(index):
-                yield from self.read(index, shard, caller, answer, push.job.block(block.index))
+            for block in push.job.read_from(()):
+                yield from self.read(index, shard, caller, answer, block)
         except Killed:
             push.loan = Loan()  # a process that is dead ends none
             raise
@@ -228,13 +253,18 @@ class ExchangingWorker(SettlingWorker):
         for block in blocks:
             yield from self.read(index, shard, caller, pull, block)
 
-    def read(self, index: int, shard: Shard, caller: job_pb2.Caller, pull: Pull, block: BlockState) -> Iterator[Any]:
+    def read(self, index: int, shard: Shard, caller: job_pb2.Caller, pull: Pull, block: Trained) -> Iterator[Any]:
         world = self.world
         while isinstance(found := shard.exchange.read(block, pull), Ticket):
             yield found
             found.future.result(0)
             world.check_alive(index, caller)
         version, page = found
+        if not isinstance(block, BlockState):
+            assert world.tables is not None
+            world.tables.check_rows(index, shard, pull.clock, version)
+            return
+        assert page is not None
         world.oracle.on_read(self.rank, pull.clock, block.plan.index, version, page)
         block.unpin(page)
         if block.plan.index % 3 == 2:

@@ -22,6 +22,18 @@ class Sent:
     incarnations: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class Counted:
+    """A gradient that a block has counted, or is about to."""
+
+    rank: int
+    session: int
+    clock: int
+    weight: float
+    value: float
+    is_counted: bool = False
+
+
 class SettlingWorker:
     """A worker with decisions, of whose rounds it finds out how they are applied."""
 

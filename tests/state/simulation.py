@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shard_driver import Fuse, Killed
+from simulated_tables import ArenaFuse, SimulatedTables
 from simulated_worker import RUN_ID, SimulatedWorker
 from simulation_oracle import Oracle
 
@@ -82,6 +83,7 @@ class Simulation:
         self.kills = self.resumes = self.rejoins = 0
         self.was_initialized = self.is_lost = False
         self.oracle = Oracle(self)
+        self.tables = SimulatedTables(self) if spec.tables else None
         # A worker that waits at a barrier pushes nothing, so barriers stand where all come by: at the end, if all have as many
         # steps, those too that have died and joined again; or, where nobody dies, before any step that all take.
         self.has_final_barrier = self.rng.random() < 0.5
@@ -96,6 +98,11 @@ class Simulation:
         self.finished: set[int] = set()
         self.troubles_left = 6 if trouble else 0
         self.trouble_rate = 0.01 if self.is_exact else 0.02  # exact steps take more turns
+
+    def scalars_of(self, group: int) -> tuple[float, ...]:
+        """Those of a group's rule; the tables' has no momentum."""
+        is_of_tables = any(table.group == group for table in self.spec.tables)
+        return (1.0, 0.0, 0.0, 0.0) if is_of_tables else self.scalars
 
     # -- the scheduler --
 
@@ -218,7 +225,7 @@ class Simulation:
     # -- shards --
 
     def start_shard(self, index: int) -> None:
-        self.fuses[index] = Fuse()
+        self.fuses[index] = ArenaFuse()
         shard = Shard(
             ServerConfig(
                 index,
@@ -255,6 +262,9 @@ class Simulation:
         self.kills += 1
         if shard._core.storage.arena is not None:
             shard._core.storage.arena._directory.close()
+        for store in shard._core.storage.tables:
+            store._file.close()
+            store._open = None
         for ticket in shard._core.waiting.open():
             ticket.fail(ShardRestarted("the connection broke", shard=index))
 

@@ -11,13 +11,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from shard_driver import Killed
-from simulated_settlement import Sent
+from simulated_settlement import Counted, Sent
 
 from psd.contract.verdicts import members_mask
 from psd.state.shard import Shard
@@ -27,18 +26,6 @@ from psd_core.arena import Page
 
 if TYPE_CHECKING:
     from simulation import Simulation
-
-
-@dataclass
-class Counted:
-    """A gradient that a block has counted, or is about to."""
-
-    rank: int
-    session: int
-    clock: int
-    weight: float
-    value: float
-    is_counted: bool = False
 
 
 class Oracle:
@@ -112,7 +99,7 @@ class Oracle:
     def on_verdict(self, verdict: job_pb2.Verdict) -> None:
         known = self.verdicts.setdefault(verdict.round, verdict)
         assert known == verdict, f"round {verdict.round} has two verdicts: {known}, {verdict}"
-        assert verdict.scale == self._scale(verdict.round), f"round {verdict.round}: {verdict.scale}"
+        assert verdict.scale == self.scale(verdict.round), f"round {verdict.round}: {verdict.scale}"
 
     @contextmanager
     def initializing(self, index: int, value: float) -> Iterator[None]:
@@ -152,6 +139,8 @@ class Oracle:
             self.initial.pop(index, None)
             return
         self.learn_opened(shard)
+        if self.world.tables is not None:
+            self.world.tables.on_restart(index, shard)
         if initial is not None:
             self.initial[index] = float(next(iter(shard._core.declared().blocks.values()))._page.parameter[0])
         for block, state in shard._core.declared().blocks.items():
@@ -199,18 +188,19 @@ class Oracle:
             assert round_ in self.decided, f"block {block} closed round {round_}, which nobody has decided"
             if self.world.spec.has_verdicts and self.decided[round_]:
                 assert round_ in self.verdicts, f"block {block} closed round {round_}, on which there is no verdict"
-            states.append(self._stepped(states[-1], self._gradient(block, round_), self._scale(round_)))
+            states.append(self._stepped(states[-1], self._gradient(block, round_), self.scale(round_)))
         return states[version]
+
+    def members(self, round_: int) -> list[tuple[int, Sent]]:
+        """Ranks and pushes that a decided round has, in the order of the ranks."""
+        mask, ranks = self.decided[round_], range(self.world.spec.world_size)
+        found = [(rank, self.sent[rank, self.committed[round_, rank], round_]) for rank in ranks if mask >> rank & 1]
+        assert not any(m.skip for _, m in found), f"round {round_} counts a gradient that is not finite"
+        return found
 
     def _gradient(self, block: int, round_: int) -> float | None:
         """The members' gradient, in the order of the ranks; None if they have none."""
-        mask = self.decided[round_]
-        members = [
-            self.sent[rank, self.committed[round_, rank], round_]
-            for rank in range(self.world.spec.world_size)
-            if mask >> rank & 1
-        ]
-        assert not any(m.skip for m in members), f"round {round_} counts a gradient that is not finite"
+        members = [member for _, member in self.members(round_)]
         is_mean = self.world.spec.reduction == "mean"
         parts = [(m.weight if is_mean else 1.0, m.value + block) for m in members if m.weight]
         if not parts:
@@ -222,7 +212,7 @@ class Oracle:
             total += weight * value
         return total * (1.0 / sum(m.weight for m in members)) if is_mean else total
 
-    def _scale(self, round_: int) -> float:
+    def scale(self, round_: int) -> float:
         """What a round's gradient is multiplied by: torch's clip_grad_norm_ over all blocks, with an exactly rounded sum."""
         norm_max = self.world.spec.clip_norm
         if not norm_max:
@@ -300,11 +290,18 @@ class Oracle:
                 assert self.acknowledged <= set(found), f"block {block.index}: a push was acknowledged and lost"
             if not world.trouble and world.spec.quorum in (0, world.spec.world_size):
                 self._check_everything(block.index)
+        if world.tables is not None:
+            is_whole = not world.trouble and world.spec.quorum in (0, world.spec.world_size)
+            world.tables.check_end(self._everything() if is_whole else None)
+
+    def _everything(self) -> set[tuple[int, int]]:
+        """Rank and clock of all pushes."""
+        begun = {rank: clock for (rank, _), clock in self.entered.items()}
+        return {(r, c) for r, steps in enumerate(self.world.steps) for c in range(begun[r], steps)}
 
     def _check_everything(self, block: int) -> None:
         """No worker died: every gradient is in."""
-        begun = {rank: clock for (rank, _), clock in self.entered.items()}
-        everything = {(r, c) for r, steps in enumerate(self.world.steps) for c in range(begun[r], steps)}
+        everything = self._everything()
         if self.world.is_exact:
             found = {(r, c) for c, mask in self.decided.items() for r in range(self.world.spec.world_size) if mask >> r & 1}
             skipped = {c for (_, _, c), sent in self.sent.items() if sent.skip}

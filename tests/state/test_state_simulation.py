@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
-from shard_driver import job_spec
+from shard_driver import tables_spec
 from simulation import Simulation
 
 MODES = ("sync", "quorum", "exact", "exact quorum", "exact norms", "exact norms quorum", "ssp:0", "ssp:1", "ssp:3", "async")
@@ -18,9 +19,11 @@ def simulate(seed, mode, *, trouble, kills=0):
     rng = random.Random(seed)
     workers, shards = rng.choice((1, 2, 3, 4)), rng.choice((1, 2, 3))
     is_exact = mode.startswith("exact")
-    spec = job_spec(
+    blocks = rng.choice((shards, shards + 1, 2 * shards))
+    spec = tables_spec(
         workers,
-        blocks=rng.choice((shards, shards + 1, 2 * shards)),
+        tables=2 if seed % 4 == 1 and "norms" not in mode else 0,
+        blocks=blocks,
         size=2,
         mode="sync" if is_exact or mode == "quorum" else mode,
         flags=("momentum",) if is_exact else (),
@@ -30,6 +33,8 @@ def simulate(seed, mode, *, trouble, kills=0):
         clip_norm=20.0 if "norms" in mode else 0.0,
         nan_policy="skip" if "norms" in mode else "refuse",
     )
+    if not spec.tables:
+        spec = replace(spec, groups=spec.groups[:-1])
     world = Simulation(seed, spec, shards, rng.choice((4, 8)), trouble=trouble, kills=kills)
     world.run()
     return world

@@ -1,5 +1,6 @@
 """Looks at a job: psd/watch/sampler.py, with scripted answers and a clock that the test sets."""
 
+import math
 from dataclasses import asdict
 
 import pytest
@@ -36,6 +37,7 @@ class ScriptedJob:
             for index in range(shards)
         ]
         self.is_silent = [False] * shards
+        self.asked, self.curve_replies = [], []
         self.sampler = Sampler(self, lambda: self.seconds, lambda: 1e9 + self.seconds)
 
     def ask(self, timeout_s):
@@ -46,6 +48,11 @@ class ScriptedJob:
             else Answer(f"host:{7000 + index}", reply)
             for index, (reply, silent) in enumerate(zip(self.replies, self.is_silent, strict=True))
         ]
+
+    def curves(self, after, timeout_s):
+        del timeout_s
+        self.asked.append(after)
+        return self.curve_replies.pop(0) if self.curve_replies else None
 
     def train(self, seconds, steps_per_s=10, slow=None, awaited_share=0.0):
         """A look each second, with steps in between; the last look."""
@@ -194,6 +201,24 @@ def test_events_are_what_differs_between_two_looks(job):
     assert {event.at for event in job.sampler.history.events} == {1e9 + 3, 1e9 + 4}
 
 
+def logged(incarnation, latest, steps, values, more=False):
+    curve = pb.Curve(rank=1, name="loss", steps=steps, values=values, ago_s=[0.5] * len(steps))
+    return pb.CurvesReply(incarnation=incarnation, latest=latest, more=more, curves=[curve] if steps else [])
+
+
+def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):
+    job.curve_replies = [logged(7, 1, [1], [math.nan], more=True), logged(7, 2, [2], [0.5])]
+    job.look()
+    job.curve_replies = [logged(8, 1, [], []), logged(8, 1, [2], [0.4])]
+    job.look()
+
+    assert job.asked == [0, 1, 2, 0]
+    first, second = job.sampler.history.curves["loss"]
+    assert math.isnan(first.value)
+    assert (second.step, second.value, second.at) == (2, 0.4, 1e9 + 1.5), "a step that is made again takes the first one's place"
+    assert [name for name, _ in job.sampler.points] == ["loss"]
+
+
 def test_the_history_is_bounded_and_goes_back_to_the_beginning():
     job = ScriptedJob(shards=1, workers=1)
     for step in range(MOMENTS_MAX + 1000):
@@ -202,7 +227,7 @@ def test_the_history_is_bounded_and_goes_back_to_the_beginning():
 
     moments = job.sampler.history.moments
     assert len(moments) <= MOMENTS_MAX
-    assert (moments[0].at, moments[-1].at) == (1e9 + 1, 1e9 + MOMENTS_MAX + 1000)
+    assert (moments[0].at, moments[-1].at) == (1e9 + 2, 1e9 + MOMENTS_MAX + 1000)
     assert len(job.told) == EVENTS_MAX
 
 

@@ -129,11 +129,19 @@ class BulkClient:
         awaited: Mapping[int, int],
         parameters: FlatBuffers | None,
         call: Call,
+        ahead: WantedRows | None = None,
     ) -> bulk_pb2.BulkReply:
         """Make the call `message`: send what `part` has, if any, and receive blocks into the parameters.
 
-        awaited: their bytes, by index; of a tables' block, which has none, only the version comes.
+        Args:
+            awaited: their bytes, by index; of a tables' block, which has none, only the version comes.
+            ahead: rows to be fetched, too; one frame.
         """
+        if ahead is not None:
+            (request,) = ahead.requests
+            message.ahead.CopyFrom(ahead.in_one())
+            message.ahead_at.extend(request.starts)
+            self._traffic.sent_bytes += request.nbytes
         if parameters is not None:
             message.into_memory = self._has(parameters)
             if message.into_memory and self._attached is not None:
@@ -141,14 +149,14 @@ class BulkClient:
                 message.place = self._attached[1].index(parameters)
             message.announce = parameters.on_received is not None
         answers_bytes = sum(awaited.values()) if message.announce or not message.into_memory else 0
-        with self._calling(message, call, is_followed=part is not None):
+        with self._calling(message, call, is_followed=part is not None, wanted=ahead):
             sending = None
             if part is not None and part.feed is None and (answers_bytes <= SMALL_BYTES or self._names_only(part)):
                 for head, payload, is_more in self._messages(part):  # sent before anything is read, by one thread
                     self._stream.send(Kind.BLOCKS, head, *payload, more=is_more)
             elif part is not None:
                 sending = self._begin_sending(part)
-            return self._answer(sending, awaited, parameters, into_memory=message.into_memory)
+            return self._answer(sending, awaited, parameters, ahead, into_memory=message.into_memory)
 
     def pull_rows(self, message: bulk_pb2.BulkCall, wanted: WantedRows, call: Call) -> int:
         """Make the call `message`, for rows; return their version.
@@ -158,30 +166,28 @@ class BulkClient:
         """
         unsent = deque(wanted.requests)
         under_way: deque[int] = deque()
-        self._wanted = wanted
-        try:
-            with self._calling(message, call, is_followed=True):
-                try:
-                    while unsent or under_way:
-                        while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
-                            request = unsent.popleft()
-                            blocks = bulk_pb2.BulkBlocks(rows=request.parts, rows_at=request.starts, last=request.is_last)
-                            self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
-                            self._traffic.sent_bytes += request.nbytes
-                            under_way.append(request.nbytes)
-                        self._receive_rows(wanted)
-                        under_way.popleft()
-                    self._received(Kind.REPLY)
-                except _Refused:
-                    if unsent:
-                        self._stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
-                    raise
-        finally:
-            self._wanted = None
+        with self._calling(message, call, is_followed=True, wanted=wanted):
+            try:
+                while unsent or under_way:
+                    while unsent and sum(under_way) + (unsent[0].nbytes if under_way else 0) <= SMALL_BYTES:
+                        request = unsent.popleft()
+                        blocks = bulk_pb2.BulkBlocks(rows=request.parts, rows_at=request.starts, last=request.is_last)
+                        self._stream.send(Kind.BLOCKS, blocks.SerializeToString(), *request.ids)
+                        self._traffic.sent_bytes += request.nbytes
+                        under_way.append(request.nbytes)
+                    self._receive_rows(wanted)
+                    under_way.popleft()
+                self._received(Kind.REPLY)
+            except _Refused:
+                if unsent:
+                    self._stream.send(Kind.BLOCKS, bulk_pb2.BulkBlocks(last=True).SerializeToString())
+                raise
         return wanted.complete()
 
     def _receive_rows(self, wanted: WantedRows) -> None:
-        head, payload_bytes = self._received(Kind.ANSWER)
+        self._take_rows(wanted, *self._received(Kind.ANSWER))
+
+    def _take_rows(self, wanted: WantedRows, head: bytes, payload_bytes: int) -> None:
         before = wanted.received_bytes
         self._stream.read_into(*wanted.places(self._parsed(data_pb2.RowsFrame, head), payload_bytes))
         self._traffic.received_bytes += wanted.received_bytes - before
@@ -196,9 +202,12 @@ class BulkClient:
                 self._raise(got, head)
 
     @contextmanager
-    def _calling(self, message: bulk_pb2.BulkCall, call: Call, *, is_followed: bool) -> Iterator[None]:
-        """Begin a call; BLOCKS follow at once, or its answer."""
+    def _calling(
+        self, message: bulk_pb2.BulkCall, call: Call, *, is_followed: bool, wanted: WantedRows | None = None
+    ) -> Iterator[None]:
+        """Begin a call; BLOCKS follow at once, or its answer. wanted: rows that it fetches."""
         message.timeout_s = call.timeout_s
+        self._wanted = wanted
         try:
             with self._under_way(call):
                 self._stream.send(Kind.CALL, message.SerializeToString(), more=is_followed)
@@ -207,6 +216,8 @@ class BulkClient:
             raise WaitTimeout(
                 f"shard {self._shard} at {self._address}: no answer within {call.timeout_s:.1f} s", shard=self._shard
             ) from None
+        finally:
+            self._wanted = None
 
     def _has(self, buffers: FlatBuffers) -> bool:
         return (
@@ -295,11 +306,17 @@ class BulkClient:
         return sending
 
     def _answer(
-        self, sending: Task[None] | None, awaited: Mapping[int, int], parameters: FlatBuffers | None, *, into_memory: bool
+        self,
+        sending: Task[None] | None,
+        awaited: Mapping[int, int],
+        parameters: FlatBuffers | None,
+        ahead: WantedRows | None,
+        *,
+        into_memory: bool,
     ) -> bulk_pb2.BulkReply:
         """The answer, after all has been sent, too."""
         try:
-            reply = self._receive(dict(awaited), parameters, into_memory=into_memory)
+            reply = self._receive(dict(awaited), parameters, ahead, into_memory=into_memory)
         except _Refused:
             if sending is not None and (failure := sending.wait()) is not None:  # the shard reads on to the push's end
                 raise failure from None
@@ -313,11 +330,15 @@ class BulkClient:
             raise failure
         return reply
 
-    def _receive(self, awaited: dict[int, int], parameters: FlatBuffers | None, *, into_memory: bool) -> bulk_pb2.BulkReply:
+    def _receive(
+        self, awaited: dict[int, int], parameters: FlatBuffers | None, ahead: WantedRows | None, *, into_memory: bool
+    ) -> bulk_pb2.BulkReply:
         asked = dict(awaited)
         while True:
             kind, head, payload_bytes = self._stream.receive()
-            if kind is Kind.ANSWER:
+            if kind is Kind.ANSWER and ahead is not None and (into_memory or not awaited):
+                self._take_rows(ahead, head, payload_bytes)
+            elif kind is Kind.ANSWER:
                 frame = self._parsed(data_pb2.PullFrame, head)
                 nbytes = awaited.pop(frame.block, None)
                 if nbytes is None or payload_bytes != (0 if into_memory else nbytes):

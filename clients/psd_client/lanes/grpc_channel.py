@@ -118,6 +118,16 @@ class GrpcChannel:
             raise self._failure(failed, None, is_wait=is_wait) from None
         return result
 
+    def frame(self, method: str, frame: bytes, call: Call) -> bytes:
+        """The frame that answers one frame; the call waits for other workers.
+
+        `method` may be one of streams: on the wire a stream of one message is that message, but gRPC's threads take twice as
+        long over it.
+        """
+        rpc = self._begin("unary_unary", method, frame, call.timeout_s, is_future=True)
+        answer: bytes = self._result(rpc, call, is_wait=True)
+        return answer
+
     def stream_out(
         self, method: str, messages: Iterator[bytes], reply: type[MessageT], call: Call, *, is_wait: bool
     ) -> MessageT:
@@ -138,9 +148,13 @@ class GrpcChannel:
             self._was_reached = True
 
     def _reply(self, rpc: Any, _: type[MessageT], call: Call, *, is_wait: bool) -> MessageT:
+        found: MessageT = self._result(rpc, call, is_wait=is_wait)
+        return found
+
+    def _result(self, rpc: Any, call: Call, *, is_wait: bool) -> Any:
         with call.scope.entered(rpc.cancel):
             try:
-                found: MessageT = rpc.result()
+                found = rpc.result()
             except (grpc.RpcError, grpc.FutureCancelledError):
                 raise self._failure(rpc, call.scope, is_wait=is_wait) from None
         self._was_reached = True
@@ -150,22 +164,23 @@ class GrpcChannel:
         self,
         kind: str,
         method: str,
-        request: Message | Iterator[bytes],
+        request: Message | Iterator[bytes] | bytes,
         timeout_s: float,
         reply: type[Message] | None = None,
         *,
         is_blocking: bool = False,
+        is_future: bool = False,
     ) -> Any:
         """A call on the channel, which is opened if need be; Cancelled if it was closed for good meanwhile.
 
         Args:
-            kind: what gRPC calls it. reply: None: the answer is a stream of bytes.
+            kind: what gRPC calls it. reply: None: the answer is bytes. is_future: one answer, which is to be waited for.
         """
         serialize = type(request).SerializeToString if isinstance(request, Message) else None
         while True:
             channel, metadata = self._open(), self._credentials.metadata()
             start = getattr(channel, kind)(method, serialize, None if reply is None else reply.FromString)
-            if reply is not None and not is_blocking:
+            if is_future or (reply is not None and not is_blocking):
                 start = start.future
             try:
                 begun = start(request, timeout=timeout_s, metadata=metadata)

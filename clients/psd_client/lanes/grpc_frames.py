@@ -15,9 +15,13 @@ from psd.contract import frames
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
 from psd.contract.rows import parts_of, payload_of
-from psd.v1 import data_pb2
+from psd.contract.vector_batches import payload_parts
+from psd.v1 import data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
+
+FRAME_BYTES = 4 << 20
+"""Limit of the numbers in a frame of a batch on vectors."""
 
 
 def push_messages(part: GradientPart) -> Iterator[tuple[data_pb2.PushFrame, list[NDArray[Any]]]]:
@@ -52,6 +56,15 @@ def initial_frames(first: data_pb2.InitializeFrame, blocks: Sequence[Block], val
             message.CopyFrom(first)
         message.block = block.index
         yield frames.join(message.SerializeToString(), values.block(block.index))
+
+
+def vector_frames(batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]]) -> Iterator[bytes]:
+    """The frames of a batch on vectors, and of its payload."""
+    message = vectors_pb2.VectorFrame(batch=batch)
+    for piece in payload_parts(pieces):
+        for at in range(0, len(piece), FRAME_BYTES):
+            yield frames.join(message.SerializeToString(), piece[at : at + FRAME_BYTES])
+            message = vectors_pb2.VectorFrame()
 
 
 class BlockAnswer:

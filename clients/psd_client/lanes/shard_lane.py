@@ -7,29 +7,40 @@ into the parameters. Must not know sessions, clocks, retries or other shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows
-from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2
+from psd.contract.rows import FRAME_BYTES_MAX, TableRows
+from psd.contract.vector_batches import payload_parts
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
 from psd_client.lanes.bulk_opener import BulkOpener
 from psd_client.lanes.crew import can_start_threads
 from psd_client.lanes.feed import Aborted
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.grpc_channel import MESSAGE_BYTES_MAX, GrpcChannel
-from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages
-from psd_client.lanes.transport import Call, GradientPart, Lane, OutgoingBlocks, Share
+from psd_client.lanes.grpc_frames import BlockAnswer, initial_frames, push_messages, vector_frames
+from psd_client.lanes.transport import SMALL_BYTES, Call, GradientPart, Lane, OutgoingBlocks, RowsAhead, Share
 from psd_client.lanes.wanted_rows import WantedRows
 
 AT_ONCE_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 """Limit of gradients or parameters in one message."""
 
+AHEAD_BYTES_MAX = 512 << 10
+"""Limit of ids of rows that come with a push_pull: they stand in the head of its message."""
+
+VECTORS_AT_ONCE_BYTES_MAX = 1 << 20
+"""Limit of a batch's payload in one message; a larger one goes in frames, which need no copy of the whole."""
+
 _CONTROL = "/psd.v1.ControlService/"
 _DATA = "/psd.v1.DataService/"
+_VECTORS = "/psd.v1.VectorService/"
 
 
 class ShardLane(Lane):
@@ -168,6 +179,9 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
+            if not part.blocks and part.feed is None and part.nbytes <= FRAME_BYTES_MAX:
+                (frame,) = self._push_frames(part)
+                return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)
         if part.nbytes > AT_ONCE_BYTES_MAX:  # the shard refuses it with exact aggregation
             raise RuntimeError("gRPC cannot send this much at the end of the program with this Python; call close() earlier")
@@ -175,17 +189,38 @@ class ShardLane(Lane):
         reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
         return self._answered(reply, part.answered, None)
 
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
+    def push_pull(
+        self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
+    ) -> data_pb2.PushReply:
         """See Lane."""
         connection = self._connection(part.header.caller, call)
+        rows: WantedRows | None = None
         if connection is not None:
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH_PULL, push=part.header)
-            return connection.transfer(message, part, part.answered, parameters, call).push
-        if part.is_small:  # two copies more, but without what it costs to keep up a stream
-            reply = self._channel.unary(f"{_DATA}PushPullSmall", self._small(part), data_pb2.SmallAnswer, call, is_wait=True)
-            return self._answered(reply, part.answered, parameters)
-        received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
-        return self._with_reply(self._received(received, part.answered, parameters))
+            if ahead is not None and part.feed is None:
+                rows = self._ahead(ahead, connection.places)
+            reply = connection.transfer(message, part, part.answered, parameters, call, rows).push
+        elif part.is_small:  # two copies more, but without what it costs to keep up a stream
+            small = self._small(part)
+            if ahead is not None and ahead.nbytes <= SMALL_BYTES and (rows := self._ahead(ahead)) is not None:
+                small.ahead.CopyFrom(rows.in_one())
+            answer = self._channel.unary(f"{_DATA}PushPullSmall", small, data_pb2.SmallAnswer, call, is_wait=True)
+            if rows is not None:
+                rows.fill(answer.ahead, memoryview(answer.ahead.payload))
+                self.traffic.received_bytes += rows.received_bytes
+                self.traffic.sent_bytes += rows.requests[0].nbytes
+            reply = self._answered(answer, part.answered, parameters)
+        else:
+            received = self._channel.stream_in(f"{_DATA}PushPull", self._push_frames(part), call)
+            reply = self._with_reply(self._received(received, part.answered, parameters))
+        if ahead is not None:
+            ahead.version = rows.complete() if rows is not None else None
+        return reply
+
+    def _ahead(self, ahead: RowsAhead, places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []) -> WantedRows | None:
+        """The request, if it fits one frame."""
+        rows = WantedRows(self._name, ahead.wanted, places)
+        return rows if len(rows.requests) == 1 and rows.requests[0].nbytes <= AHEAD_BYTES_MAX else None
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         """See Lane."""
@@ -220,6 +255,41 @@ class ShardLane(Lane):
         """See Lane."""
         awaited = {block.index: block.nbytes for block in blocks}
         self._received(self._channel.stream_in(f"{_DATA}Read", request, call), awaited, parameters)
+
+    # -- vectors -------------------------------------------------------------------------------------------------------
+
+    def run_vectors(
+        self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
+    ) -> vectors_pb2.VectorAnswer:
+        """See Lane."""
+        self.traffic.sent_bytes += batch.payload_bytes
+        answer = vectors_pb2.VectorAnswer
+        if batch.payload_bytes <= VECTORS_AT_ONCE_BYTES_MAX:
+            batch.payload = b"".join(payload_parts(pieces))
+            return self._channel.unary(f"{_VECTORS}Run", batch, answer, call, is_wait=False)
+        return self._channel.stream_out(f"{_VECTORS}RunFrames", vector_frames(batch, pieces), answer, call, is_wait=False)
+
+    def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
+        """See Lane."""
+        method = f"{_VECTORS}{kind.capitalize()}"
+        return self._channel.unary(method, request, vectors_pb2.VectorAnswer, call, is_wait=False)
+
+    def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
+        """See Lane."""
+        return self._channel.unary(f"{_VECTORS}List", request, vectors_pb2.VectorListReply, call, is_wait=False)
+
+    def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        """See Lane."""
+        at = 0
+        for frame in self._channel.stream_in(f"{_VECTORS}Fetch", request, call):
+            _, numbers = frames.split(frame, "VectorFrame")
+            if len(numbers) > len(out) - at:
+                raise InternalError(f"{self._name}: has sent more numbers of a vector than were asked for")
+            out[at : at + len(numbers)] = numbers
+            at += len(numbers)
+        self.traffic.received_bytes += at
+        if at != len(out):
+            raise InternalError(f"{self._name}: has sent {at} bytes of a vector, {len(out)} were asked for")
 
     # -- gRPC's messages -----------------------------------------------------------------------------------------------
 
@@ -256,8 +326,14 @@ class ShardLane(Lane):
     def _asked(self, method: str, first: data_pb2.RowsRequest, wanted: Sequence[TableRows], call: Call) -> int:
         """Fetch rows over gRPC."""
         rows = WantedRows(self._name, wanted)
+        asked = self._rows_frames(rows, first)
         try:
-            for frame in self._channel.stream_in(f"{_DATA}{method}", self._rows_frames(rows, first), call):
+            answers: Iterable[bytes]
+            if len(rows.requests) == 1 and can_start_threads():
+                answers = (self._channel.frame(f"{_DATA}{method}", next(asked), call),)
+            else:
+                answers = self._channel.stream_in(f"{_DATA}{method}", asked, call)
+            for frame in answers:
                 head, payload = frames.split(frame, "RowsFrame")
                 rows.fill(data_pb2.RowsFrame.FromString(head), payload)
         finally:

@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows, in_frames
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
 
@@ -192,6 +192,23 @@ class GradientPart(OutgoingBlocks):
 
 
 @dataclass
+class RowsAhead:
+    """Rows that a push_pull may fetch besides, as of its answer.
+
+    Attributes:
+        wanted: whose values are to be filled. version: of the shard's tables, if they have been; else None.
+    """
+
+    wanted: Sequence[TableRows]
+    version: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and numbers."""
+        return sum(rows.nbytes for rows in self.wanted)
+
+
+@dataclass
 class Traffic:
     """Payload bytes of one lane so far."""
 
@@ -312,8 +329,31 @@ class Lane(ABC):
         """Fetch all blocks of the shard as of a cut into the buffers."""
 
     @abstractmethod
-    def push_pull(self, part: GradientPart, parameters: FlatBuffers, call: Call) -> data_pb2.PushReply:
-        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex."""
+    def push_pull(
+        self, part: GradientPart, parameters: FlatBuffers, call: Call, ahead: RowsAhead | None = None
+    ) -> data_pb2.PushReply:
+        """Push, and fetch the same blocks into the buffers, which are undefined if it fails; full duplex.
+
+        ahead: rows to be fetched, too, if that takes no other round trip.
+        """
+
+    @abstractmethod
+    def run_vectors(
+        self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
+    ) -> vectors_pb2.VectorAnswer:
+        """Run a batch on vectors, whose payload these pieces are."""
+
+    @abstractmethod
+    def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
+        """Make or drop a vector, as `kind` says: "create" or "drop"."""
+
+    @abstractmethod
+    def list_vectors(self, request: vectors_pb2.VectorListRequest, call: Call) -> vectors_pb2.VectorListReply:
+        """Fetch the declarations of the vectors."""
+
+    @abstractmethod
+    def fetch_vector(self, request: vectors_pb2.VectorFetch, out: memoryview, call: Call) -> None:
+        """Fetch numbers of a vector into `out`, which they fill, and whose contents are undefined if this fails."""
 
     @abstractmethod
     def close(self) -> None:

@@ -54,9 +54,16 @@ class WantedRows:
         self, whose: str, wanted: Sequence[TableRows], places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []
     ) -> None:
         self._whose = whose
-        self._frames: list[list[TableRows]] = list(in_frames(wanted, FRAME_BYTES, ids_alone=bool(places(wanted)))) or [[]]
+        starts = places(wanted)
+        self._frames: list[list[TableRows]] = list(in_frames(wanted, FRAME_BYTES, ids_alone=bool(starts))) or [[]]
+        is_one = len(self._frames) == 1 and len(self._frames[0]) == len(starts)
         self.requests = [
-            RowsToAsk(parts_of(frame), [rows.ids for rows in frame], frame is self._frames[-1], places(frame))
+            RowsToAsk(
+                parts_of(frame),
+                [rows.ids for rows in frame],
+                frame is self._frames[-1],
+                starts if is_one or not starts else places(frame),
+            )
             for frame in self._frames
         ]
         self.answered = 0
@@ -93,6 +100,11 @@ class WantedRows:
         if self.version is None or self.answered < len(self._frames):
             raise InternalError(f"{self._whose}: {len(self._frames) - self.answered} frames of rows are missing in its answer")
         return self.version
+
+    def in_one(self) -> data_pb2.RowsRequest:
+        """The whole request, if it is one frame, with the ids."""
+        (request,) = self.requests
+        return data_pb2.RowsRequest(rows=request.parts, payload=b"".join(ids.data for ids in request.ids), last=True)
 
     def messages(self, first: data_pb2.RowsRequest) -> Iterator[tuple[data_pb2.RowsRequest, list[NDArray[Any]]]]:
         """The messages of gRPC, each with its ids; `first` begins the first one."""

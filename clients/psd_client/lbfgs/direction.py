@@ -8,10 +8,10 @@ MapReduce, NIPS 2014.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-Product = tuple[str, str]
-"""Names of two vectors."""
+import numpy as np
+from numpy.typing import NDArray
 
 GRADIENT = "gradient"
 
@@ -26,33 +26,40 @@ def change_name(slot: int) -> str:
     return f"y.{slot}"
 
 
-def products_of(slots: Sequence[int]) -> list[Product]:
-    """Products that `direction` needs for the pairs in these slots, oldest first; those with the gradient come last."""
-    changes = [change_name(slot) for slot in slots]
-    among = [(step_name(slot), change) for slot in slots for change in changes]
-    among += [(changes[i], changes[j]) for i in range(len(slots)) for j in range(i + 1)]
-    return [*among, *((name(slot), GRADIENT) for slot in slots for name in (step_name, change_name))]
+class Products:
+    """Dot products of vectors, by their names in either order."""
+
+    def __init__(self) -> None:
+        self._values: dict[frozenset[str], float] = {}
+
+    def __getitem__(self, names: tuple[str, str]) -> float:
+        return self._values[frozenset(names)]
+
+    def enter(self, rows: Sequence[str], columns: Sequence[str], values: NDArray[np.float64]) -> None:
+        """Take an array (rows, columns) of them, in place of older ones."""
+        for row, of_row in zip(rows, values.tolist(), strict=True):
+            self._values.update({frozenset((row, column)): value for column, value in zip(columns, of_row, strict=True)})
 
 
-def direction(slots: Sequence[int], products: Mapping[Product, float]) -> dict[str, float]:
+def direction(slots: Sequence[int], products: Products) -> dict[str, float]:
     """Multiples of the gradient and of the pairs' vectors whose sum is the direction.
+
+    Args:
+        slots: those of the pairs, oldest first.
+        products: of the pairs' differences of gradients with each other and with those of points, and of all with the gradient.
 
     Sums are rounded once, so that they are the same in every version of Python.
     """
     count = range(len(slots))
     s, y = [step_name(slot) for slot in slots], [change_name(slot) for slot in slots]
-
-    def of_changes(i: int, j: int) -> float:
-        return products[y[max(i, j)], y[min(i, j)]]
-
     alpha = [0.0] * len(slots)
     for i in reversed(count):
         left = math.fsum([products[s[i], GRADIENT], *(-alpha[j] * products[s[i], y[j]] for j in range(i + 1, len(slots)))])
         alpha[i] = left / products[s[i], y[i]]
-    scale = products[s[-1], y[-1]] / of_changes(-1 % len(slots), -1 % len(slots)) if slots else 1.0
+    scale = products[s[-1], y[-1]] / products[y[-1], y[-1]] if slots else 1.0
     difference = [0.0] * len(slots)  # alpha - beta
     for i in count:
-        left = math.fsum([products[y[i], GRADIENT], *(-alpha[j] * of_changes(i, j) for j in count)])
+        left = math.fsum([products[y[i], GRADIENT], *(-alpha[j] * products[y[i], y[j]] for j in count)])
         gained = math.fsum([scale * left, *(difference[j] * products[s[j], y[i]] for j in range(i))])
         difference[i] = alpha[i] - gained / products[s[i], y[i]]
     return {GRADIENT: -scale} | {y[j]: scale * alpha[j] for j in count} | {s[j]: -difference[j] for j in count}

@@ -1,6 +1,6 @@
 """Evaluation of the loss by all workers: each one's share, and what the leader learns of all shares.
 
-A worker puts its gradient in a vector of its own, and then, when that is complete on all shards, one line into a small vector of
+A worker puts its gradient in a vector of its own. When that is complete on all shards, it puts one line into a small vector of
 all workers: the number of the evaluation, the loss, and a trouble if there is one. So the leader knows whose shares are whole.
 """
 
@@ -66,7 +66,7 @@ class Evaluator:
                 trouble = _BAD_GRADIENT + int(np.flatnonzero(~np.isfinite(gradient))[0])
             if not trouble and loss != math.inf:
                 self._open(f"part.{self._rank}", self._size).put(gradient)
-        self._shares.put([state.nfev, loss, trouble], np.arange(_LINE * self._rank, _LINE * (self._rank + 1)))
+        self._shares.put([state.nfev, loss, trouble], _LINE * self._rank)
 
     def _checked(self, loss: Any, gradient: Any) -> tuple[float, NDArray[np.float64]]:
         gradient = np.asarray(gradient)

@@ -1,7 +1,7 @@
-"""Iterations of L-BFGS, as the leader makes them: batches on the shards' vectors, and decisions on the numbers that they return.
+"""Iterations of L-BFGS, as the leader makes them: batches on the shards' vectors, and decisions on the numbers that come back.
 
-Vectors, all of the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, the history's pairs (s.i, y.i);
-with L1 also the pseudo-gradient, the orthant, and one to compute in. Nothing here has elements of them.
+Vectors, all of the size of x: two points with their gradients (x.0, x.1, g.0, g.1), the direction, the history's pairs
+(s.i, y.i); with L1 also the pseudo-gradient, the orthant, and one to compute in. Nothing here has elements of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from psd_client.lbfgs.direction import GRADIENT, Product, change_name, direction, products_of, step_name
+from psd_client.lbfgs.direction import GRADIENT, Products, change_name, direction, step_name
 from psd_client.lbfgs.evaluation import Open, Shares
 from psd_client.lbfgs.line_search import NoStep, Search, backtracking, strong_wolfe
 from psd_client.lbfgs.state import CONTROL, SIZE, State
@@ -43,7 +43,7 @@ class Iterations:
         self._size = size
         self._evaluate = evaluate
         self._parts = [self._vector(f"part.{rank}") for rank in range(world_size)]
-        self._products: dict[Product, float] = {}  # of the history; those with the gradient change in each iteration
+        self._products = Products()
 
     def _vector(self, name: str) -> Any:
         if name == GRADIENT:
@@ -64,7 +64,7 @@ class Iterations:
             if fun == math.inf:
                 raise NoStep
             state.recent = [fun]
-        self._prepare(state.slots, self._new_batch())
+        self._prepare(self._new_batch(), [], state.slots)
 
     def iterate(self) -> None:
         """Make one iteration.
@@ -105,10 +105,7 @@ class Iterations:
             d = self._vector("direction")
             sign = -1.0 if state.l1 else 1.0
             with self._new_batch() as b:
-                b.copy(d, self._vector(GRADIENT))
-                b.scale(d, sign * multiples.pop(GRADIENT))
-                for name, multiple in multiples.items():
-                    b.axpy(d, sign * multiple, self._vector(name))
+                b.combine(d, [sign * multiple for multiple in multiples.values()], [self._vector(name) for name in multiples])
                 if state.l1:
                     b.zip(d, "project", self._vector(GRADIENT))  # only where it is against the pseudo-gradient
                     b.scale(d, -1.0)
@@ -124,12 +121,10 @@ class Iterations:
         state = self.state
         x, tried, moved = self._vector(f"x.{state.point}"), self._vector(f"x.{trial}"), self._vector(step_name(pair))
         b = self._new_batch()
-        b.copy(tried, x)
-        b.axpy(tried, step, self._vector("direction"))
+        b.combine(tried, [1.0, step], [x, self._vector("direction")])
         if state.l1:
             b.zip(tried, "project", self._vector("orthant"))
-        b.copy(moved, tried)
-        b.axpy(moved, -1.0, x)
+        b.combine(moved, [1.0, -1.0], [tried, x])
         promised = b.dot(moved, self._vector(GRADIENT))
         state.at = trial
         self._ask(b)
@@ -155,8 +150,7 @@ class Iterations:
                 b.axpy(g, state.l2, x)
                 terms.append((state.l2 / 2, b.dot(x, x)))
             if state.l1:
-                b.copy(self._vector("scratch"), x)
-                b.map(self._vector("scratch"), "abs")
+                b.map(self._vector("scratch"), "abs", of=x)
                 terms.append((state.l1, b.sum(self._vector("scratch"))))
             along = b.dot(g, self._vector("direction"))
         slope = float(along)
@@ -165,30 +159,33 @@ class Iterations:
     def _accept(self, pair: int) -> None:
         """Enter the pair of the step that was taken into the history, if it is of use, and prepare the next direction."""
         state = self.state
-        change = self._vector(change_name(pair))
-        b = self._new_batch()
-        b.copy(change, self._vector(f"g.{state.point}"))
-        b.axpy(change, -1.0, self._vector(f"g.{1 - state.point}"))
-        slots = [*state.slots, pair][-state.history :]
-        self._prepare(slots, b)
         s, y = step_name(pair), change_name(pair)
+        b = self._new_batch()
+        b.combine(self._vector(y), [1.0, -1.0], [self._vector(f"g.{at}") for at in (state.point, 1 - state.point)])
+        slots = [*state.slots, pair][-state.history :]
+        self._prepare(b, slots[:-1], slots[-1:])
         state.slots = slots if self._products[s, y] > CURVATURE_MIN * self._products[y, y] else slots[:-1]
 
-    def _prepare(self, slots: list[int], b: Any) -> None:
-        """Run the batch with what the next direction needs: products that are not known yet, and the gradient's norm."""
+    def _prepare(self, b: Any, known: list[int], fresh: list[int]) -> None:
+        """Run the batch with what the next direction needs: the gradient's norm, and products of the history's pairs.
+
+        known: slots of the pairs whose products with each other are known. fresh: those of the others, which are newer.
+        """
         state = self.state
         gradient = self._vector(GRADIENT)
         if state.l1:
             x = self._vector(f"x.{state.point}")
-            b.copy(gradient, x)
-            b.zip(gradient, "pseudo_gradient", self._vector(f"g.{state.point}"), state.l1)
-            b.copy(self._vector("orthant"), x)
-            b.zip(self._vector("orthant"), "orthant", gradient)
-        pair = {step_name(slots[-1]), change_name(slots[-1])} if slots else set()
-        wanted = products_of(slots)
-        known = {p: self._products[p] for p in wanted if p in self._products and GRADIENT not in p and not pair & {*p}}
-        found = {p: b.dot(self._vector(p[0]), self._vector(p[1])) for p in wanted if p not in known}
+            b.zip(gradient, "pseudo_gradient", self._vector(f"g.{state.point}"), state.l1, of=x)
+            b.zip(self._vector("orthant"), "orthant", gradient, of=x)
         low, high = b.min(gradient), b.max(gradient)
+        pairs = [*map(step_name, known + fresh), *map(change_name, known + fresh)]
+        tables = [([GRADIENT, *map(change_name, fresh)], pairs), ([*map(step_name, fresh)], [*map(change_name, known)])]
+        found = [
+            (rows, columns, b.gram([self._vector(name) for name in rows], [self._vector(name) for name in columns]))
+            for rows, columns in tables
+            if rows and columns
+        ]
         b.run()
-        self._products = known | {product: float(value) for product, value in found.items()}
+        for rows, columns, answer in found:
+            self._products.enter(rows, columns, answer.value)
         state.gradient_norm = max(-float(low), float(high))

@@ -1,7 +1,7 @@
 """Line searches of L-BFGS, on numbers alone. Must not know vectors or workers.
 
-A search is a generator: it yields the steps to try, is sent the objective and the slope there, and returns the step to take, the
-last one it has tried; or raises `NoStep`. Loss and slope may be infinite or NaN at a step that is too long.
+A search is a generator: it yields the steps to try, is sent the objective and the slope there, and returns the step to take,
+which is the last one that it has tried; or raises `NoStep`. Objective and slope may be infinite or NaN at a step too long.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def strong_wolfe(fun: float, slope: float, first: float) -> Search:
         step = _between(low, high) if high else low.step * GROWTH
         if high and abs(high.step - low.step) <= 1e-12 * max(high.step, low.step):
             break
-    if low.step == 0:
+    if not low.fun < fun:
         raise NoStep
     yield low.step  # the slope is still steep there, but the objective is smaller
     return low.step

@@ -92,7 +92,7 @@ def minimize(
             the loss has no value there, and a shorter step is tried. x is a new array (n,) of float64.
         x0: where to begin, (n,); worker 0's.
         l2, l1: weights of the regularization, >= 0. With l1, OWL-QN (Andrew and Gao 2007): elements of x become zeros.
-        history: pairs of differences that the direction is made of, 1 to 100.
+        history: pairs of differences that the direction is made of, 1 to 20.
         max_iterations: most iterations.
         tolerance: end when no element of the gradient is above it, or when the objective has decreased in 5 iterations by no
             more than it as a share of the objective (of 1, if that is smaller).
@@ -102,7 +102,7 @@ def minimize(
     Raises:
         InvalidRequest, InvalidTensor: an argument is wrong.
         NonFiniteGradient: a loss is NaN, or a gradient NaN or infinite; names the worker. Raised on all workers.
-        WorkerFailed: a worker has left, or its loss_and_grad has raised, so that its share is missing. Raised on all the others.
+        WorkerFailed: a worker has left, or its loss_and_grad has raised, so that its share is missing. Raised on the others.
         WaitTimeout, ShardUnavailable, SessionFenced: as `ParameterServer.push`.
     """
     start = _checked_start(x0)
@@ -134,8 +134,10 @@ class _Vectors:
         return self._open[name]
 
     def drop_all_but(self, *names: str) -> None:
-        for name, vector in self._open.items():
-            if name not in names:
+        """Drop the others of this name, also those that an earlier life of a program has made."""
+        for full_name, vector in self._ps.vectors.items():
+            prefix, _, name = full_name.partition(f"{self._prefix}.")
+            if not prefix and name and name not in names:
                 vector.drop()
 
 
@@ -236,10 +238,10 @@ class _Run:
 
 
 def _result(state: State, x: NDArray[np.float64]) -> Result:
-    is_success = state.status in (Status.CONVERGED_GRADIENT, Status.CONVERGED_DECREASE)
-    return Result(
-        x, state.fun, state.nit, state.nfev, is_success, int(state.status), MESSAGES[state.status], state.gradient_norm, state.step
-    )
+    status = state.status
+    is_success = status in (Status.CONVERGED_GRADIENT, Status.CONVERGED_DECREASE)
+    counts = state.nit, state.nfev
+    return Result(x, state.fun, *counts, is_success, int(status), MESSAGES[status], state.gradient_norm, state.step)
 
 
 def _checked_start(x0: Any) -> NDArray[np.float64]:

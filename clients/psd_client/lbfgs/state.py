@@ -17,10 +17,10 @@ from psd.contract.errors import InvalidRequest
 _FORMAT = 1
 CONTROL = "control"
 """Name of the vector."""
-SIZE = 256
+SIZE = 64
 """Numbers in it."""
 
-HISTORY_MAX = 100
+HISTORY_MAX = 20
 LOOK_BACK = 5
 """Iterations over which the decrease of the objective is judged: a single one may be small by chance."""
 

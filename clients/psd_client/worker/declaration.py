@@ -87,7 +87,7 @@ class JobDeclaration:
 
     def _declare_at(self, lane: Lane, call: Call) -> control_pb2.DeclareReply:
         reply = lane.declare(control_pb2.DeclareRequest(caller=self._caller(lane.shard), spec=self._message), call)
-        if reply.layout_digest != self._values.layout.digest:
+        if not self.spec.is_empty and reply.layout_digest != self._values.layout.digest:
             raise LayoutMismatch(
                 f"shard {lane.shard} at {lane.address} cuts the parameters into other blocks than this worker: "
                 "their versions of psd differ",

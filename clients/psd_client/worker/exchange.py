@@ -28,7 +28,6 @@ from psd.contract.verdicts import members_mask
 from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers, share_memory
-from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Share
 from psd_client.worker.attendance import Attendance
@@ -39,7 +38,8 @@ from psd_client.worker.first_gradient import FirstGradient
 from psd_client.worker.lending import ParameterPlaces, lent_places
 from psd_client.worker.loading import ParameterLoad
 from psd_client.worker.push_counts import PushCounts
-from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
+from psd_client.worker.row_traffic import RowTraffic
+from psd_client.worker.rows import Gradients
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
 from psd_client.worker.verdict_search import VerdictSearch
@@ -63,6 +63,7 @@ class ParameterExchange:
         is_skipped: the round of the last push changed nothing, because somebody's gradient was not finite; without rounds, this
             worker's. Known after the pull.
         counts: see ParameterServer.stats.
+        rows: those of tables on their way.
         buffers: what the worker computes beside the parameters.
     """
 
@@ -102,10 +103,7 @@ class ParameterExchange:
         segment = share_memory(layout, lent_places(layout) if is_lending else 1) if sharing else None
         self.gradients = FlatBuffers(layout, segment=segment, of_gradients=True)
         self.places = ParameterPlaces(layout, segment, is_lending=is_lending)
-        self.parameters = self.places.current
-        self._batches = Batches(layout)
-        of_rows = segment if layout.spec.tables else None
-        self._pushed_rows, self._pulled_rows = RowsMemory(of_rows), RowsMemory(of_rows)
+        self.parameters, self.rows = self.places.current, RowTraffic(layout, segment)
         self._first = FirstGradient(rank, layout.spec.world_size, self.gradients)
         self._requests = DataRequests(session, self.gradients, self._first, self._attendance, self._verdicts)
         self.buffers = BufferKeeper(session, shards, layout, self.parameters, self._timeout_s)
@@ -138,6 +136,7 @@ class ParameterExchange:
     def _begin_again(self) -> None:
         self._unconfirmed = self._failed = self._session.pushing = None
         self._requests.rows_read.clear()
+        self.rows.forget()
         if self._verdicts is not None:
             self._verdicts.forget()
         self.pull_all()
@@ -152,7 +151,9 @@ class ParameterExchange:
     def pull_rows(self, wanted: Mapping[int, NDArray[Any]], *, counts_no_use: bool = False) -> dict[int, NDArray[np.float32]]:
         """Fetch rows at the worker's clock, as `pull` fetches the trained blocks: see FlatCalls.pull_rows."""
         self._resolve()
-        pull = RowPull(self._batches, wanted, self._pulled_rows)
+        if wanted and not counts_no_use and (fetched := self.rows.take(wanted)) is not None:
+            return fetched
+        pull = self.rows.pull(wanted)
 
         def pull_at(lane: Lane, call: Call) -> None:
             self._push_again(lane, call)
@@ -172,10 +173,6 @@ class ParameterExchange:
         self._failed = None
         self.counts["rows_pulled"] += pull.rows
         return pull.results()
-
-    def gradients_of_rows(self, gradients: Gradients) -> RowGradients:
-        """Gradients of rows as a push sends them."""
-        return RowGradients(self._batches, gradients, self._pushed_rows)
 
     def confirm(self) -> None:
         """Wait until the round of the last push has closed, so that its gradients are no longer needed; free after a pull.
@@ -224,17 +221,12 @@ class ParameterExchange:
             SentPush.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
+        ahead = self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
-            self._counts.on_reply(
-                sent,
-                lane.shard,
-                lane.push_pull(
-                    self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions),
-                    self.parameters,
-                    call,
-                ),
-            )
+            part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+            reply = lane.push_pull(part, self.parameters, call, ahead.at.get(lane.shard))
+            self._counts.on_reply(sent, lane.shard, reply)
 
         self.parameters = self.places.renew()
         with self._call(sent):
@@ -248,10 +240,12 @@ class ParameterExchange:
             self._finish(sent)
             # Late at one shard and in time at another: there the answer is older than the clock at which this worker goes on.
             behind = [lane for lane in self._lanes if sent.replies[lane.shard].clock < self._session.clock]
-            if behind:
-                for attempt in self._session.attempts():
-                    with attempt:
-                        self._pull(behind)
+            for attempt in self._session.attempts() if behind else ():
+                with attempt:
+                    self._pull(behind)
+            if not behind and (pull := ahead.result) is not None:
+                self.counts["rows_pulled"] += self.rows.came(pull)
+                self._requests.rows_read |= ahead.versions
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
 
@@ -273,7 +267,8 @@ class ParameterExchange:
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        rows, clock = self.gradients_of_rows(gradients or {}), self._session.clock
+        self.rows.forget()
+        rows, clock = self.rows.gradients(gradients or {}), self._session.clock
         name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
         if name is not None and not skip:
             what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
@@ -281,7 +276,7 @@ class ParameterExchange:
         if skip or name is not None:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
-            rows = self.gradients_of_rows({})
+            rows = self.rows.gradients({})
         values = [data_pb2.GroupScalars(values=group) for group in scalars]
         failed = self._failed
         if failed is not None:

@@ -7,6 +7,7 @@ Must not know frameworks, names of tensors, or how anything travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,17 @@ from psd_client.lanes.feed import Aborted, Feed
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.rows import Gradients
+from psd_client.worker.vector_calls import VectorCalls
 from psd_client.worker.worker import ONE_JOB, Turn, WorkerConnection
 
 
 class FlatCalls(WorkerConnection):
     """A worker that declares, pushes and pulls whole buffers."""
+
+    @cached_property
+    def vectors(self) -> VectorCalls:
+        """The calls for server-side vectors."""
+        return VectorCalls(self._config, self._session, self._shards, self.operation, lambda: self._exchange is not None)
 
     def declare_tensors(
         self,
@@ -157,9 +164,13 @@ class FlatCalls(WorkerConnection):
         with self.operation("pull of rows", turn=turn):
             return self.declared.pull_rows(wanted, counts_no_use=counts_no_use)
 
+    def prefetch_rows(self, wanted: Mapping[int, NDArray[Any]]) -> None:
+        """Have rows come with the next push_pull: `pull_rows` of the same ids, after it, then needs no round trip."""
+        self.declared.rows.prefetch(wanted)
+
     def rows_by_shard(self, rows: Gradients) -> list[list[TableRows]]:
         """Gradients of rows as `Feed.finish` takes them; not to be changed before the feed's push has ended."""
-        return self.declared.gradients_of_rows(rows).by_shard
+        return self.declared.rows.gradients(rows).by_shard
 
     def set_parameters(self, write: Callable[[FlatBuffers], None]) -> None:
         """Set the job's parameters to what `write` writes; called by all workers, with the same values, at the same step.

@@ -45,18 +45,17 @@ class Batches:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._latest: dict[int, list[tuple[NDArray[Any], Distinct]]] = {}
+        self._latest: dict[int, list[tuple[bytes, Distinct]]] = {}
 
     def of(self, table: int, ids: NDArray[Any]) -> Distinct:
         """The distinct ids, by shard."""
-        flat = np.ascontiguousarray(ids).reshape(-1)
-        latest = self._latest.setdefault(table, [])
-        for found in latest:
-            if np.array_equal(found[0], flat):
-                return found[1]
-        batch = distinct(flat, self.layout.shard_count)
-        if flat.nbytes <= REMEMBERED_BYTES_MAX:
-            latest.insert(0, (flat.copy(), batch))
+        latest, bits = self._latest.setdefault(table, []), ids.tobytes()
+        for known, batch in latest:
+            if known == bits:
+                return batch
+        batch = distinct(np.ascontiguousarray(ids).reshape(-1), self.layout.shard_count)
+        if len(bits) <= REMEMBERED_BYTES_MAX:
+            latest.insert(0, (bits, batch))
             del latest[REMEMBERED:]
         return batch
 

@@ -213,7 +213,8 @@ class Session:
     def declare(self, spec: JobSpec, values: FlatBuffers, fetch: Callable[[], None]) -> None:
         """Agree on the job; provide `values` as its initial ones if it has none, else `fetch` its own."""
         declaration = JobDeclaration(spec, values, self._shards, self.caller, self._config.wait_timeout_s)
-        is_first, is_provided = self._declaration is None, False
+        is_first = self._declaration is None or self._declaration.spec.is_empty
+        is_provided = False
         for attempt in Attempts(self, self._config.wait_timeout_s, is_beginning=True):
             with attempt:
                 is_provided = self._declare(declaration, is_first=is_first)

@@ -35,12 +35,14 @@ from psd.state.tables.stores import close_stores, create_stores, open_stores, re
 from psd.v1 import storage_pb2
 from psd_core.arena import NO_SPACE, Arena, ArenaBusy, ArenaCorrupt, ArenaError, ArenaFull, BlockShape
 from psd_core.table import TableSpec, TableStore
+from psd_core.vector import VectorStore
 
 logger = logging.getLogger(__name__)
 
 _BARRIERS_NAME = "barriers"
 _VERDICT_NAME = "verdict"
 _BOOT_NAME = "boot"
+_VECTORS_NAME = "vectors"
 _CLIENT_STATE_PREFIX = "client-state-"
 _CLOSED = b"closed"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -62,6 +64,7 @@ class Storage:
         )
         self.arena: Arena | None = None
         self.tables: list[TableStore] = []
+        self.vectors: VectorStore | None = None
         self._clean_up: weakref.finalize[..., Storage] | None = None
 
     def recover(self) -> tuple[storage_pb2.StoredJob, Arena] | None:
@@ -129,15 +132,17 @@ class Storage:
         if self._config.run_id and self._config.run_id != stored.run_id:
             raise ConfigError(f"holds run {stored.run_id!r}, not {self._config.run_id!r}")
 
-    def create(self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int) -> Arena:
-        """A new arena for a job, in place of the one that is there.
+    def create(
+        self, stored: storage_pb2.StoredJob, shapes: Sequence[BlockShape], workers: int, *, keeps_vectors: bool = False
+    ) -> Arena:
+        """A new arena for a job, in place of the one that is there. keeps_vectors: that one's vectors stay.
 
         Raises:
             OutOfSpace: the directory has no room for it.
             InternalError: it is no place for an arena, or another process's.
         """
         replace = self.arena is not None
-        self.close(keep=False)
+        self.close(keep=False, keeps_vectors=keeps_vectors)
         try:
             arena = Arena.create(
                 self.directory,
@@ -200,6 +205,42 @@ class Storage:
                 f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
             ) from error
         return self.tables
+
+    def make_vectors(self) -> None:
+        """Make the store of the job's vectors, beside the arena, if it has none yet.
+
+        Raises:
+            OutOfSpace: there is no room for it.
+        """
+        if self.vectors is None:
+            config = self._config
+            try:
+                self.vectors = VectorStore.create(
+                    self.directory / _VECTORS_NAME,
+                    shard=config.shard_index,
+                    shards=config.shard_count,
+                    sessions_max=2 * config.limits.workers_max + 1,
+                    crash_point=self._tables_crash_point,
+                )
+            except ArenaFull as error:
+                raise OutOfSpace(f"{self.directory} has no room for vectors: {error.strerror}") from error
+
+    def open_vectors(self) -> None:
+        """Take over the vectors of the arena that was found, if there are any.
+
+        Raises:
+            ConfigError: they cannot be used.
+        """
+        try:
+            self.vectors = VectorStore.open(self.directory / _VECTORS_NAME, crash_point=self._tables_crash_point)
+        except FileNotFoundError:
+            return
+        except (ArenaError, OSError) as error:
+            if self.arena is not None:
+                self.arena.close(remove=False)
+            raise ConfigError(
+                f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
+            ) from error
 
     def save_barriers(self, opened: bytes) -> None:
         """Store the opened barriers beside the arena; does nothing before there is an arena.
@@ -277,18 +318,21 @@ class Storage:
         path = self.directory / name
         return path.read_bytes() if path.exists() else b""
 
-    def close(self, *, keep: bool) -> None:
-        """Let go of the arena. It stays if the operator named its directory and `keep`."""
+    def close(self, *, keep: bool, keeps_vectors: bool = False) -> None:
+        """Let go of the arena. It stays if the operator named its directory and `keep`. keeps_vectors: not of the vectors."""
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
                 if self.tables:  # whoever finds the arena without them is to take it for one that was never complete
                     self.arena.set_word("initialized", 0)
-                _remove_notes(self.directory)
+                _remove_notes(self.directory, but_vectors=keeps_vectors)
             else:
                 self._note_closed(self.arena)
             close_stores(self.tables, remove=is_removed)
             self.tables = []
+            if self.vectors is not None and not keeps_vectors:
+                self.vectors.close(remove=is_removed)
+                self.vectors = None
             self.arena.close(remove=is_removed)
             self.arena = None
             if self._clean_up is not None:
@@ -340,12 +384,15 @@ def _boot_id() -> bytes:
 
 def _abandon(arena: Arena, directory: Path) -> None:
     remove_stores(directory)
+    shutil.rmtree(directory / _VECTORS_NAME, ignore_errors=True)
     arena.abandon()
 
 
-def _remove_notes(directory: Path) -> None:
+def _remove_notes(directory: Path, *, but_vectors: bool = False) -> None:
     """Delete what lies beside an arena."""
     remove_stores(directory)
+    if not but_vectors:
+        shutil.rmtree(directory / _VECTORS_NAME, ignore_errors=True)
     for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
         for path in (directory / name, directory / f"{name}.new"):
             path.unlink(missing_ok=True)

@@ -227,8 +227,8 @@ class Admission:
             members, job = self._core.members, self._core.job
             if spec.world_size != len(members.workers):
                 raise SpecMismatch(f"world_size: joined with {len(members.workers)}, declared {spec.world_size}")
-        if job is None:
-            job = self._core.make_job(spec, members)
+        if job is None or (job.spec.is_empty and not spec.is_empty and self._core.begin_growing()):
+            job = self._core.make_job(spec, members, keeps_vectors=job is not None)
             try:
                 has_values = self._give_values(job)
             except BaseException:
@@ -240,13 +240,16 @@ class Admission:
                     job.arena.set_word("initialized", GIVEN)
                     self._core.become(Life.UNREAD)
                     self._core.initial.on_set(GIVEN)
-        elif job.spec != spec and self._core.life.now is Life.RESTORED:
+        elif job.spec != spec and not spec.is_empty and self._core.life.now is Life.RESTORED:
             self._redeclare(spec)
 
     def _agree(self, caller: job_pb2.Caller, spec: JobSpec) -> tuple[control_pb2.DeclareReply, Ticket | None]:
         with self._core.lock:
             worker = self._core.check_caller(caller)
             job = self._core.declared()
+            if spec.is_empty and not job.spec.is_empty:  # a worker of vectors, which has no part in what is trained, or not yet
+                reply = control_pb2.DeclareReply(layout_digest=job.layout.digest, initialized=True, clock=worker.clock)
+                return reply, None
             if job.spec != spec:
                 raise SpecMismatch(f"{job.spec.difference(spec)}. {self._core.how_to_begin_afresh}")
             if self._core.life.now is Life.RESTORED:

@@ -1,8 +1,8 @@
-"""Who may see the dashboard: on loopback whoever is on this machine; beyond it, who has shown the token.
+"""Admission to the dashboard: on loopback whoever is on this machine; beyond it, who has shown the token.
 
-The token is shown once, in the body of a request, and exchanged for a cookie; it is in no address, and so in no log. On loopback
-the name in the request must be a loopback name, so that no page of another site, whose name was made to point here, can read
-what a browser on this machine may. Must not know what there is to see.
+The token is shown once, in the body of a request, and exchanged for a cookie; it is in no address, and so in no log. On
+loopback the name in the request must be a loopback name, so that no page of another site, whose name was made to point here,
+can read what a browser on this machine may. Must not know what there is to see.
 """
 
 from __future__ import annotations

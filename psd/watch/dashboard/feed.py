@@ -1,4 +1,4 @@
-"""What browsers are sent: the whole past once, then each look. Plain JSON, without NaN, which JSON does not have: null instead.
+"""Messages for browsers: the whole past once, then each look. Plain JSON, without NaN, which JSON does not have: null instead.
 
 Knows the values of psd/watch; neither requests nor sockets.
 """
@@ -41,9 +41,7 @@ def whole(sampler: Sampler) -> str:
         "now": plain(sampler.now),
         "history": {name: [_brief(getattr(moment, name)) for moment in history.moments] for name in COLUMNS},
         "events": plain(list(history.events)),
-        "curves": {
-            name: [[p.rank, p.step, _number(p.value), p.at] for p in points] for name, points in history.curves.items()
-        },
+        "curves": {name: [[p.rank, p.step, _number(p.value), p.at] for p in points] for name, points in history.curves.items()},
     }
     return json.dumps(found, allow_nan=False, separators=(",", ":"))
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import mimetypes
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from importlib import resources
 from typing import TypeAlias
 
@@ -61,7 +61,7 @@ class Streams:
         queue.put_nowait(None)
 
     @contextlib.contextmanager
-    def joined(self) -> contextlib.AbstractContextManager[asyncio.Queue[bytes | None]]:  # type: ignore[misc]
+    def joined(self) -> Iterator[asyncio.Queue[bytes | None]]:
         """A queue of events, the last of which is None."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(LATE_MAX)
         self._queues.add(queue)
@@ -101,7 +101,12 @@ class Pages:
 
     def app(self) -> web.Application:
         """The application, for aiohttp to serve."""
-        app = web.Application(middlewares=[web.middleware(self._guarded)], client_max_size=4096)
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._guarded(request, handler)
+
+        app = web.Application(middlewares=[guarded], client_max_size=4096)
         app.router.add_get("/", self._file)
         app.router.add_get("/static/{name}", self._file)
         app.router.add_get("/api/job", self._job)
@@ -165,9 +170,7 @@ class Pages:
         if cookie is None:
             return self._refusal(403, "this is not the dashboard's token")
         response = web.json_response({})
-        response.set_cookie(
-            self._cookie, cookie, max_age=int(VISIT_S), httponly=True, samesite="Strict", secure=self._is_https
-        )
+        response.set_cookie(self._cookie, cookie, max_age=int(VISIT_S), httponly=True, samesite="Strict", secure=self._is_https)
         return response
 
 

@@ -1,7 +1,7 @@
 """The dashboard's process: looks at the job once an interval, serves the pages, ends when it is told to.
 
-Looks are taken in a thread of their own, because they wait for shards; whoever needs what they have found runs there, too, so that
-nothing is locked. Must not know flags.
+Looks are taken in a thread of their own, because they wait for shards; whoever needs what they have found runs there, too, so
+that nothing is locked. Must not know flags.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ class Place:
     """Where the dashboard is served.
 
     Attributes:
-        listener: a socket that listens. token: to be shown by browsers; None: not asked for. tls: None: plain HTTP.
+        listener: a socket that listens.
+        token: to be shown by browsers; None: not asked for. is_token_new: it was made up for this process.
+        tls: None: plain HTTP.
     """
 
     listener: socket.socket
     token: str | None
+    is_token_new: bool
     tls: ssl.SSLContext | None
 
 

@@ -1,0 +1,101 @@
+"""Rows of one worker on their way: the memory that they lie in, and those that a push_pull brings for the pull after it.
+
+Must not know sessions, rounds or how anything travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.layout import Layout
+from psd_client.lanes.rows_memory import RowsMemory
+from psd_client.lanes.segment import Segment
+from psd_client.lanes.transport import RowsAhead
+from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
+
+
+class PullAhead:
+    """What one push_pull is to fetch besides, perhaps nothing.
+
+    Attributes:
+        at: what to ask of each shard.
+    """
+
+    def __init__(self, pull: RowPull | None, shards: Sequence[int]) -> None:
+        self._pull = pull
+        self.at: dict[int, RowsAhead] = {}
+        for shard in shards if pull is not None else ():
+            assert pull is not None
+            portion, *others = pull.at(shard)
+            if others:  # too much for one round trip
+                self.at = {}
+                return
+            if pull.concerns(shard):
+                self.at[shard] = RowsAhead(portion)
+
+    @property
+    def result(self) -> RowPull | None:
+        """All of it, if it has come."""
+        return self._pull if self.at and all(rows.version is not None for rows in self.at.values()) else None
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Versions of the shards' tables."""
+        return {shard: rows.version for shard, rows in self.at.items() if rows.version is not None}
+
+
+class RowTraffic:
+    """Rows of one worker.
+
+    Args:
+        segment: memory that shards see, with room for rows; None: there is none.
+    """
+
+    def __init__(self, layout: Layout, segment: Segment | None) -> None:
+        shared = segment if layout.spec.tables else None
+        self._batches = Batches(layout)
+        self._pushed, self._pulled = RowsMemory(shared), RowsMemory(shared)
+        self._wanted: dict[int, NDArray[Any]] = {}
+        self._ids: dict[int, bytes] = {}
+        self._rows: dict[int, NDArray[np.float32]] = {}
+
+    def gradients(self, gradients: Gradients) -> RowGradients:
+        """Gradients of rows as a push sends them."""
+        return RowGradients(self._batches, gradients, self._pushed)
+
+    def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:
+        """A pull that is to be made."""
+        return RowPull(self._batches, wanted, self._pulled)
+
+    def prefetch(self, wanted: Mapping[int, NDArray[Any]]) -> None:
+        """Have rows come with the next push_pull, for the `pull_rows` after it."""
+        self._wanted |= {table: ids.copy() for table, ids in wanted.items()}
+
+    def pull_ahead(self, shards: Sequence[int]) -> PullAhead:
+        """What the push_pull that begins now is to fetch besides, from these shards."""
+        return PullAhead(self.pull(self._wanted) if self._wanted else None, shards)
+
+    def came(self, pull: RowPull) -> int:
+        """Keep what has come of it; the number of rows."""
+        self._ids, self._wanted = {table: ids.tobytes() for table, ids in self._wanted.items()}, {}
+        self._rows = pull.results()
+        return pull.rows
+
+    def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]] | None:
+        """These rows, once, if all of them have come; else None."""
+        if not all(self._ids.get(table) == ids.tobytes() for table, ids in wanted.items()):
+            return None
+        found = {}
+        for table, ids in wanted.items():
+            del self._ids[table]
+            rows = self._rows.pop(table)
+            found[table] = rows.reshape(*ids.shape, rows.shape[-1])
+        return found
+
+    def forget(self) -> None:
+        """Drop what has come: rows change."""
+        self._ids, self._rows = {}, {}

@@ -1,0 +1,126 @@
+"""VectorService: batches on server-side vectors, and what is fetched of them, over gRPC.
+
+One function per RPC. Payloads that exceed a message come and go in frames. Must not know what operations do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from psd.contract import frames
+from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.vectors import spec_message
+from psd.rim.calls import CallGuard, Frame, checked, frame_parser, message_parser
+from psd.rim.strangers import CALLS_MAX, Strangers
+from psd.state.shard import Shard
+from psd.v1 import vectors_pb2
+
+_DESCRIPTOR = vectors_pb2.DESCRIPTOR.services_by_name["VectorService"]
+SERVICE = _DESCRIPTOR.full_name
+
+FRAME_BYTES = 4 << 20
+
+
+class VectorService:
+    """The calls for the vectors of one shard.
+
+    Args:
+        reads: taken, without waiting, by each call that fetches; shared with readers' other calls.
+    """
+
+    def __init__(self, shard: Shard, guard: CallGuard, reads: Any) -> None:
+        self._shard = shard
+        self._guard = guard
+        self._reads = reads
+        self._strangers = Strangers(CALLS_MAX)
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The methods, ready to be added to a server."""
+        unary, answer = self._guard.unary, vectors_pb2.VectorAnswer.SerializeToString
+        batch, change = vectors_pb2.VectorBatch, vectors_pb2.VectorChange
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Run": grpc.unary_unary_rpc_method_handler(unary(self.run), frame_parser(batch), answer),
+                "RunFrames": grpc.stream_unary_rpc_method_handler(
+                    unary(self.run_frames), frame_parser(vectors_pb2.VectorFrame), answer
+                ),
+                "Create": grpc.unary_unary_rpc_method_handler(unary(self.create), message_parser(change), answer),
+                "Drop": grpc.unary_unary_rpc_method_handler(unary(self.drop), message_parser(change), answer),
+                "List": grpc.unary_unary_rpc_method_handler(
+                    unary(self.list),
+                    message_parser(vectors_pb2.VectorListRequest),
+                    vectors_pb2.VectorListReply.SerializeToString,
+                ),
+                "Fetch": grpc.unary_stream_rpc_method_handler(
+                    self._guard.stream(self.fetch), message_parser(vectors_pb2.VectorFetch)
+                ),
+            },
+        )
+
+    def run(self, request: Frame, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
+        """See VectorService.Run."""
+        del context
+        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(request.head, request.payload))
+
+    def run_frames(self, requests: Iterator[Any], context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
+        """See VectorService.RunFrames."""
+        incoming = self._strangers.first_of(requests, context.cancel)
+        first = next(incoming, None)
+        if first is None:
+            raise InvalidRequest("batch: the stream ended without a frame")
+        frame: Frame = checked(first)
+        if not frame.head.HasField("batch"):
+            raise InvalidRequest("batch: the first frame must have it")
+        batch = frame.head.batch
+        self._shard.vectors.check_payload(batch.payload_bytes)
+        payload, at = np.empty(batch.payload_bytes, np.uint8).data, 0
+        while True:
+            part = frame.payload
+            if len(part) > len(payload) - at:
+                raise InvalidRequest(f"payload: is longer than payload_bytes, {len(payload)}")
+            payload[at : at + len(part)] = part
+            at += len(part)
+            following = next(incoming, None)
+            if following is None:
+                break
+            frame = checked(following)
+        if at != len(payload):
+            raise InvalidRequest(f"payload: has {at} bytes, payload_bytes is {len(payload)}")
+        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
+
+    def create(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
+        """See VectorService.Create."""
+        del context
+        self._shard.vectors.create(request)
+        return vectors_pb2.VectorAnswer()
+
+    def drop(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
+        """See VectorService.Drop."""
+        del context
+        self._shard.vectors.drop(request)
+        return vectors_pb2.VectorAnswer()
+
+    def list(self, request: vectors_pb2.VectorListRequest, context: grpc.ServicerContext) -> vectors_pb2.VectorListReply:
+        """See VectorService.List."""
+        del context
+        vectors = self._shard.vectors
+        specs = [spec_message(spec) for spec in vectors.all(request.run_id)]
+        return vectors_pb2.VectorListReply(vectors=specs, functions=vectors.functions)
+
+    def fetch(self, request: vectors_pb2.VectorFetch, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See VectorService.Fetch."""
+        del context
+        if not self._reads.acquire(blocking=False):
+            limit = self._shard.config.limits.reads_max
+            raise Overloaded(f"Fetch: {limit} callers are fetching already (the shard's --max-reads)")
+        try:
+            numbers = self._shard.vectors.fetch(request).data.cast("B")
+            for at in range(0, len(numbers), FRAME_BYTES):
+                yield frames.join(b"", numbers[at : at + FRAME_BYTES])
+        finally:
+            self._reads.release()

@@ -1,0 +1,271 @@
+"""Calls for server-side vectors: who may make them, whether a batch has run before, and what it may name.
+
+Vectors lie beside the arena, and belong to the job as its parameters do; a job may have nothing else. A batch has the name
+(session, seq): the store keeps the answers of the latest of each session, so one that is sent again, perhaps by the worker's
+next session, is answered and not run again. Must not know messages' carriers, files or stripes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psd.contract.custom_rules import describe
+from psd.contract.errors import InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
+from psd.contract.vector_batches import IncomingBatch, check_places
+from psd.contract.vectors import check_same, spec_of
+from psd.state import locks
+from psd.state.core import ShardCore, check_begun_as
+from psd.state.locks import Level
+from psd.v1 import vectors_pb2
+from psd_core import vector as store
+from psd_core.arena import ArenaClosed, ArenaFull
+from psd_core.vector import BatchName, VectorSpec, VectorStore
+from psd_core.vector_operations import extent
+
+
+@dataclass
+class VectorCounts:
+    """What the vectors of a shard have done since it started."""
+
+    batches: int = 0
+    operations: int = 0
+    repeated: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+class _Seat:
+    """A rank's place among those that send batches: one batch at a time, and the session that the last one began in."""
+
+    def __init__(self) -> None:
+        self.lock = locks.new(Level.LEAF)
+        self.session = 0
+
+
+class VectorDesk:
+    """Handles the calls of VectorService.
+
+    Attributes:
+        counts: see VectorCounts.
+    """
+
+    def __init__(self, core: ShardCore) -> None:
+        self._core = core
+        self._lock = locks.new(Level.LEAF)  # of the counts
+        self._seats: dict[int, _Seat] = {}  # by rank
+        self.counts = VectorCounts()
+
+    # -- changes ---------------------------------------------------------------------------------------------------------
+
+    def run(self, request: vectors_pb2.VectorBatch, payload: memoryview) -> bytes:
+        """Run a batch, or answer it again; what its reductions have found here. See VectorService.Run."""
+        limits = self._core.config.limits
+        if not 1 <= len(request.operations) <= limits.batch_operations_max:
+            raise InvalidRequest(
+                f"operations: must be 1 to {limits.batch_operations_max} (the shard's --max-batch-operations), got "
+                f"{len(request.operations)}"
+            )
+        self.check_payload(len(payload))
+        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
+            found = vectors.answer(name)
+            is_new = found is None
+            if found is None:
+                specs = self._known(vectors, request.vectors)
+                operations = IncomingBatch(request, payload, specs, self._core.functions).operations()
+                found = vectors.run([_named_errors(operation) for operation in operations], name)
+        if is_new:
+            self._count(batches=1, operations=len(request.operations), received_bytes=len(payload))
+        else:
+            self._count(repeated=1)
+        return found
+
+    def check_payload(self, nbytes: int) -> None:
+        """Raise InvalidRequest if a batch brings more than the shard takes at a time."""
+        limit = self._core.config.limits.batch_bytes_max
+        if nbytes > limit:
+            raise InvalidRequest(f"payload: {nbytes} bytes are above the shard's --max-batch-bytes {limit}")
+
+    def create(self, request: vectors_pb2.VectorChange) -> None:
+        """Make a vector; see VectorService.Create."""
+        spec = spec_of(request.vector)
+        with self._core.lock:
+            self._core.check_caller(request.caller)
+        self._open()
+        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
+            there = vectors.vectors()
+            if spec.name in there:
+                check_same(spec, there[spec.name])
+            elif vectors.answer(name) is None:
+                self._check_room(spec, list(there.values()))
+            vectors.create_vector(spec, name)
+
+    def drop(self, request: vectors_pb2.VectorChange) -> None:
+        """Remove a vector; see VectorService.Drop."""
+        spec = spec_of(request.vector)
+        with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
+            if vectors.answer(name) is None:
+                self._known(vectors, [request.vector])
+                vectors.drop_vector(spec.name, name)
+
+    # -- reads -----------------------------------------------------------------------------------------------------------
+
+    def all(self, run_id: str) -> list[VectorSpec]:
+        """The vectors that there are, by name; see VectorService.List."""
+        self._core.check_run(run_id)
+        if self._core.storage.vectors is None:
+            return []
+        with self._store() as vectors:
+            return [spec for _, spec in sorted(vectors.vectors().items())]
+
+    @property
+    def functions(self) -> list[str]:
+        """Import paths of the users' functions that batches may name."""
+        return list(self._core.functions)
+
+    def fetch(self, request: vectors_pb2.VectorFetch) -> NDArray[Any]:
+        """What the shard has of what is asked for; see VectorService.Fetch."""
+        self._core.check_run(request.run_id)
+        with self._store() as vectors:
+            (spec,) = self._known(vectors, [request.vector])
+            if request.indices or request.rows:
+                columns = spec.columns if request.rows else 1
+                if not columns:
+                    raise InvalidRequest(f"rows: {spec.name!r} is a vector, which has none")
+                asked = request.rows or request.indices
+                if len(asked) % 8:
+                    raise InvalidRequest(f"indices: have {len(asked)} bytes, which are no int64 numbers")
+                places = np.frombuffer(asked, np.int64)
+                check_places(places, spec.size // columns, spec.name)
+                self.check_payload(places.size * columns * np.dtype(spec.dtype).itemsize)
+                found = vectors.read_rows(spec.name, places) if request.rows else vectors.read_at(spec.name, places)
+            else:
+                if not request.start <= request.stop <= spec.size:
+                    raise InvalidRequest(f"start: {request.start} to {request.stop} is no range of {spec.name!r}: {spec.size}")
+                found = vectors.read(spec.name, request.start, request.stop)
+        self._count(sent_bytes=found.nbytes)
+        return found
+
+    def totals(self) -> tuple[int, int]:
+        """Number of vectors, and bytes of this shard's part of them, for status."""
+        try:
+            vectors = self._core.storage.vectors
+            specs = [] if vectors is None else list(vectors.vectors().values())
+        except ArenaClosed:
+            specs = []
+        return len(specs), self._bytes(specs)
+
+    # -- checks ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _named(self, vectors: VectorStore, caller: Any, session: int, seq: int) -> Iterator[BatchName]:
+        """The name of a batch of a worker that takes part in a job; no other one of that worker runs meanwhile.
+
+        Raises:
+            SessionFenced: the worker has gone on with a later session: this comes too late to be heard of.
+        """
+        core = self._core
+        with core.lock:
+            worker = core.check_caller(caller)
+            core.declared()
+            core.on_used()
+        if seq < 1:
+            raise InvalidRequest(f"seq: must be at least 1, got {seq}")
+        name = BatchName(check_begun_as(session, caller), seq)
+        seat = self._seats.setdefault(worker.rank, _Seat())
+        with seat.lock:
+            if name.session < seat.session:
+                raise worker.replaced(name.session)
+            if name.session > seat.session:
+                vectors.forget(seat.session)  # whose last batch was answered, or this one would be that
+                seat.session = name.session
+                self._forget_old(vectors)
+            yield name
+
+    def _forget_old(self, vectors: VectorStore) -> None:
+        """Make room for another session, if there is little: of those that an earlier process has known, the oldest go."""
+        known = vectors.sessions()
+        beyond = len(known) - 2 * self._core.config.limits.workers_max
+        if beyond >= 0:
+            in_use = {seat.session for seat in self._seats.values()}
+            for session in sorted(known.keys() - in_use)[: beyond + 1]:
+                vectors.forget(session)
+
+    def _known(self, vectors: VectorStore, asked: Sequence[vectors_pb2.VectorSpec]) -> list[VectorSpec]:
+        """The declarations that a caller has, which must be those of vectors that are there."""
+        there = vectors.vectors()
+        specs = [spec_of(message) for message in asked]
+        for spec in specs:
+            if spec.name not in there:
+                raise UnknownVector(
+                    f"vectors: there is no vector {spec.name!r}; it was dropped, or never made", vector=spec.name
+                )
+            check_same(spec, there[spec.name])
+        return specs
+
+    def _check_room(self, spec: VectorSpec, there: list[VectorSpec]) -> None:
+        limits = self._core.config.limits
+        if len(there) >= limits.vectors_max:
+            raise InvalidRequest(f"vector {spec.name!r}: there are {len(there)} already, the shard's --max-vectors")
+        nbytes, limit = self._bytes([*there, spec]), limits.vector_bytes_max
+        if limit and nbytes > limit:
+            raise InvalidRequest(
+                f"vector {spec.name!r}: all vectors would take {nbytes} bytes on this shard, its --max-vector-bytes is {limit}"
+            )
+
+    def _bytes(self, specs: Sequence[VectorSpec]) -> int:
+        config, total = self._core.config, 0
+        for spec in specs:
+            first, last = extent(spec.size, config.shard_index, config.shard_count)
+            total += (last - first) * np.dtype(spec.dtype).itemsize
+        return total
+
+    def _open(self) -> None:
+        """Have a store, made when the job makes its first vector."""
+        if self._core.storage.vectors is None:
+            with self._core.job_lock:
+                self._core.declared()
+                self._core.storage.make_vectors()
+
+    @contextmanager
+    def _store(self) -> Iterator[VectorStore]:
+        """The store, whose errors come out as the shard's."""
+        vectors = self._core.storage.vectors
+        if vectors is None:
+            self._core.declared()
+            raise UnknownVector("vectors: none was made yet")
+        try:
+            yield vectors
+        except store.UnknownVector as error:
+            raise UnknownVector(str(error)) from error
+        except store.VectorError as error:
+            raise InvalidRequest(str(error)) from error
+        except ArenaFull as error:
+            raise OutOfSpace(f"{self._core.storage.directory} has no room for this batch: {error.strerror}") from error
+        except ArenaClosed:
+            raise self._core.gone_back() from None
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self.counts, name, getattr(self.counts, name) + value)
+
+
+def _named_errors(operation: Any) -> Any:
+    """The operation, with a user's function whose errors say whose they are."""
+    if not hasattr(operation, "function") or isinstance(operation.function, str):
+        return operation
+    function: Callable[..., Any] = operation.function
+
+    def apply(*pieces: NDArray[Any]) -> Any:
+        try:
+            return function(*pieces)
+        except Exception as error:
+            raise RuleFailed(f"vector {operation.out!r}: the function raised {describe(error)}") from error
+
+    return operation._replace(function=apply)

@@ -1,0 +1,90 @@
+// The job as the server tells it: everything once, then each look. Keeps the past bounded, as the server does.
+
+const MOMENTS_MAX = 1500;
+const POINTS_MAX = 8192;
+const EVENTS_MAX = 500;
+
+export class Job {
+  constructor(onChange, onLink, onToken) {
+    this.now = null;
+    this.history = {};
+    this.events = [];
+    this.curves = new Map();
+    this.onChange = onChange;
+    this.onLink = onLink;
+    this.onToken = onToken;
+    this.source = null;
+  }
+
+  connect() {
+    this.source?.close();
+    const source = new EventSource("/api/stream");
+    this.source = source;
+    source.addEventListener("job", (event) => { this.takeAll(JSON.parse(event.data)); this.onLink("live"); this.onChange(); });
+    source.addEventListener("look", (event) => { this.takeLook(JSON.parse(event.data)); this.onLink("live"); this.onChange(); });
+    source.addEventListener("error", () => {
+      this.onLink("lost");
+      if (source.readyState === EventSource.CLOSED) this.askWhy(source);
+    });
+  }
+
+  // A stream that was refused says nothing: a plain request tells whether the token is wanted.
+  async askWhy(source) {
+    const reply = await fetch("/api/job").catch(() => null);
+    if (source !== this.source) return;
+    if (reply?.status === 401) this.onToken();
+    else setTimeout(() => { if (source === this.source) this.connect(); }, 2000);
+  }
+
+  takeAll(all) {
+    this.now = all.now;
+    this.history = all.history;
+    this.events = all.events;
+    this.curves = new Map(Object.entries(all.curves).map(([name, points]) => [name, keyed(points)]));
+  }
+
+  takeLook(look) {
+    this.now = look.now;
+    const columns = Object.entries(look.moment);
+    for (const [name, value] of columns) (this.history[name] ??= []).push(value);
+    if (this.history.at.length > MOMENTS_MAX) {
+      const half = this.history.at.length >> 1;
+      for (const [name] of columns) this.history[name] = this.history[name].filter((_, index) => index >= half || index % 2 === 0);
+    }
+    this.events.push(...look.events);
+    this.events.splice(0, Math.max(0, this.events.length - EVENTS_MAX));
+    for (const [name, ...point] of look.points) {
+      if (!this.curves.has(name)) this.curves.set(name, new Map());
+      const points = this.curves.get(name);
+      const key = `${point[0]} ${point[1]}`;
+      points.delete(key);
+      points.set(key, point);
+      if (points.size > POINTS_MAX) points.delete(points.keys().next().value);
+    }
+  }
+
+  // The curves' names, losses first.
+  curveNames() {
+    const isLoss = (name) => /loss/i.test(name);
+    return [...this.curves.keys()].sort((a, b) => isLoss(b) - isLoss(a) || a.localeCompare(b));
+  }
+
+  // Points of one curve by rank: [step, value, at], in the order of the steps.
+  byRank(name) {
+    const ranks = new Map();
+    for (const [rank, step, value, at] of this.curves.get(name)?.values() ?? []) {
+      if (!ranks.has(rank)) ranks.set(rank, []);
+      ranks.get(rank).push([step, value, at]);
+    }
+    for (const points of ranks.values()) points.sort((a, b) => a[0] - b[0]);
+    return new Map([...ranks].sort((a, b) => a[0] - b[0]));
+  }
+
+  checkpoints() {
+    return this.events.filter((event) => event.kind === "checkpoint" && event.level === "info");
+  }
+}
+
+function keyed(points) {
+  return new Map(points.map((point) => [`${point[0]} ${point[1]}`, point]));
+}

@@ -1,0 +1,247 @@
+// The overview: four answers in one look, curves, shards, workers, events.
+
+import { LineChart, spark } from "./charts.js";
+import { h, keep, setAttribute, setText } from "./dom.js";
+import { HeatMap } from "./heat.js";
+import { Table, link, meter, tag } from "./table.js";
+import { bytes, clockTime, duration, number, perSecond, rate, seen, share, short, whole } from "./words.js";
+
+export const stateKind = { serving: "good", live: "good", finished: "", empty: "", absent: "warn", draining: "warn", restoring: "warn", expired: "bad", failed: "bad", "no answer": "bad" };
+
+export class Overview {
+  constructor(job) {
+    this.job = job;
+    this.isByRank = true;
+    this.answers = new Answers();
+    this.notice = h("section", { class: "card notice", role: "alert", hidden: true }, h("h2", {}, "Problems"), h("ul"));
+    this.curves = new Map();
+    this.curveGrid = h("div", { class: "grid" });
+    this.speed = new LineChart("Steps per second", { format: rate, tick: number });
+    this.traffic = new LineChart("Bytes per second", { format: perSecond, base: 1024 });
+    this.awaited = new HeatMap("Waited for, by worker");
+    this.behind = new LineChart("Steps behind the foremost worker", { format: number });
+    this.latency = new LineChart("Time of a call, with waits", { format: short });
+    this.ages = new Ages();
+    this.shards = new Table("Shards", SHARD_COLUMNS, { key: (shard) => shard.index, away: (shard) => shard.state === "no answer" });
+    this.workers = new Table("Workers", WORKER_COLUMNS, { key: (worker) => worker.rank, away: (worker) => worker.state !== "live" });
+    this.shardCount = h("small");
+    this.workerCount = h("small");
+    this.tables = new Table("Tables", TABLE_COLUMNS, { key: (table) => table.name });
+    this.tableCard = h("section", { class: "card", hidden: true, "aria-label": "Sparse tables" }, h("header", {}, h("h2", {}, "Sparse tables")), this.tables.element);
+    this.waits = new Waits();
+    this.events = new Events();
+    this.elements = [
+      h("h1", { class: "unseen" }, "Overview"),
+      this.notice,
+      this.answers.element,
+      h("section", { "aria-label": "Curves" }, this.curveGrid),
+      h("section", { class: "grid", "aria-label": "Speed" }, this.speed.element, this.awaited.element, this.traffic.element, this.latency.element, this.behind.element, this.ages.element),
+      h("section", { class: "card", "aria-label": "Shards" }, h("header", {}, h("h2", {}, "Shards"), this.shardCount), this.shards.element),
+      h("section", { class: "card", "aria-label": "Workers" }, h("header", {}, h("h2", {}, "Workers"), this.workerCount), this.workers.element),
+      this.tableCard,
+      h("div", { class: "grid" }, this.waits.element, this.events.element),
+    ];
+  }
+
+  update(range) {
+    const { now, history } = this.job;
+    this.answers.update(now, history);
+    this.notice.hidden = now.problems.length === 0;
+    keep(this.notice.lastElementChild, now.problems, (text) => text, () => h("li"), (item, text) => setText(item, text));
+    const time = timeRange(history, range);
+    const marks = this.job.checkpoints().map((event) => ({ x: event.at, name: event.text }));
+    this.updateCurves(range);
+    const line = (column) => zip(history.at, history[column]);
+    this.speed.update({ series: [{ name: "steps", points: line("steps_per_s") }], marks, ...time });
+    this.traffic.update({ series: [{ name: "received", points: line("received_per_s") }, { name: "sent", points: line("sent_per_s") }], marks, ...time });
+    this.latency.update({ series: perItem(history, "latency", now.shards.map((shard) => `shard ${shard.index}`)), marks, ...time });
+    this.behind.update({ series: perItem(history, "behind", now.workers.map((worker) => `worker ${worker.rank}`)), ...time });
+    this.awaited.update({ ranks: now.workers.map((worker) => worker.rank), times: history.at, rows: history.awaited, ...time });
+    this.ages.update(now);
+    this.behind.element.hidden = now.consistency === "sync" && (!now.quorum || now.quorum >= now.world_size);
+    this.shards.update(now.shards);
+    this.workers.update(now.workers);
+    setText(this.shardCount, `${now.shards.filter((shard) => shard.state === "serving").length} of ${now.shards.length} serving`);
+    setText(this.workerCount, `${now.workers.filter((worker) => worker.state === "live").length} of ${now.world_size} live`);
+    this.tableCard.hidden = now.tables.length === 0;
+    this.tables.update(now.tables);
+    this.waits.update(now);
+    this.events.update(this.job.events);
+  }
+
+  updateCurves(range) {
+    const names = this.job.curveNames();
+    keep(this.curveGrid, names, (name) => name, (name) => this.curveOf(name).element, (_, name) => {
+      this.curveOf(name).update(curveData(this.job, name, range));
+    });
+    this.curveGrid.parentElement.hidden = names.length === 0;
+  }
+
+  curveOf(name) {
+    if (!this.curves.has(name)) this.curves.set(name, new LineChart(name, { isTime: false, isFromZero: false }));
+    return this.curves.get(name);
+  }
+}
+
+// A logged curve along the steps, of all workers or of one, over the time shown.
+export function curveData(job, name, range, rank = null) {
+  const since = range ? (job.now?.at ?? 0) - range : 0;
+  const series = [...job.byRank(name)].filter(([each]) => rank === null || each === rank)
+    .map(([each, points]) => ({ name: `worker ${each}`, points: points.filter((point) => point[2] >= since) }))
+    .filter((each) => each.points.length);
+  const marks = job.checkpoints().filter((event) => event.step !== null).map((event) => ({ x: event.step, name: event.text }));
+  return { series, marks };
+}
+
+export const zip = (xs, ys) => (xs ?? []).map((x, index) => [x, ys?.[index] ?? null]);
+
+export function perItem(history, column, names) {
+  return names.map((name, index) => ({ name, points: (history.at ?? []).map((at, look) => [at, history[column][look]?.[index] ?? null]) }));
+}
+
+export function timeRange(history, range) {
+  const times = history.at ?? [];
+  if (!times.length) return { from: null, to: null };
+  const to = times[times.length - 1];
+  return { from: range ? Math.max(to - range, times[0]) : times[0], to };
+}
+
+class Answers {
+  constructor() {
+    this.state = h("p", { class: "big state" });
+    this.stateMore = h("p", { class: "more" });
+    this.speed = h("p", { class: "big" });
+    this.speedMore = h("p", { class: "more" });
+    this.spark = h("div");
+    this.limit = h("p", { class: "say" });
+    this.limitMore = h("p", { class: "more" });
+    this.split = h("div", { class: "split", "aria-hidden": "true" }, h("i"));
+    this.splitMore = h("p", { class: "more" });
+    this.slow = h("div", { class: "chips" });
+    this.slowMore = h("p", { class: "more" });
+    const answer = (title, ...parts) => h("section", { class: "answer" }, h("h2", {}, title), ...parts);
+    this.element = h("div", { class: "card answers" },
+      answer("Is it training?", this.state, this.stateMore),
+      answer("How fast?", this.speed, this.speedMore, this.spark),
+      answer("What limits it?", this.limit, this.limitMore, h("div", {}, this.split, this.splitMore)),
+      answer("Who is slow?", this.slow, this.slowMore));
+  }
+
+  update(now, history) {
+    setText(this.state, now.headline);
+    setAttribute(this.state, "data-is", now.state);
+    const saved = now.checkpoint?.name ? `checkpoint ${duration(now.checkpoint.age_s)} ago` : now.checkpoint ? "no checkpoint yet" : "no checkpoints are taken";
+    setText(this.stateMore, [now.consistency, now.quorum && now.quorum < now.world_size ? `quorum ${now.quorum}` : "", `${now.workers.filter((w) => w.state === "live").length} of ${now.world_size} workers`, saved].filter(Boolean).join(" · "));
+    this.speed.replaceChildren(rate(now.steps_per_s), h("small", {}, " steps/s"));
+    const aStep = now.steps_per_s > 0 ? `${short(1 / now.steps_per_s)} a step · ` : "";
+    setText(this.speedMore, `${aStep}${perSecond(now.received_per_s)} in, ${perSecond(now.sent_per_s)} out`);
+    this.spark.replaceChildren(spark(history.steps_per_s ?? []));
+    setText(this.limit, now.limit || (now.state === "finished" ? "Nothing any more" : "Nothing is measured while no steps are made"));
+    const busiest = now.shards.reduce((a, b) => (b.cpu_share > a.cpu_share ? b : a));
+    const inCalls = Math.max(...now.shards.map((shard) => shard.in_calls_share));
+    this.split.parentElement.hidden = !now.limit;
+    this.split.firstElementChild.style.width = `${100 - inCalls * 100}%`;
+    setText(this.splitMore, `a worker's time: ${share(1 - inCalls)} its own, ${share(inCalls)} in calls`);
+    setText(this.limitMore, busiest.cpu_share > 0 ? `the busiest shard, ${busiest.index}, uses ${busiest.cpu_share.toFixed(2)} cores` : "");
+    const slow = now.workers.filter((worker) => now.slow.includes(worker.rank)).sort((a, b) => b.awaited_share - a.awaited_share);
+    keep(this.slow, slow.slice(0, 8), (worker) => worker.rank, () => h("a", { class: "tag warn" }), (chip, worker) => {
+      setAttribute(chip, "href", `#/worker/${worker.rank}`);
+      setText(chip, worker.awaited_share >= 0.01 ? `worker ${worker.rank}: ${share(worker.awaited_share)}` : `worker ${worker.rank}: ${rate(worker.steps_per_s)} steps/s`);
+    });
+    const more = slow.length > 8 ? `and ${slow.length - 8} more` : slow.length ? "part of the time that others wait for it" : "Nobody";
+    setText(this.slowMore, more);
+    setAttribute(this.slowMore, "class", slow.length ? "more" : "say");
+  }
+}
+
+const SHARD_COLUMNS = [
+  { name: "Shard", word: true, value: (s) => s.index, fill: (cell, s) => link(cell, `#/shard/${s.index}`, `${s.index}`) },
+  { name: "State", word: true, keep: true, value: (s) => s.state, fill: (cell, s) => tag(cell, s.detail ? `${s.state}, ${s.detail}` : s.state, stateKind[s.state] ?? "") },
+  { name: "Address", word: true, less: true, value: (s) => s.address },
+  { name: "Rounds/s", value: (s) => s.rounds_per_s, text: (s) => rate(s.rounds_per_s) },
+  { name: "Cores", value: (s) => s.cpu_share, text: (s) => s.cpu_share.toFixed(2) },
+  { name: "Memory", value: (s) => s.memory_bytes, text: (s) => bytes(s.memory_bytes) },
+  { name: "Parameters", value: (s) => s.parameter_bytes, text: (s) => bytes(s.parameter_bytes) },
+  { name: "Blocks", less: true, value: (s) => s.blocks, text: (s) => whole(s.blocks) },
+  { name: "Tables", less: true, value: (s) => s.tables, text: (s) => whole(s.tables) },
+  { name: "In", value: (s) => s.received_per_s, text: (s) => perSecond(s.received_per_s) },
+  { name: "Out", value: (s) => s.sent_per_s, text: (s) => perSecond(s.sent_per_s) },
+  { name: "Refused", less: true, value: (s) => s.requests_refused, text: (s) => whole(s.requests_refused) },
+  { name: "Restarts", less: true, value: (s) => s.restarts, text: (s) => whole(s.restarts) },
+];
+
+const WORKER_COLUMNS = [
+  { name: "Worker", word: true, value: (w) => w.rank, fill: (cell, w) => link(cell, `#/worker/${w.rank}`, `${w.rank}`) },
+  { name: "State", word: true, keep: true, value: (w) => w.state, fill: (cell, w) => tag(cell, w.state, stateKind[w.state] ?? "") },
+  { name: "Awaited", value: (w) => w.awaited_share, fill: (cell, w) => meter(cell, w.awaited_share) },
+  { name: "Steps/s", value: (w) => w.steps_per_s, text: (w) => rate(w.steps_per_s) },
+  { name: "Step", value: (w) => w.clock, text: (w) => whole(w.clock) },
+  { name: "Behind", value: (w) => w.behind, text: (w) => whole(w.behind) },
+  { name: "Last seen", value: (w) => w.last_seen_s, text: (w) => seen(w.last_seen_s) },
+  { name: "Process", word: true, less: true, value: (w) => `${w.host}:${w.pid}`, text: (w) => (w.pid ? `${w.host}:${w.pid}` : "–") },
+  { name: "Lane", word: true, less: true, cut: true, value: (w) => w.lane, text: (w) => w.lane || "–" },
+];
+
+const TABLE_COLUMNS = [
+  { name: "Table", word: true, value: (t) => t.name },
+  { name: "Rows", value: (t) => t.rows, text: (t) => whole(t.rows) },
+  { name: "Size", value: (t) => t.bytes, text: (t) => bytes(t.bytes) },
+  { name: "Rows read", value: (t) => t.reads, text: (t) => whole(t.reads) },
+  { name: "Found", value: (t) => t.hits / (t.reads || 1), text: (t) => (t.reads ? share(t.hits / t.reads) : "–") },
+];
+
+class Waits {
+  constructor() {
+    this.list = h("ul");
+    this.none = h("p", { class: "none" }, "Nobody waits for longer than half a second.");
+    this.element = h("section", { class: "card", "aria-label": "Waits" }, h("header", {}, h("h2", {}, "Who waits for whom")), this.none, this.list);
+  }
+
+  update(now) {
+    this.none.hidden = now.waits.length > 0;
+    keep(this.list, now.waits, (_) => now.waits.indexOf(_), () => h("li"), (item, text) => setText(item, text[0].toUpperCase() + text.slice(1)));
+  }
+}
+
+export class Events {
+  constructor() {
+    this.list = h("ol", { class: "events", tabindex: "0", "aria-label": "Events, the newest first" });
+    this.none = h("p", { class: "none" }, "Nothing has happened since this dashboard began to look.");
+    this.element = h("section", { class: "card", "aria-label": "Events" }, h("header", {}, h("h2", {}, "Events")), this.none, this.list);
+  }
+
+  update(events) {
+    this.none.hidden = events.length > 0;
+    const shown = events.slice(-100).reverse();
+    keep(this.list, shown, (event) => `${event.at} ${event.text}`, (event) => h("li", {}, h("time", {}, clockTime(event.at)), h("span", { class: event.level }, event.text)), () => {});
+  }
+}
+
+// How old gradients were when they were applied: without rounds alone.
+export class Ages {
+  constructor() {
+    this.bars = h("div", { class: "bars" });
+    this.output = h("output");
+    this.element = h("figure", { class: "card chart", hidden: true }, h("figcaption", {}, h("span", {}, "Age of gradients, in updates, since the start"), this.output), this.bars);
+  }
+
+  update(now, shards = now.shards) {
+    const length = Math.max(0, ...shards.map((shard) => shard.ages.length));
+    const sums = Array.from({ length }, (_, index) => shards.reduce((sum, shard) => sum + (shard.ages[index] ?? 0), 0));
+    const all = sums.reduce((a, b) => a + b, 0);
+    this.element.hidden = all === 0 || now.consistency === "sync";
+    if (this.element.hidden) return;
+    const names = sums.map((_, index) => (index < 3 ? `${index}` : `${(1 << (index - 2)) + 1}–${1 << (index - 1)}`));
+    const top = Math.max(...sums);
+    keep(this.bars, sums.map((count, index) => ({ count, name: names[index] })), (bar) => bar.name,
+      () => h("div", {}, h("span"), h("i"), h("span")),
+      (bar, { count, name }) => {
+        setText(bar.children[0], share(count / all));
+        bar.children[1].style.height = `${(count / top) * 110}px`;
+        setText(bar.children[2], name);
+      });
+    let seenSoFar = 0;
+    const middle = names[sums.findIndex((count) => (seenSoFar += count) >= all / 2)];
+    setText(this.output, `half are at most ${middle.split("–").at(-1)}`);
+  }
+}
