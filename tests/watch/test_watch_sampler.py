@@ -215,7 +215,9 @@ def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):
     assert job.asked == [0, 1, 2, 0]
     first, second = job.sampler.history.curves["loss"]
     assert math.isnan(first.value)
-    assert (second.step, second.value, second.at) == (2, 0.4, 1e9 + 1.5), "a step that is made again takes the first one's place"
+    assert (second.step, second.value, second.at) == (2, 0.4, 1e9 + 1.5), (
+        "a step that is made again takes the first one's place"
+    )
     assert [name for name, _ in job.sampler.points] == ["loss"]
 
 
