@@ -45,8 +45,8 @@ commands:
   export        write the parameters of a checkpoint as a plain safetensors file
   import        make a file to begin a job with of the ids and rows of a table
   credentials   make a certificate and tokens for a job on Kubernetes
-  dashboard     show the job in a browser, live
   plot          draw what workers have logged, and compare runs
+  dashboard     show the job in a browser, live
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
 psdctl COMMAND --help explains each."""
@@ -187,9 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
     monitoring.add_command(commands)
-    dashboard.add_command(commands)
     plot.add_command(commands)
     top.add_command(commands)
+    dashboard.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:
