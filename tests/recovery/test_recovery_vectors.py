@@ -1,82 +1,61 @@
-"""Server-side vectors that go back to a checkpoint: taken while workers send batches, restored on another number of shards."""
+"""Random batches on server-side vectors, of several workers at once: whatever dies, NumPy has the same numbers."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
+import pytest
+from chaos import run_disturbed
+from shard_processes import ShardProcess
+from vector_programs import Mirror
 
 import psd_client
-from psd.checkpoint import CheckpointDirectory
-from psd.v1 import control_pb2, control_pb2_grpc
 
-SIZE = 5 * 4096 + 7
+pytestmark = pytest.mark.process
 
-
-def checkpoint(address: str) -> str:
-    """Take a checkpoint, as psdctl does; its name."""
-    with grpc.insecure_channel(address) as channel:
-        call = control_pb2_grpc.ControlServiceStub(channel).Checkpoint
-        return call(control_pb2.CheckpointRequest(), timeout=60).name
+WORLD_SIZE = 2
+SHARED = 9000
 
 
-def test_a_checkpoint_of_vectors_is_of_one_moment(cluster: Callable[..., Any], tmp_path: Path) -> None:
-    """Two workers add 1 to every element, batch after batch, of any vector that is stored all elements are equal, and so are
-    they after the job has gone on from there on three shards. Nothing else is trained."""
-    url = str(tmp_path / "checkpoints")
-    first = cluster(2, checkpoint_dir=url, lease_s=6.0)
-    stopping, begun, counted = threading.Event(), threading.Barrier(3), [0, 0]
+def work(
+    servers: str, rank: int, on_step: Callable[[], bool], *, transport: str, steps: int, added: threading.Barrier
+) -> tuple[int, int]:
+    """Checks batches on vectors of its own, and counts in one of all workers; what that counts in the end, and should."""
+    rng, mine = np.random.default_rng(rank), 0
+    with psd_client.connect(servers, rank, WORLD_SIZE, transport=transport, retry_timeout=60) as ps:
+        mirrors = [Mirror(ps, dtype, f"{rank}.") for dtype in ("float64", "int64")]
+        counts = ps.vector("counts", SHARED, "int64")
+        for step in range(steps):
+            mirrors[step % 2].run(rng, int(rng.integers(1, 12)))
+            counts.add(1, rng.integers(0, SHARED, 50))
+            mine += 50
+            if step % 20 == 19:
+                mirrors[step // 20 % 2].check()
+            on_step()
+        for mirror in mirrors:
+            mirror.check()
+        added.wait(100)
+        return int(counts.sum()), mine
 
-    def add(rank: int) -> None:
-        with psd_client.connect(first.servers, rank, 2, wait_timeout=60) as ps:
-            x, ones = ps.vector("x", SIZE), ps.vector("ones", SIZE)
-            ones.fill(1.0)
-            counts = ps.matrix("counts", 41, 500, "int64")
-            begun.wait(30)
-            while not stopping.is_set():
-                with ps.batch() as b:
-                    b.axpy(x, 1.0, ones)
-                    b.add_rows(counts, np.ones((3, 500), np.int64), np.array([0, 20, 40]))
-                counted[rank] += 1
 
-    with ThreadPoolExecutor(2) as pool:
-        workers = [pool.submit(add, rank) for rank in range(2)]
-        try:
-            begun.wait(30)
-            names = [checkpoint(first.shards[0].address) for _ in range(2)]
-        finally:
-            stopping.set()
-        for worker in workers:
-            worker.result()
-    for shard in first.shards:
-        assert shard.done.wait(20)
-        shard.drain(5)
+@pytest.mark.parametrize(
+    ("steps", "kills", "faults"),
+    [
+        pytest.param(40, 2, 2, id="short"),
+        pytest.param(5000, 120, 200, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(2400)]),
+    ],
+)
+def test_when_shards_are_killed_and_connections_break_then_every_batch_counts_once(
+    shard_processes: Callable[..., list[ShardProcess]], steps: int, kills: int, faults: int
+) -> None:
+    """5,000 steps of two workers, each of a random batch and a count: 10,000 random batches."""
+    shards = shard_processes(2, "--lease", "60")
+    doing = functools.partial(work, steps=steps, added=threading.Barrier(WORLD_SIZE))
 
-    directory = CheckpointDirectory(url)
-    final = directory.newest()
-    assert final is not None
-    assert final.step >= directory.load(names[1]).step > directory.load(names[0]).step > 0
-    for name in (*names, final.name):
-        assert directory.verify(name) == []
-        manifest, found = directory.load(name), {"x": [], "counts": []}
-        for spec, _, values in directory.read_vectors(manifest):
-            if spec.name in found:
-                found[spec.name].append(values)
-        x, counts = np.concatenate(found["x"]), np.concatenate(found["counts"]).reshape(41, 500)
-        assert (x == x[0]).all()
-        assert (counts[[0, 20, 40]] == x[0]).all()
-        assert not counts[1].any()
-        assert not list((tmp_path / "checkpoints" / name).glob("*.batches"))
-    assert x[0] == sum(counted)
+    results = run_disturbed(shards, WORLD_SIZE, doing, transport="grpc", seed=18, kills=kills, faults=faults)
 
-    second = cluster(3, checkpoint_dir=url)
-    with psd_client.connect(second.servers, 0, 1, wait_timeout=60) as ps:
-        assert (ps.vector("x").pull() == sum(counted)).all()
-        assert ps.matrix("counts").shape == (41, 500)
-        ps.vector("x").axpy(1.0, ps.vector("ones"))
-        assert (ps.vector("x").pull() == sum(counted) + 1).all()
+    total = sum(mine for _, mine in results)
+    assert [found for found, _ in results] == [total] * WORLD_SIZE
