@@ -29,6 +29,7 @@ def example(monkeypatch):
 def run(*command: str) -> str:
     """Standard output of a Python program, which must succeed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+    environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take the time of other tests
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
