@@ -28,14 +28,19 @@ def psd(
     *,
     is_distinct: bool = False,
     in_one: bool = False,
+    fetches_ahead: bool = True,
 ) -> Starter:
-    """A contender: psd over one transport. is_distinct: workers get each distinct id once. in_one: all tables' rows are in one
-    table."""
+    """A contender: psd over one transport.
+
+    Args:
+        is_distinct: workers get each distinct id once. in_one: all tables' rows are in one table.
+        fetches_ahead: rows come in the round trip of the push before, and not in one of their own.
+    """
 
     def start(stack: ExitStack) -> Contender:
         servers = [Shard("--lease", "120", "--insecure", index=index, count=shards) for index in range(shards)]
         start_all(stack, servers)
-        how = {"is_distinct": is_distinct, "in_one": in_one}
+        how = {"is_distinct": is_distinct, "in_one": in_one, "fetches_ahead": fetches_ahead}
         return join(stack, name, transport, workers, servers, shape, consistency, **how)
 
     return start
@@ -52,11 +57,14 @@ def join(
     *,
     is_distinct: bool = False,
     in_one: bool = False,
+    fetches_ahead: bool = True,
 ) -> Contender:
     """Start psd's workers of shards that serve already."""
     addresses = [server.address for server in servers]
     told = {"servers": ",".join(addresses), "transport": transport, "consistency": consistency}
-    peers = _workers("psd_rows", workers, shape, {**told, "is_distinct": is_distinct, "in_one": in_one})
+    peers = _workers(
+        "psd_rows", workers, shape, {**told, "is_distinct": is_distinct, "in_one": in_one, "fetches_ahead": fetches_ahead}
+    )
     _all_ready(stack, peers)
     return Contender(name, workers, len(servers), "", peers, [server.pid for server in servers], servers=addresses)
 

@@ -11,7 +11,8 @@ psd over each transport, synchronous, runs against other systems that do the sam
     tensorflow         a variable on a tf.distribute.Server, over TensorFlow's gRPC
 
 Ids are drawn by Zipf's law from rows that all exist. psd gets them as they are drawn, with repetitions, and sorts them out;
-the others get each distinct id once, and their workers do not wait for each other. Ray and TensorFlow are used if this
+the others get each distinct id once, and their workers do not wait for each other. A worker of psd fetches the next step's rows
+in the round trip of its push (`prefetch`); with --two-round-trips it does not. Ray and TensorFlow are used if this
 interpreter has them, or name one that does with --ray-python, --tensorflow-python. What each system has computed is verified.
 
 ms/step is the time from the last worker's begin to the last worker's end. Then, over the first transport of psd that is
@@ -57,6 +58,7 @@ def arguments() -> Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn (default: %(default)s)")
     parser.add_argument("--without", type=report.words, default="", metavar="NAMES", help="references that are left out")
     parser.add_argument("--distinct", action="store_true", help="psd, too, gets each distinct id once")
+    parser.add_argument("--two-round-trips", action="store_true", help="psd fetches rows in calls of their own")
     parser.add_argument("--ray-python", metavar="PATH", help="interpreter that has Ray")
     parser.add_argument("--tensorflow-python", metavar="PATH", help="interpreter that has TensorFlow")
     return parser.parse_args()
@@ -102,7 +104,8 @@ def measure_tables(args: Namespace, transport: str, stack: ExitStack) -> tuple[l
     shape = Shape(26, max(1, args.rows // 26), 16, max(1, args.ids * 2048 // 10_000), args.zipf)
     match = Match(stack)
     for name, in_one in (("26 tables", False), ("1 table", True)):
-        match.add(name, psd(name, transport, 1, args.shards, shape, "sync", is_distinct=True, in_one=in_one))
+        how = {"is_distinct": True, "in_one": in_one, "fetches_ahead": not args.two_round_trips}
+        match.add(name, psd(name, transport, 1, args.shards, shape, "sync", **how))
     return run(match, args), match.failed
 
 
@@ -172,7 +175,8 @@ def main() -> int:
             match = Match(stack)
             for transport in transports:
                 name, told = f"psd {transport}", (transport, workers, args.shards, shape, args.consistency)
-                match.add(name, psd(name, *told, is_distinct=args.distinct))
+                how = {"is_distinct": args.distinct, "fetches_ahead": not args.two_round_trips}
+                match.add(name, psd(name, *told, **how))
             for name, starter in references(args, workers, shape, library).items():
                 match.add(name, starter)
             by_workers[workers] = run(match, args)

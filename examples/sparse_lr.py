@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,10 @@ class TableWeights:
         weights = self._table.pull(np.append(ids, BIAS))[:, 0]
         return weights[:-1], float(weights[-1])
 
-    def push(self, ids: Array, by_weight: Array, by_bias: float) -> None:
-        """Make one step."""
+    def push(self, ids: Array, by_weight: Array, by_bias: float, next_ids: Array | None) -> None:
+        """Make one step, and have the weights of the next one come in the same round trip."""
+        if next_ids is not None:
+            self._table.prefetch(np.append(next_ids, BIAS))
         grads = np.append(by_weight, by_bias).astype(np.float32)
         self._ps.push_pull({}, tables={"weights": (np.append(ids, BIAS), grads[:, None])})
 
@@ -72,8 +75,9 @@ class DenseWeights:
         """Weights of features, and the bias."""
         return self._weights[ids], float(self._weights[BIAS])
 
-    def push(self, ids: Array, by_weight: Array, by_bias: float) -> None:
-        """Make one step."""
+    def push(self, ids: Array, by_weight: Array, by_bias: float, next_ids: Array | None) -> None:
+        """Make one step; all weights come back anyway."""
+        del next_ids
         self._grads[:] = 0
         np.add.at(self._grads, ids, by_weight)
         self._grads[BIAS] = by_bias
@@ -96,14 +100,16 @@ def train(args: argparse.Namespace) -> None:
             )
         before = ps.stats()
         steps, seconds = 0, 0.0
-        for batch in sparse_data.batches(len(rows.labels), args.batch_size, args.epochs, ps.rank, ps.world_size):
-            mine = rows.take(batch)
+        drawn = sparse_data.batches(len(rows.labels), args.batch_size, args.epochs, ps.rank, ps.world_size)
+        taken = (rows.take(batch) for batch in islice(drawn, args.steps))
+        mine = next(taken, None)
+        while mine is not None:
+            following = next(taken, None)
             started = time.perf_counter()
-            weights.push(mine.ids, *gradients(*weights.of(mine.ids), mine))
+            next_ids = None if following is None else following.ids
+            weights.push(mine.ids, *gradients(*weights.of(mine.ids), mine), next_ids)
             seconds += time.perf_counter() - started
-            steps += 1
-            if steps == args.steps:
-                break
+            mine, steps = following, steps + 1
         after = ps.stats()
         moved = sum(after[count] - before[count] for count in ("sent_bytes", "received_bytes")) / steps
         ps.barrier("trained")

@@ -11,6 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
+from psd_core import _vector
+
 _UNIT = 1074  # totals are in units of 2**-1074, the least float64
 
 
@@ -27,8 +31,13 @@ class ExactSum:
     infinities: float = 0.0
 
     def add(self, values: Iterable[float]) -> ExactSum:
-        """The sum with float64 or whole numbers added."""
+        """The sum with numbers added: float64, or what converts to it exactly, or whole ones."""
         total, infinities = self.total, self.infinities
+        if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+            more, flags = _vector.exact_sum(np.ascontiguousarray(values, np.float64).reshape(-1))
+            return ExactSum(total + more, infinities + _infinities(flags))
+        if isinstance(values, np.ndarray):
+            values = values.reshape(-1).tolist()
         for value in values:
             if math.isfinite(value):
                 numerator, denominator = value.as_integer_ratio()
@@ -82,9 +91,13 @@ class Extreme:
         return second if is_beyond and first.value == first.value else first
 
 
+def _infinities(flags: int) -> float:
+    return math.nan if flags & 1 or flags & 6 == 6 else math.inf if flags & 2 else -math.inf if flags & 4 else 0.0
+
+
 Answer: TypeAlias = ExactSum | Extreme
 
-# kind, flags, first limb, number of limbs; see csrc/vector_answers.c
+# kind, flags, first limb, number of limbs; see csrc/vector_sums.c
 _HEAD = struct.Struct("<BBBB")
 _FLOAT_EXTREME, _WHOLE_EXTREME = struct.Struct("<qd"), struct.Struct("<qq")
 _SUM, _EXTREME = 0, 1
@@ -103,11 +116,8 @@ def unpack_answers(data: bytes) -> list[Answer]:
             kind, flags, first, count = _HEAD.unpack_from(data, at)
             at += _HEAD.size
             if kind == _SUM and at + 4 * count <= len(data):
-                infinities = (
-                    math.nan if flags & 1 or flags & 6 == 6 else math.inf if flags & 2 else -math.inf if flags & 4 else 0.0
-                )
                 total = int.from_bytes(data[at : at + 4 * count], "little", signed=True) << (32 * first)
-                answers.append(ExactSum(total, infinities))
+                answers.append(ExactSum(total, _infinities(flags)))
                 at += 4 * count
             elif kind == _EXTREME:
                 index, value = (_WHOLE_EXTREME if flags & 2 else _FLOAT_EXTREME).unpack_from(data, at)

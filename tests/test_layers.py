@@ -82,6 +82,9 @@ OUTSIDE = {
     "joblib": (),
     "fsspec": ("psd.checkpoint",),
     "yaml": ("psd.cli.manifests",),
+    "textual": ("psd.watch.top.app",),
+    "rich": ("psd.watch.top.app",),
+    "matplotlib": ("psd.cli.plot",),
 }
 
 ENVIRONMENT = ("psd.contract.environment", "psd.cli")

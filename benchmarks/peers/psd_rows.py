@@ -34,7 +34,11 @@ def main() -> None:
         def step() -> None:
             parts = turn.next()
             worker.pull_rows({number: ids for number, (ids, _) in enumerate(parts)})
-            ps.push({}, tables=dict(zip(names, parts, strict=True)))
+            if told["fetches_ahead"]:
+                worker.prefetch_rows({number: ids for number, (ids, _) in enumerate(turn.following())})
+                ps.push_pull({}, tables=dict(zip(names, parts, strict=True)))
+            else:
+                ps.push({}, tables=dict(zip(names, parts, strict=True)))
 
         def verify(pushes: list[int]) -> str:
             ps.barrier(f"after {sum(pushes)} pushes")

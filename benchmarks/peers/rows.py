@@ -129,6 +129,10 @@ class Turn:
             self.shape = shape._replace(tables=1, rows=shape.rows * shape.tables)
         self._step = 0
 
+    def following(self) -> Sequence[tuple[Array, Array]]:
+        """What `next` will give."""
+        return self.parts[self._step % BATCHES]
+
     def next(self) -> Sequence[tuple[Array, Array]]:
         """Ids and gradients of the next step, a pair for each table."""
         parts = self.parts[self._step % BATCHES]

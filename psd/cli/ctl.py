@@ -18,30 +18,16 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what 
 
 import grpc
 
-from psd.cli import checkpoints, credentials, dashboard, monitoring
-from psd.cli.arguments import (
-    CREDENTIAL_OPTIONS,
-    EXIT_FAILURE,
-    EXIT_OK,
-    Commands,
-    Parser,
-    add_command,
-    add_credential_options,
-    seconds,
-    values,
-)
+from psd.cli import checkpoints, credentials, dashboard, monitoring, plot, top
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
+from psd.cli.job_arguments import add_where, check, check_seconds
 from psd.cli.report import as_json, as_text
 from psd.cli.terminal import show
-from psd.contract.config import ConfigError, parse_servers
-from psd.contract.credentials import Credentials
 from psd.contract.printable import printable
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, control_pb2_grpc
 from psd.watch.asking import Asker, dial, why_failed
 from psd.watch.merging import problems
-from psd.watch.sampler import ANSWER_S
-
-TIMEOUT_MAX_S = 3_600.0
 
 _USAGE = "psdctl COMMAND [options]"
 
@@ -52,12 +38,14 @@ reaches the shards, or the checkpoints."""
 _EPILOG = """\
 commands:
   status        the shards, the workers, who waits for whom, counters
+  top           the same live, with rates, curves and events
   checkpoint    take a checkpoint of a running job now
   checkpoints   list the checkpoints in a directory
   verify        read every byte of checkpoints and compare it with the checksums
   export        write the parameters of a checkpoint as a plain safetensors file
   import        make a file to begin a job with of the ids and rows of a table
   credentials   make a certificate and tokens for a job on Kubernetes
+  plot          draw what workers have logged, and compare runs
   dashboard     show the job in a browser, live
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
 
@@ -127,7 +115,8 @@ exit status:
 
 
 def _run_status(args: argparse.Namespace) -> int:
-    _check(args)
+    check(args)
+    check_seconds(args.parser, "watch", args.watch)
     if args.watch is None:
         return _show_status(args)
     status = EXIT_OK
@@ -157,7 +146,7 @@ def _show_status(args: argparse.Namespace) -> int:
 
 
 def _run_checkpoint(args: argparse.Namespace) -> int:
-    _check(args)
+    check(args)
     server, credentials = args.servers[0], args.credentials
     with dial(server, credentials) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -172,63 +161,21 @@ def _run_checkpoint(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _add_where(parser: Parser, timeout_s: float, timeout_help: str) -> None:
-    where = parser.add_argument_group("which job")
-    where.add_argument(
-        "--servers",
-        default=os.environ.get("PSD_SERVERS"),
-        metavar="HOST:PORT,...",
-        help="addresses of the shards, in their order (default: PSD_SERVERS)",
-    )
-    add_credential_options(parser)
-    where.add_argument(
-        "--timeout", type=seconds, default=timeout_s, metavar="SECONDS", help=f"{timeout_help} (default: %(default)g)"
-    )
-
-
 def _add_checkpoint(commands: Commands) -> None:
     parser = add_command(commands, "checkpoint", _CHECKPOINT_USAGE, _CHECKPOINT_DESCRIPTION, _CHECKPOINT_EPILOG)
-    _add_where(parser, 300.0, "how long to wait until it is complete")
+    add_where(parser, 300.0, "how long to wait until it is complete")
     parser.add_information()
-    parser.set_defaults(run=_run_checkpoint, parser=parser, watch=None)
+    parser.set_defaults(run=_run_checkpoint, parser=parser)
 
 
 def _add_status(commands: Commands) -> None:
     parser = add_command(commands, "status", _STATUS_USAGE, _STATUS_DESCRIPTION, _STATUS_EPILOG)
-    _add_where(parser, 5.0, "how long to wait for each shard")
+    add_where(parser, 5.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of tables")
     how.add_argument("--watch", type=seconds, metavar="SECONDS", help="repeat at this interval until Ctrl-C")
     parser.add_information()
     parser.set_defaults(run=_run_status, parser=parser)
-
-
-def _add_dashboard(commands: Commands) -> None:
-    parser = dashboard.add_command(commands)
-    _add_where(parser, ANSWER_S, "how long a look waits for each shard")
-    parser.add_information()
-    parser.set_defaults(run=_run_dashboard, parser=parser, watch=None)
-
-
-def _run_dashboard(args: argparse.Namespace) -> int:
-    _check(args)
-    return dashboard.run(args)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Replace the parsed flags of commands that ask shards by checked values."""
-    parser: Parser = args.parser
-    if args.servers is None:
-        parser.error("--servers: expected the shards' addresses, here or in PSD_SERVERS; psd-run prints them when it starts")
-    try:
-        args.servers = parse_servers(args.servers)
-        args.credentials = Credentials(**values(args, CREDENTIAL_OPTIONS))
-    except ConfigError as error:
-        parser.error(f"--{str(error).replace('_', '-', 1) if str(error).startswith(('tls_', 'token_')) else error}")
-    for name in ("timeout", "watch"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value <= TIMEOUT_MAX_S:
-            parser.error(f"--{name}: expected more than 0 and at most {TIMEOUT_MAX_S:g} seconds, got {value:g}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
     monitoring.add_command(commands)
-    _add_dashboard(commands)
+    plot.add_command(commands)
+    top.add_command(commands)
+    dashboard.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:

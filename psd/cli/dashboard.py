@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from psd.cli import arguments
-from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, seconds, whole_number
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds, whole_number
+from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError
 from psd.contract.tls import TlsFiles
 from psd.contract.tokens import parse_token
 from psd.contract.watched import read_secret
 from psd.watch.asking import Asker
-from psd.watch.sampler import Sampler
+from psd.watch.sampler import ANSWER_S, Sampler
 
 if TYPE_CHECKING:
     from psd.watch.dashboard.server import Place
@@ -48,8 +49,8 @@ exit status:
   2     the options are wrong"""
 
 
-def add_command(commands: Commands) -> Parser:
-    """Add `dashboard` to psdctl; returns its parser, for the options that say which job."""
+def add_command(commands: Commands) -> None:
+    """Add `dashboard` to psdctl."""
     parser = arguments.add_command(commands, "dashboard", _USAGE, _DESCRIPTION, _EPILOG)
     where = parser.add_argument_group("where to show it")
     where.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
@@ -64,11 +65,14 @@ def add_command(commands: Commands) -> Parser:
     where.add_argument(
         "--interval", type=seconds, default=INTERVAL_S, metavar="SECONDS", help="between two looks (default: %(default)g)"
     )
-    return parser
+    add_where(parser, ANSWER_S, "how long a look waits for each shard")
+    parser.add_information()
+    parser.set_defaults(run=_run, parser=parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; returns the exit status. `args.servers` and `args.credentials` are checked."""
+def _run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; returns the exit status."""
+    check(args)
     try:
         from psd.watch.dashboard import server
     except ModuleNotFoundError as error:

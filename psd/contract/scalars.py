@@ -82,6 +82,6 @@ def tensorboard_module() -> str:
     if importlib.util.find_spec("torch") is not None and importlib.util.find_spec("tensorboard") is not None:
         return "torch.utils.tensorboard"
     raise ConfigError(
-        "tensorboard: nothing is installed that writes TensorBoard's files: pip install 'psd[tensorboard]', or tensorboard "
-        "beside PyTorch"
+        "--tensorboard: nothing is installed that writes TensorBoard's files; pip install 'psd[tensorboard]', or "
+        "tensorboard beside PyTorch"
     )

@@ -33,19 +33,18 @@ PSD_INLINE void FN(zip)(const psd_vector_op *op, real *o, const real *x, const r
 {
     const real a = NUMBER(op->a);
     (void)a;
-    switch (op->function) {
+    switch (op->function) { /* NaN comes through, as it does in NumPy */
     case PSD_ZIP_ADD: EACH(ADD(x[i], y[i]));
     case PSD_ZIP_SUB: EACH(SUB(x[i], y[i]));
     case PSD_ZIP_MUL: EACH(MUL(x[i], y[i]));
-    /* NaN, if there is one, wins. */
     case PSD_ZIP_MIN: EACH(y[i] < x[i] || y[i] != y[i] ? y[i] : x[i]);
     case PSD_ZIP_MAX: EACH(y[i] > x[i] || y[i] != y[i] ? y[i] : x[i]);
 #if IS_FLOAT
     case PSD_ZIP_DIV: EACH(x[i] / y[i]);
-    case PSD_ZIP_PROJECT: EACH((x[i] > 0) - (x[i] < 0) == (y[i] > 0) - (y[i] < 0) ? x[i] : 0);
-    case PSD_ZIP_ORTHANT: EACH((real)(x[i] != 0 ? (x[i] > 0) - (x[i] < 0) : (y[i] < 0) - (y[i] > 0)));
+    case PSD_ZIP_PROJECT: EACH(x[i] != x[i] ? x[i] : y[i] != y[i] ? y[i] : (x[i] > 0) - (x[i] < 0) == (y[i] > 0) - (y[i] < 0) ? x[i] : 0);
+    case PSD_ZIP_ORTHANT: EACH(x[i] > 0 ? 1 : x[i] < 0 ? -1 : x[i] != x[i] ? x[i] : y[i] < 0 ? 1 : y[i] > 0 ? -1 : y[i] * 0 + 0);
     case PSD_ZIP_PSEUDO_GRADIENT:
-        EACH(x[i] > 0 ? y[i] + a : x[i] < 0 ? y[i] - a : y[i] + a < 0 ? y[i] + a : y[i] - a > 0 ? y[i] - a : y[i] * 0 + 0);
+        EACH(x[i] > 0 ? y[i] + a : x[i] < 0 ? y[i] - a : x[i] != x[i] ? x[i] : y[i] + a < 0 ? y[i] + a : y[i] - a > 0 ? y[i] - a : y[i] * 0 + 0);
 #endif
     default: break;
     }

@@ -1,6 +1,7 @@
 """psd-run: whole jobs whose processes are killed one by one."""
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -32,6 +33,7 @@ with psd_client.connect() as ps:
                 raise RuntimeError("a bad row")
             os.kill(os.getpid(), signal.SIGKILL)
         params = ps.push_pull({"w": np.ones(5, np.float32)})
+        ps.log(ps.clock, loss=params["w"][0])
 print("trained to", params["w"][0])
 """
 """Four steps; if the file that it is given exists, worker 1 removes it and dies in the third, as it is told."""
@@ -127,15 +129,22 @@ TIMEOUT_S = 30.0
 def test_job_when_all_workers_train_to_the_end_then_the_status_is_0_and_the_shards_end_by_themselves(job, tmp_path):
     checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-steps", "1")
     logs = tmp_path / "logs"
-    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints, "--log-dir", str(logs))
+    files = ("--log-dir", str(logs), "--tensorboard", str(tmp_path / "board"))
+    run = job(TRAINING, "--shards", "2", "--workers", "3", "--reduce", "sum", *checkpoints, *files)
 
     assert run.end() == 0
     assert re.search(r"\[psd-run\]  \d+\.\d s; step 4, \S+ steps/s; 12 pushes accepted, 0 late", run.output)
     assert run.lines[-1] == f"[psd-run]  checkpoints: {tmp_path / 'checkpoints'}"
     assert (logs / "worker-2.log").read_text().endswith("trained to -12.0\n")
     assert sorted(file.name for file in logs.iterdir()) == sorted(
-        ["psd-run.log", "shard-0.log", "shard-1.log", "worker-0.log", "worker-1.log", "worker-2.log"]
+        ["psd-run.log", "shard-0.log", "shard-1.log"]
+        + [f"worker-{rank}.{suffix}" for rank in range(3) for suffix in ("log", "jsonl")]
     )
+    lines = [json.loads(line) for line in (logs / "worker-2.jsonl").read_text().splitlines()]
+    assert [(line["rank"], line["step"], line["scalars"]) for line in lines] == [
+        (2, step, {"loss": -3.0 * step}) for step in (1, 2, 3, 4)
+    ]
+    assert sorted(path.name for path in (tmp_path / "board").iterdir()) == ["worker-0", "worker-1", "worker-2"]
     for rank in range(3):
         assert f"[worker {rank}] trained to -12.0" in run.output
     for index in range(2):

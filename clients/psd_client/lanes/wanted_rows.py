@@ -54,9 +54,16 @@ class WantedRows:
         self, whose: str, wanted: Sequence[TableRows], places: Callable[[Sequence[TableRows]], list[int]] = lambda _: []
     ) -> None:
         self._whose = whose
-        self._frames: list[list[TableRows]] = list(in_frames(wanted, FRAME_BYTES, ids_alone=bool(places(wanted)))) or [[]]
+        starts = places(wanted)
+        self._frames: list[list[TableRows]] = list(in_frames(wanted, FRAME_BYTES, ids_alone=bool(starts))) or [[]]
+        is_one = len(self._frames) == 1 and len(self._frames[0]) == len(starts)
         self.requests = [
-            RowsToAsk(parts_of(frame), [rows.ids for rows in frame], frame is self._frames[-1], places(frame))
+            RowsToAsk(
+                parts_of(frame),
+                [rows.ids for rows in frame],
+                frame is self._frames[-1],
+                starts if is_one or not starts else places(frame),
+            )
             for frame in self._frames
         ]
         self.answered = 0

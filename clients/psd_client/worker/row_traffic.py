@@ -60,7 +60,7 @@ class RowTraffic:
         self._batches = Batches(layout)
         self._pushed, self._pulled = RowsMemory(shared), RowsMemory(shared)
         self._wanted: dict[int, NDArray[Any]] = {}
-        self._ids: dict[int, NDArray[Any]] = {}
+        self._ids: dict[int, bytes] = {}
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def gradients(self, gradients: Gradients) -> RowGradients:
@@ -81,17 +81,20 @@ class RowTraffic:
 
     def came(self, pull: RowPull) -> int:
         """Keep what has come of it; the number of rows."""
-        self._ids, self._wanted = self._wanted, {}
+        self._ids, self._wanted = {table: ids.tobytes() for table, ids in self._wanted.items()}, {}
         self._rows = pull.results()
         return pull.rows
 
     def take(self, wanted: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[np.float32]] | None:
         """These rows, once, if all of them have come; else None."""
-        if not all(table in self._ids and np.array_equal(self._ids[table], ids) for table, ids in wanted.items()):
+        if not all(self._ids.get(table) == ids.tobytes() for table, ids in wanted.items()):
             return None
-        for table in wanted:
+        found = {}
+        for table, ids in wanted.items():
             del self._ids[table]
-        return {table: self._rows.pop(table) for table in wanted}
+            rows = self._rows.pop(table)
+            found[table] = rows.reshape(*ids.shape, rows.shape[-1])
+        return found
 
     def forget(self) -> None:
         """Drop what has come: rows change."""

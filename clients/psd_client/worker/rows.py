@@ -45,18 +45,17 @@ class Batches:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._latest: dict[int, list[tuple[NDArray[Any], Distinct]]] = {}
+        self._latest: dict[int, list[tuple[bytes, Distinct]]] = {}
 
     def of(self, table: int, ids: NDArray[Any]) -> Distinct:
         """The distinct ids, by shard."""
-        flat = np.ascontiguousarray(ids).reshape(-1)
-        latest = self._latest.setdefault(table, [])
-        for found in latest:
-            if np.array_equal(found[0], flat):
-                return found[1]
-        batch = distinct(flat, self.layout.shard_count)
-        if flat.nbytes <= REMEMBERED_BYTES_MAX:
-            latest.insert(0, (flat.copy(), batch))
+        latest, bits = self._latest.setdefault(table, []), ids.tobytes()
+        for known, batch in latest:
+            if known == bits:
+                return batch
+        batch = distinct(np.ascontiguousarray(ids).reshape(-1), self.layout.shard_count)
+        if len(bits) <= REMEMBERED_BYTES_MAX:
+            latest.insert(0, (bits, batch))
             del latest[REMEMBERED:]
         return batch
 
@@ -89,6 +88,11 @@ class RowGradients:
             for shard in range(layout.shard_count)
         ]
         self.transfer_s = sum(sums.batch.ids.nbytes + sums.values.nbytes for sums in self._sums) / THROUGHPUT_MIN
+
+    def squares(self) -> int | None:
+        """The sum of the squares of all sums, see psd_core.square_sum."""
+        found = [psd_core.square_sum_of_rows(values) for _, _, values in self._sums]
+        return None if None in found else sum(each for each in found if each is not None)
 
     def first_nonfinite(self) -> tuple[str, int] | None:
         """The first table, and the id, whose sum holds NaN or infinity; None if all are finite."""

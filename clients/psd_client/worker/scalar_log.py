@@ -26,7 +26,9 @@ logger = logging.getLogger("psd_client")
 
 FLUSH_S = 0.5
 SEND_TIMEOUT_S = 2.0
-CLOSE_TIMEOUT_S = 3.0
+"""Seconds for one request, and for all of one flush."""
+CLOSE_TIMEOUT_S = 30.0
+"""Longest wait for the files, at the end of the program; TensorBoard's writer alone takes seconds to be imported."""
 UNSENT_MAX = 1 << 16
 """Points that are kept for a shard that does not answer."""
 
@@ -100,7 +102,8 @@ class ScalarLog:
         with self._lock:
             records, self._unwritten = self._unwritten, deque(maxlen=UNSENT_MAX)
         self._files.write(records)
-        while batch := self._next_batch():
+        until = self._now() + SEND_TIMEOUT_S
+        while self._now() < until and (batch := self._next_batch()):
             try:
                 self._send(self._request(batch), SEND_TIMEOUT_S)
             except InvalidRequest as error:
@@ -142,7 +145,7 @@ class ScalarLog:
         self._files.close()
 
     def close(self) -> None:
-        """Send and write the rest, but do not wait long for it. Idempotent."""
+        """Write the rest, and send it if shard 0 takes it at once. Idempotent."""
         self._stopped.set()
         self._has_work.set()
         if self._thread is not None and self._thread is not threading.current_thread():

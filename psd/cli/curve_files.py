@@ -1,0 +1,107 @@
+"""Curves from the JSON lines that workers write with --log-dir. Must not know how they are drawn.
+
+A worker that was started again goes on in its file, mostly from an earlier step: what it had logged from there on is replaced,
+as in the job. A last line that was cut off, because the worker was killed while it wrote, is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psd.contract.config import ConfigError
+
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True)
+class LoggedPoint:
+    """One scalar of one worker. at: seconds since 1970."""
+
+    step: int
+    value: float
+    at: float
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The curves of one run.
+
+    Attributes:
+        curves: by name, and by rank; steps ascend. begun_at: when its first point was made, in seconds since 1970.
+        skipped: lines that could not be read.
+    """
+
+    name: str
+    curves: Mapping[str, Mapping[int, Sequence[LoggedPoint]]]
+    begun_at: float
+    skipped: int
+
+
+def read_run(path: Path) -> LoggedRun:
+    """The curves of a --log-dir, or of one file of it.
+
+    Raises:
+        ConfigError: there are none, or they cannot be read.
+    """
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    curves: dict[str, dict[int, list[LoggedPoint]]] = {}
+    skipped = 0
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise ConfigError(f"RUN: {file} cannot be read: {error.strerror or error}") from error
+        for line in lines:
+            try:
+                _add(curves, json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                skipped += 1
+    if not curves:
+        raise ConfigError(f"RUN: {path} has no scalars; it should be a --log-dir of psd-run whose program calls ps.log()")
+    begun_at = min(point.at for ranks in curves.values() for points in ranks.values() for point in points)
+    return LoggedRun(path.name or str(path.resolve()), curves, begun_at, skipped)
+
+
+def _add(curves: dict[str, dict[int, list[LoggedPoint]]], line: dict[str, Any]) -> None:
+    rank, step, at = int(line["rank"]), int(line["step"]), float(line["time"])
+    values = {str(name): float(value) for name, value in line["scalars"].items()}  # float() reads "NaN" and "Infinity", too
+    for name, value in values.items():
+        points = curves.setdefault(name, {}).setdefault(rank, [])
+        while points and points[-1].step >= step:
+            points.pop()
+        points.append(LoggedPoint(step, value, at))
+
+
+@dataclass(frozen=True)
+class CurveSummary:
+    """A curve of all workers together at one step: the mean of those that logged it, the least and the largest value.
+
+    A value that is not finite makes the mean so, and is left out of the others.
+    """
+
+    step: int
+    at: float
+    mean: float
+    low: float
+    high: float
+
+
+def summarized(ranks: Mapping[int, Sequence[LoggedPoint]]) -> list[CurveSummary]:
+    """The workers' points of one curve, step by step."""
+    by_step: dict[int, list[LoggedPoint]] = {}
+    for points in ranks.values():
+        for point in points:
+            by_step.setdefault(point.step, []).append(point)
+    found = []
+    for step, points in sorted(by_step.items()):
+        values = [point.value for point in points]
+        finite = [value for value in values if math.isfinite(value)]
+        mean = math.fsum(values) / len(values) if len(finite) == len(values) else sum(values)
+        low, high = min(finite, default=math.nan), max(finite, default=math.nan)
+        found.append(CurveSummary(step, max(point.at for point in points), mean, low, high))
+    return found

@@ -1,0 +1,84 @@
+"""`psdctl top`: live in a terminal, or once as text. What is shown is psd/watch/top's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict
+
+from psd.cli import arguments
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds
+from psd.cli.job_arguments import add_where, check
+from psd.cli.terminal import show
+from psd.watch.asking import Asker
+from psd.watch.sampler import Sampler
+from psd.watch.top.columns import SORTS
+from psd.watch.top.lines import as_text
+
+MEASURED_S = 1.0
+"""Time between the two looks of a picture that is printed once: rates need two."""
+
+_DESCRIPTION = """\
+Look at a job live: whether it trains, how fast, what limits it; its shards, its workers, who waits for whom,
+and what has happened. ? explains keys and columns. The job does not notice: it is asked once a second."""
+
+_EPILOG = """\
+examples:
+  psdctl top --servers 127.0.0.1:7000,127.0.0.1:7001
+  psdctl top --sort "waited for"
+  psdctl top --once > picture.txt
+
+Where the output is no terminal, one picture is printed as plain text, measured over a second, as with --once.
+--json prints it as one object: the fields of psd.watch.snapshot.JobSnapshot, and "curves", by the name of
+each scalar that workers have logged its last point.
+
+exit status:
+  0     ended by q or Ctrl-C; or printed
+  1     printed once, and a shard did not answer
+  2     the options are wrong, or Textual is not installed"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `top` to psdctl."""
+    parser = arguments.add_command(commands, "top", "[--servers HOST:PORT,...] [options]", _DESCRIPTION, _EPILOG)
+    add_where(parser, 2.0, "how long to wait for each shard")
+    how = parser.add_argument_group("output")
+    how.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="SECONDS", help="time between looks (default: %(default)g)"
+    )
+    how.add_argument("--sort", choices=SORTS, default="rank", help="order of the workers (default: %(default)s)")
+    how.add_argument("--once", action="store_true", help="print one picture as plain text, and end")
+    how.add_argument("--json", action="store_true", help="print one picture as a JSON object, on one line, and end")
+    parser.add_information()
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check(args)
+    if not 0.1 <= args.interval <= 3600:
+        args.parser.error(f"--interval: expected 0.1 to 3600 seconds, got {args.interval:g}")
+    with Asker(args.servers, args.credentials) as asker:
+        sampler = Sampler(asker, answer_s=args.timeout)
+        if args.once or args.json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+            return _print_once(sampler, args)
+        try:
+            from psd.watch.top.app import TopApp
+        except ImportError:
+            args.parser.error("Textual is not installed, which draws; pip install 'psd[ui]', or use --once")
+        TopApp(sampler, args.interval, args.sort).run()
+    return EXIT_OK
+
+
+def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
+    sampler.look()
+    time.sleep(MEASURED_S)
+    now = sampler.look()
+    if args.json:
+        curves = {name: asdict(points[-1]) for name, points in sampler.history.curves.items()}
+        print(json.dumps({**asdict(now), "curves": curves}), flush=True)
+    else:
+        show(as_text(now, sampler.history, args.sort, shutil.get_terminal_size((100, 24)).columns))
+    return EXIT_FAILURE if now.problems else EXIT_OK

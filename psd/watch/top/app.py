@@ -1,0 +1,194 @@
+"""psdctl top on a terminal, with Textual. The one module that imports it.
+
+A thread takes the looks; the terminal shows the last one, or, while it is paused, the one that it was paused at. Must not know
+shards or messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Static
+
+from psd.watch.history import Moment
+from psd.watch.sampler import Sampler
+from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
+from psd.watch.top import lines
+from psd.watch.top.columns import SHARD_COLUMNS, SORTS, WORKER_COLUMNS, Grid, grid, sorted_workers
+
+_HELP = """\
+[b]psdctl top[/b]
+
+Is it training, how fast, what limits it, who is slow.
+
+  q        quit
+  p        pause the picture; the job goes on
+  s        sort the workers by the next of: {sorts}
+  r        reverse the order
+  tab      go to the other table; arrows and page keys move in it
+  ?        this page; any key leaves it
+
+[b]LATENCY[/b]     mean of a shard's slowest kind of call, waits for other workers included
+[b]CPU[/b]         of one core; 200% are two
+[b]AGE[/b]         steps behind the foremost worker
+[b]WAITED FOR[/b]  part of the last 10 s that others have waited for the worker
+[b]SEEN[/b]        time since shards heard from it; it is given up after its lease
+Columns that do not fit are left out; a wider terminal has more."""
+
+_STYLES = {
+    **dict.fromkeys(("no answer", "failed", "expired"), "bold red"),
+    **dict.fromkeys(("draining", "restoring", "absent"), "yellow"),
+    **dict.fromkeys(("serving", "live"), "green"),
+    "finished": "dim",
+}
+
+
+class HelpScreen(ModalScreen[None]):
+    """The keys and the columns."""
+
+    CSS = "HelpScreen { align: center middle; } #help { width: 76; height: auto; padding: 1 2; border: round $accent; }"
+
+    def compose(self) -> ComposeResult:
+        """See Textual's Screen."""
+        yield Static(_HELP.format(sorts=", ".join(SORTS)), id="help")
+
+    def on_key(self) -> None:
+        """Leave, whatever the key."""
+        self.dismiss()
+
+
+class TopApp(App[None]):
+    """A job, live.
+
+    Args:
+        interval_s: time between two looks. sort: one of SORTS.
+    """
+
+    TITLE = "psdctl top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #head, #waits, #events { height: auto; padding: 0 1; }
+    #shards { height: auto; max-height: 30%; }
+    #workers { height: 1fr; min-height: 4; }
+    DataTable { overflow-x: hidden; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("p", "pause", "Pause"),
+        Binding("s", "sort", "Sort"),
+        Binding("r", "reverse", "Reverse"),
+        Binding("question_mark", "help", "Help"),
+    ]
+
+    def __init__(self, sampler: Sampler, interval_s: float, sort: str = "rank") -> None:
+        super().__init__()
+        self._sampler = sampler
+        self._interval_s = interval_s
+        self._sort = sort
+        self._is_reversed = False
+        self._is_paused = False
+        self._ended = threading.Event()
+        self._seen: tuple[JobSnapshot, Sequence[Moment], dict[str, Sequence[CurvePoint]], Sequence[Event]] | None = None
+
+    def compose(self) -> ComposeResult:
+        """See Textual's App."""
+        yield Static("asking the shards ...", id="head", markup=False)
+        yield DataTable(id="shards", cursor_type="row")
+        yield DataTable(id="workers", cursor_type="row")
+        yield Static(id="waits", markup=False)
+        yield Static(id="events", markup=False)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self.query_one("#workers").focus()
+        self.run_worker(self._look_on, thread=True, exit_on_error=True)
+
+    def _look_on(self) -> None:
+        while not self._ended.is_set():
+            now, history = self._sampler.look(), self._sampler.history
+            seen = now, history.moments, history.curves, [*history.events]
+            if not self._ended.is_set():
+                self.call_from_thread(self.take, *seen)
+            self._ended.wait(self._interval_s)
+
+    def on_unmount(self) -> None:
+        """End the looks."""
+        self._ended.set()
+
+    def take(
+        self,
+        now: JobSnapshot,
+        moments: Sequence[Moment],
+        curves: dict[str, Sequence[CurvePoint]],
+        events: Sequence[Event],
+    ) -> None:
+        """Show a look, unless the picture is paused."""
+        if not self._is_paused:
+            self._seen = now, moments, curves, events
+            self._show()
+
+    def on_resize(self) -> None:
+        """Show what fits now."""
+        self.call_after_refresh(self._show)
+
+    def _show(self) -> None:
+        if self._seen is None:
+            return
+        now, moments, curves, events = self._seen
+        width = self.size.width - 2
+        paused = [f"paused; sorted by {self._sort}; p goes on"] if self._is_paused else []
+        head = [*lines.head_lines(now, width), *lines.spark_lines(moments, width), *lines.curve_lines(curves, width), *paused]
+        self.query_one("#head", Static).update("\n".join(head))
+        # A table has a blank on each side of every cell.
+        self._fill("#shards", grid(SHARD_COLUMNS, now.shards, width))
+        self._fill(
+            "#workers", grid(WORKER_COLUMNS, sorted_workers(now.workers, self._sort, is_reversed=self._is_reversed), width)
+        )
+        self.query_one("#waits", Static).update("\n".join(lines.wait_lines(now, width)))
+        count = lines.EVENTS_MAX if self.size.height >= 30 else 2
+        self.query_one("#events", Static).update("\n".join(lines.event_lines(events, width, count)))
+
+    def _fill(self, which: str, found: Grid) -> None:
+        """Replace the rows of a table; who looks at a place in it goes on to look there."""
+        table = self.query_one(which, DataTable)
+        row, scrolled_to = table.cursor_row, table.scroll_y
+        if tuple(column.label.plain for column in table.ordered_columns) != found.titles:
+            table.clear(columns=True)
+            table.add_columns(*found.titles)
+        else:
+            table.clear()
+        for cells in found.rows:
+            style = _STYLES.get(cells[1].partition(",")[0], "") if len(cells) > 1 else ""
+            justified = zip(cells, found.is_left, strict=True)
+            table.add_row(*(Text(cell, style=style, justify="left" if is_left else "right") for cell, is_left in justified))
+        if found.rows:
+            table.move_cursor(row=min(row, len(found.rows) - 1), scroll=False)
+            table.scroll_to(y=scrolled_to, animate=False)
+
+    def action_pause(self) -> None:
+        """Stop, or go on, to show new looks."""
+        self._is_paused = not self._is_paused
+        self._show()
+
+    def action_sort(self) -> None:
+        """Sort by the next of SORTS."""
+        orders = [*SORTS]
+        self._sort = orders[(orders.index(self._sort) + 1) % len(orders)]
+        self.notify(f"sorted by {self._sort}", timeout=2)
+        self._show()
+
+    def action_reverse(self) -> None:
+        """Turn the order round."""
+        self._is_reversed = not self._is_reversed
+        self._show()
+
+    def action_help(self) -> None:
+        """Explain the keys and the columns."""
+        self.push_screen(HelpScreen())

@@ -1,0 +1,111 @@
+"""Lines above and below the tables of psdctl top: the headline, sparklines, who waits for whom, events; and all of it as text.
+
+Pure functions on snapshots and the past. Must not know terminals.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from psd.watch.history import History, Moment
+from psd.watch.snapshot import CurvePoint, Event, JobSnapshot
+from psd.watch.top.columns import SHARD_COLUMNS, WORKER_COLUMNS, grid, rate, seconds, sorted_workers
+from psd.watch.words import size
+
+SPARKS = "▁▂▃▄▅▆▇█"
+CURVES_MAX = 3
+WAITS_MAX = 3
+EVENTS_MAX = 6
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` values as bars, from the least to the largest of them; what is no number is a blank."""
+    shown = values[-width:]
+    finite = [value for value in shown if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    top = len(SPARKS) - 1
+    return "".join(
+        " " if not math.isfinite(value) else SPARKS[round((value - low) / (high - low) * top) if high > low else 0]
+        for value in shown
+    )
+
+
+def head_lines(now: JobSnapshot, width: int) -> list[str]:
+    """Whether the job trains, how fast, and what limits it."""
+    kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation) if word)
+    what = f"{len(now.shards)} {'shard' if len(now.shards) == 1 else 'shards'}, {now.world_size} workers"
+    speed = f"{rate(now.steps_per_s)} steps/s"
+    lines = [" · ".join(word for word in (now.headline, speed, now.run_id or "-", kind, what) if word)]
+    if now.limit:
+        lines.append(f"limit: {now.limit}")
+    lines += [f"problem: {problem}" for problem in now.problems]
+    return [_cut(line, width) for line in lines]
+
+
+def spark_lines(moments: Sequence[Moment], width: int) -> list[str]:
+    """Throughput and latency over the last looks, with what they are now."""
+    if not moments:
+        return []
+    last = moments[-1]
+    latencies = [max(moment.latency, default=0.0) for moment in moments]
+    entries = [
+        ("steps/s", rate(last.steps_per_s), [moment.steps_per_s for moment in moments]),
+        ("latency", seconds(latencies[-1]), latencies),
+        ("in", f"{size(last.received_per_s)}/s", [moment.received_per_s for moment in moments]),
+        ("out", f"{size(last.sent_per_s)}/s", [moment.sent_per_s for moment in moments]),
+    ]
+    return _in_two_columns(entries, width)
+
+
+def curve_lines(curves: dict[str, Sequence[CurvePoint]], width: int) -> list[str]:
+    """The scalars that workers log: the last value of each, and how it went."""
+    entries = []
+    for name, points in list(curves.items())[:CURVES_MAX]:
+        rank = min(point.rank for point in points)
+        values = [point.value for point in points if point.rank == rank]
+        entries.append((name, f"{values[-1]:.4g}", values))
+    return _in_two_columns(entries, width)
+
+
+def _in_two_columns(entries: Sequence[tuple[str, str, Sequence[float]]], width: int) -> list[str]:
+    half = max(20, (width - 2) // 2)
+    cells = [
+        f"{name[: half - 14]} {value} {sparkline(values, max(4, half - len(name[: half - 14]) - len(value) - 2))}"
+        for name, value, values in entries
+    ]
+    rows = [cells[index : index + 2] for index in range(0, len(cells), 2)]
+    return [_cut("  ".join([row[0].ljust(half), *row[1:]]).rstrip(), width) for row in rows]
+
+
+def wait_lines(now: JobSnapshot, width: int) -> list[str]:
+    """Who waits for whom; the rest as a number."""
+    lines = [_cut(wait, width) for wait in now.waits[:WAITS_MAX]]
+    if len(now.waits) > WAITS_MAX:
+        lines.append(f"and {len(now.waits) - WAITS_MAX} more waits")
+    return lines or ["nobody waits for long"]
+
+
+def event_lines(events: Sequence[Event], width: int, count: int = EVENTS_MAX) -> list[str]:
+    """The last events, the latest first."""
+    lines = [f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {event.text}" for event in reversed(events)]
+    return [_cut(line, width) for line in lines[:count]]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: max(0, width - 1)] + "…"
+
+
+def as_text(now: JobSnapshot, history: History, sort: str, width: int) -> str:
+    """Everything, once, for a file or a pipe."""
+    parts = [
+        [*head_lines(now, width), *spark_lines(history.moments, width), *curve_lines(history.curves, width)],
+        grid(SHARD_COLUMNS, now.shards, width).lines(),
+        grid(WORKER_COLUMNS, sorted_workers(now.workers, sort), width).lines() if now.workers else [],
+        wait_lines(now, width),
+        event_lines([*history.events], width),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)

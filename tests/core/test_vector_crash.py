@@ -1,0 +1,196 @@
+"""Vectors after kill -9: a copy of the files at every store of the protocol, and processes killed at random instants."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from psd_core.reductions import unpack_answers
+from psd_core.vector import CRASH_POINTS, BatchName, VectorSpec, VectorStore
+from psd_core.vector_operations import (
+    STRIPE,
+    Add,
+    AddAt,
+    Apply,
+    Axpy,
+    Copy,
+    Dot,
+    Fill,
+    Gram,
+    Max,
+    Norm2,
+    Put,
+    Random,
+    Scale,
+    Sum,
+)  # fmt: skip
+
+
+def copy_sparse(source, target):
+    """Copy a directory's files, holes as holes."""
+    target.mkdir()
+    for path in source.iterdir():
+        with path.open("rb") as old, (target / path.name).open("wb") as new:
+            size = os.fstat(old.fileno()).st_size
+            new.truncate(size)
+            at = 0
+            while at < size:
+                try:
+                    at = os.lseek(old.fileno(), at, os.SEEK_DATA)
+                except OSError:
+                    break
+                end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
+                os.pwrite(new.fileno(), os.pread(old.fileno(), end - at, at), at)
+                at = end
+
+
+def state_of(store, name):
+    """All that a store holds, and whether it knows a batch."""
+    vectors = {vector: (spec, store.read(vector).tobytes()) for vector, spec in store.vectors().items()}
+    return vectors, store.answer(name), store.sessions()
+
+
+class Killer:
+    """Opens a copy of the files at every point, as the next process would."""
+
+    def __init__(self, path):
+        self.path, self.store, self.error = path, None, None
+        self.seen = Counter()
+        self.every = 1
+        self.name = None
+        self.states = []  # before the commit, and after it
+        self.is_committed = False
+        self._copy = path.with_name("copy")
+
+    def __call__(self, point):
+        """Keep the first error: nothing can be raised through C."""
+        self.seen[point] += 1
+        if self.store is not None and self.error is None and (self.seen.total() % self.every == 0 or point == "fold"):
+            try:
+                copy_sparse(self.path, self._copy)
+                found = VectorStore.open(self._copy)
+                self.states.append((point, self.is_committed, state_of(found, self.name)))
+                (check,) = unpack_answers(found.run([Fill("alive", 1.0), Scale("alive", 3.0), Sum("alive")], BatchName(99, 1)))
+                assert check.round() == 3 * 5
+                found.close(remove=True)
+            except BaseException as error:  # noqa: BLE001 - a failed assertion too
+                self.error = error
+        self.is_committed |= point == "commit"
+
+
+N = 3 * STRIPE - 5
+STEPS = {
+    "staged": [Axpy("y", 2.0, "x"), Dot("x", "y"), Scale("x", 0.5), Max("y")],
+    "in place": [Put("x", 7, np.arange(N - 7.0)), Norm2("y")],
+    "partly": [AddAt("y", np.array([1, 1, 2 * STRIPE]), np.array([1.0, 2.0, 3.0])), Add("y", STRIPE + 3, np.ones(9)), Sum("y")],
+    "of two sizes": [Axpy("i", 3, "i"), Axpy("x", 1.0, "y"), Sum("i"), Gram(["x", "y"])],
+    "a user's": [Apply("x", lambda y: y * 3, ["y"]), Axpy("y", 1.0, "x")],
+    "only asking": [Dot("x", "y"), Max("i")],
+}
+
+
+def test_a_copy_taken_at_every_store_opens_as_old_or_new(memory_path):
+    """Batches of every kind, a vector that comes, and one that goes."""
+    path = memory_path / "vectors"
+    killer = Killer(path)
+    store = VectorStore.create(path, shard=0, shards=1, sessions_max=3, crash_point=killer)
+    for name, n, dtype in (("x", N, "float64"), ("y", N, "float64"), ("i", STRIPE + 1, "int64"), ("alive", 5, "float64")):
+        store.create_vector(VectorSpec(name, n, dtype))
+    store.run([Random("x", 1), Random("y", 2), Random("i", 3, 0, 1000)])
+    actions = [
+        *(lambda name, step=step: store.run(step, name) for step in STEPS.values()),
+        lambda name: store.create_vector(VectorSpec("z", 9, "float32"), name),
+        lambda name: store.drop_vector("y", name),
+    ]
+    for number, action in enumerate(actions, 1):
+        check(killer, store, BatchName(5, number), action)
+
+    assert set(killer.seen) == set(CRASH_POINTS)
+    store.close(remove=True)
+
+
+def test_a_copy_taken_where_partial_sums_are_added_opens_as_old_or_new(memory_path):
+    """A batch over more stripes than are summed at a time."""
+    path = memory_path / "vectors"
+    killer = Killer(path)
+    store = VectorStore.create(path, shard=0, shards=1, sessions_max=2, crash_point=killer)
+    for name in ("x", "y", "alive"):
+        store.create_vector(VectorSpec(name, 5 if name == "alive" else 140 * STRIPE))
+    store.run([Random("x", 1), Random("y", 2)])
+    killer.every = 61
+    for number, step in enumerate(([Dot("x", "y"), Axpy("x", 1.0, "y"), Sum("x")], [Copy("x", "y"), Sum("y")]), 1):
+        check(killer, store, BatchName(5, number), lambda name, step=step: store.run(step, name))
+    store.close(remove=True)
+
+
+def check(killer, store, name, action):
+    """Run an action, and compare what the copies held with the store before and after it."""
+    before = state_of(store, name)
+    killer.states.clear()
+    killer.store, killer.name, killer.is_committed = store, name, False
+    action(name)
+    killer.store = None
+    after = state_of(store, name)
+    if killer.error is not None:
+        raise killer.error
+    for point, is_committed, state in killer.states:
+        # A batch that changes nothing has no commit: it was answered or it was not.
+        expected = [after] if is_committed else [before] if before[0] != after[0] else [before, after]
+        assert state in expected, (name, point, is_committed)
+    assert len(killer.states) > 1
+
+
+def add_until_killed(path, connection):
+    """Add 1 to every element, over and over, and say how many batches are acknowledged."""
+    store = VectorStore.open(path)
+    done = store.sessions().get(1, 0)
+    while True:
+        done += 1
+        store.run([Axpy("x", 1.0, "one"), Sum("x")], BatchName(1, done))
+        connection.send(done)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forkserver as on Linux")
+def test_death_at_random_instants_leaves_whole_batches(memory_path):
+    """Each process goes on with what the one before it left; each answer is that of a whole batch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["psd_core.vector"])
+    random_ = random.Random(7)
+    path = memory_path / "vectors"
+    n = 20 * STRIPE + 1
+    store = VectorStore.create(path, shard=0, shards=1, sessions_max=2)
+    for name in ("x", "one"):
+        store.create_vector(VectorSpec(name, n))
+    store.run([Fill("one", 1.0)])
+    store.close(remove=False)
+    acknowledged = 0
+    for _ in range(8):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=add_until_killed, args=(path, theirs))
+        process.start()
+        theirs.close()
+        for _ in range(random_.randrange(1, 25)):
+            acknowledged = ours.recv()
+        for _ in range(random_.randrange(20_000)):  # up to about a millisecond, so that no step is favoured
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        with contextlib.suppress(EOFError):
+            while ours.poll():
+                acknowledged = ours.recv()
+        ours.close()
+
+        store = VectorStore.open(path)
+        done = store.sessions()[1]
+        assert done >= acknowledged
+        assert (store.read("x") == done).all()
+        (answer,) = unpack_answers(store.answer(BatchName(1, done)) or b"")
+        assert answer.round() == done * n
+        store.close(remove=False)

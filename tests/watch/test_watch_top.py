@@ -1,0 +1,149 @@
+"""psdctl top: scripted looks, as text and in a terminal that Textual's pilot plays."""
+
+import asyncio
+import math
+import sys
+
+import pytest
+from test_watch_sampler import EXPIRED, ScriptedJob
+from textual.widgets import DataTable, Static
+
+from psd.cli.ctl import main
+from psd.v1 import control_pb2 as pb
+from psd.watch.snapshot import CurvePoint
+from psd.watch.top import lines
+from psd.watch.top.app import HelpScreen, TopApp
+from psd.watch.top.columns import SORTS, sorted_workers
+
+
+@pytest.fixture
+def job():
+    """130 workers, one of which holds the others back, and one that is gone; of whom rank 0 logs its loss."""
+    job = ScriptedJob(workers=130)
+    for reply in job.replies:
+        reply.workers[129].state, reply.workers[129].failed = EXPIRED, True
+        for worker in reply.workers:
+            worker.transport = "shm"
+    job.train(5, slow=7, awaited_share=0.25)
+    wait = pb.Wait(rank=3, kind=pb.WAIT_KIND_ROUND, clock=50, waited_s=2.0, missing=[job.replies[0].workers[7]])
+    job.replies[0].waits.append(wait)
+    job.is_silent[1] = True
+    job.look()
+    job.is_silent[1] = False
+    job.look()
+    for step in range(5):
+        job.sampler.history.add_point("loss", CurvePoint(0, step, 1.0 / (1 + step), 1e9 + step))
+    return job
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
+    text = lines.as_text(job.sampler.now, job.sampler.history, "waited for", width)
+
+    assert max(map(len, text.splitlines())) <= width
+    for words in (
+        "limit: Others wait for worker 7",
+        "steps/s",
+        "latency",
+        "loss 0.2",
+        "worker 3 waits in round 50 for worker 7",
+    ):
+        assert words in text
+    assert "shard 1 at host:7001 does not answer" in text
+    rows = text[text.index("RANK") :].splitlines()
+    assert rows[1].split()[:2] == ["7", "live"]
+    assert len(rows) > 130
+    assert ("HOST" in rows[0], "ADDRESS" in text) == (True, width == 200)
+
+
+def test_workers_are_sorted_so_that_those_that_need_attention_come_first(job):
+    workers = job.sampler.now.workers
+
+    first = {by: sorted_workers(workers, by)[0].rank for by in SORTS}
+
+    assert first == {"rank": 0, "state": 129, "step": 0, "steps/s": 0, "waited for": 7, "seen": 0}
+    assert sorted_workers(workers, "rank", is_reversed=True)[0].rank == 129
+
+
+def test_a_sparkline_goes_from_the_least_to_the_largest_and_leaves_out_what_is_no_number():
+    assert lines.sparkline([1, 2, math.nan, 8], 10) == "▁▂ █"
+    assert lines.sparkline([5, 5], 1) == "▁"
+    assert lines.sparkline([math.inf], 5) == ""
+
+
+def cells(app, which, row):
+    return [cell.plain for cell in app.query_one(which, DataTable).get_row_at(row)]
+
+
+def words(app, which):
+    return str(app.query_one(which, Static).render())
+
+
+def test_top_shows_the_job_live_and_its_keys_sort_pause_and_explain(job):
+    """In a terminal of 80 x 24. The test takes the looks: none comes by itself within an hour."""
+
+    async def play():
+        app = TopApp(job.sampler, interval_s=3600)
+        async with app.run_test(size=(80, 24)) as pilot:
+            while app._seen is None:
+                await pilot.pause()
+            workers = app.query_one("#workers", DataTable)
+            assert workers.row_count == 130
+            assert sum(column.get_render_width(workers) for column in workers.ordered_columns) <= 80
+            assert "Others wait for worker 7" in words(app, "#head")
+            assert "worker 3 waits in round 50" in words(app, "#waits")
+
+            for _ in range(4):
+                await pilot.press("s")
+            assert cells(app, "#workers", 0)[0] == "7"
+            await pilot.press("r")
+            assert cells(app, "#workers", 129)[0] == "7"
+            await pilot.press("pagedown")
+            at = workers.cursor_row
+            assert at > 0
+
+            await pilot.press("p")
+            look(app)
+            assert "paused" in words(app, "#head")
+            step = cells(app, "#workers", 129)[2]
+            await pilot.press("p")
+            look(app)
+            assert "paused" not in words(app, "#head")
+            assert int(cells(app, "#workers", 129)[2]) > int(step)
+            assert workers.cursor_row == at, "who looks at a place goes on to look there"
+
+            await pilot.press("question_mark")
+            assert isinstance(app.screen, HelpScreen)
+            await pilot.press("x")
+            assert not isinstance(app.screen, HelpScreen)
+            await pilot.resize_terminal(200, 50)
+            await pilot.pause()
+            await pilot.pause()
+            titles = [column.label.plain for column in app.query_one("#shards", DataTable).ordered_columns]
+            assert titles[-1] == "ADDRESS"
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    def look(app):
+        job.train(1)
+        history = job.sampler.history
+        app.take(job.sampler.now, history.moments, history.curves, [*history.events])
+
+    asyncio.run(play())
+
+
+def test_top_without_a_terminal_prints_one_picture_and_says_what_textual_needs(capsys, monkeypatch):
+    """Standard output is a pipe here. A shard that does not answer is a picture, too."""
+    monkeypatch.setattr("psd.cli.top.MEASURED_S", 0)
+
+    assert main(["top", "--servers", "127.0.0.1:1", "--timeout", "0.5"]) == 1
+    shown = capsys.readouterr().out
+    assert "No shard answers" in shown
+    assert "\x1b" not in shown
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "psd.watch.top.app", None)
+    with pytest.raises(SystemExit):
+        main(["top", "--servers", "127.0.0.1:1"])
+    assert "pip install 'psd[ui]', or use --once" in capsys.readouterr().err
