@@ -5,7 +5,7 @@ import math
 import sys
 
 import pytest
-from test_watch_sampler import EXPIRED, ScriptedJob
+from scripted_job import EXPIRED, ScriptedJob
 from textual.widgets import DataTable, Static
 
 from psd.cli.ctl import main
@@ -41,7 +41,13 @@ def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
     text = lines.as_text(job.sampler.now, job.sampler.history, "waited for", width)
 
     assert max(map(len, text.splitlines())) <= width
-    for words in ("limit: Others wait for worker 7", "steps/s", "latency", "loss 0.2", "worker 3 waits in round 50 for worker 7"):
+    for words in (
+        "limit: Others wait for worker 7",
+        "steps/s",
+        "latency",
+        "loss 0.2",
+        "worker 3 waits in round 50 for worker 7",
+    ):
         assert words in text
     assert "shard 1 at host:7001 does not answer" in text
     rows = text[text.index("RANK") :].splitlines()
