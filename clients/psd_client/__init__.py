@@ -65,6 +65,7 @@ from psd_client.tables import (
 )
 from psd_client.vector_batch import Answer, Batch
 from psd_client.vectors import Matrix, Vector
+from psd_client.worker.orders import Drained
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
 
@@ -100,6 +101,7 @@ __all__ = [
     "CheckpointFailed",
     "CheckpointUnsupported",
     "CutMissed",
+    "Drained",
     "Draining",
     "ForeignRun",
     "InternalError",

@@ -28,7 +28,7 @@ and what has happened. ? explains keys and columns. The job does not notice: it 
 _EPILOG = """\
 examples:
   psdctl top --servers 127.0.0.1:7000,127.0.0.1:7001
-  psdctl top --sort "waited for"
+  psdctl top --sort waited-for
   psdctl top --once > picture.txt
 
 Where the output is no terminal, one picture is printed as plain text, measured over a second, as with --once.
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 3600:
         args.parser.error(f"--interval: expected 0.1 to 3600 seconds, got {args.interval:g}")
     with Asker(args.servers, args.credentials) as asker:
-        sampler = Sampler(asker)
+        sampler = Sampler(asker, answer_s=args.timeout)
         if args.once or args.json or not (sys.stdout.isatty() and sys.stdin.isatty()):
             return _print_once(sampler, args)
         try:
@@ -73,9 +73,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
-    sampler.look(args.timeout)
+    sampler.look()
     time.sleep(MEASURED_S)
-    now = sampler.look(args.timeout)
+    now = sampler.look()
     if args.json:
         curves = {name: asdict(points[-1]) for name, points in sampler.history.curves.items()}
         print(json.dumps({**asdict(now), "curves": curves}), flush=True)

@@ -66,6 +66,9 @@ class ControlService:
             "Describe": self.describe,
             "OpenBulk": self.open_bulk,
             "Status": self.status,
+            "Kick": self.kick,
+            "SetLearningRate": self.set_learning_rate,
+            "Drain": self.drain,
             "Log": self.log,
             "Curves": self.curves,
         }
@@ -162,6 +165,23 @@ class ControlService:
         del request, context
         progress = self._checkpointer.progress if self._checkpointer is not None else None
         return views.shard_status(self._shard, self._address(), progress)
+
+    def kick(self, request: control_pb2.KickRequest, context: grpc.ServicerContext) -> control_pb2.KickReply:
+        """See ControlService.Kick."""
+        del context
+        return control_pb2.KickReply(has_ended=self._shard.admission.kick(request.rank, request.session))
+
+    def set_learning_rate(
+        self, request: control_pb2.SetLearningRateRequest, context: grpc.ServicerContext
+    ) -> control_pb2.SetLearningRateReply:
+        """See ControlService.SetLearningRate."""
+        del context
+        return control_pb2.SetLearningRateReply(learning_rate=self._shard.scale_learning_rate(request.scale))
+
+    def drain(self, request: control_pb2.DrainRequest, context: grpc.ServicerContext) -> control_pb2.DrainReply:
+        """See ControlService.Drain."""
+        del request, context
+        return control_pb2.DrainReply(ends_at=self._shard.end_job())
 
     def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
         """See ControlService.Log."""

@@ -56,6 +56,9 @@ MAY = {
     "psd.v1.DataService/StoreBuffers": TRAINS,
     "psd.v1.DataService/SetParameters": TRAINS,
     "psd.v1.ControlService/Checkpoint": {"admin"},
+    "psd.v1.ControlService/Kick": {"admin"},
+    "psd.v1.ControlService/SetLearningRate": {"admin"},
+    "psd.v1.ControlService/Drain": {"admin"},
 }
 """Written down a second time on purpose: a change of the table is a decision."""
 

@@ -26,6 +26,7 @@ from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker import ending
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.heartbeat import Heartbeats
+from psd_client.worker.orders import Drained
 from psd_client.worker.scalar_files import ScalarFiles
 from psd_client.worker.scalar_log import ScalarLog
 from psd_client.worker.session import Session
@@ -281,6 +282,9 @@ class WorkerConnection:
                     yield
                 except RolledBack as error:
                     raise self._go_back(error) from None
+                except Drained:
+                    self._last_failed = False
+                    raise
             self._last_failed = False
         except (SessionFenced, SpecMismatch) as error:
             if [worker.seat for worker in ending.remembered()].count(self.seat) < 2:

@@ -40,6 +40,7 @@ from psd_core.vector import VectorStore
 logger = logging.getLogger(__name__)
 
 _BARRIERS_NAME = "barriers"
+_ORDERS_NAME = "orders"
 _VERDICT_NAME = "verdict"
 _BOOT_NAME = "boot"
 _VECTORS_NAME = "vectors"
@@ -253,6 +254,14 @@ class Storage:
     def load_barriers(self) -> bytes:
         """The stored barriers; empty if there are none."""
         return self._load(_BARRIERS_NAME)
+
+    def save_orders(self, orders: bytes) -> None:
+        """Keep what the operator has told the job, beside the arena. Raises what `save_barriers` does."""
+        self._save(_ORDERS_NAME, orders)
+
+    def load_orders(self) -> bytes:
+        """The stored orders; empty if there are none."""
+        return self._load(_ORDERS_NAME)
 
     def save_verdict(self, verdict: bytes) -> None:
         """Keep shard 0's latest verdict, beside the arena. Raises what `save_barriers` does."""
