@@ -145,7 +145,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--name", metavar="NAME", help=f"name of the job, and of all that belongs to it (default: {manifests.NAME})"
     )
     group.add_argument("--namespace", metavar="NS", help="where the job runs (default: kubectl's)")
-    group.add_argument("--insecure", action="store_true", help="do without certificates and tokens, on a cluster of your own")
+    group.add_argument(
+        "--insecure", action="store_true", help="do without certificates and tokens, on a cluster or a network of your own"
+    )
     group.add_argument("--dry-run", action="store_true", help="only print the manifests")
     group.add_argument(
         "--rescale",
@@ -155,10 +157,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_FOR_CLUSTERS = ("image", "name", "namespace", "insecure", "dry_run", "rescale")
+_FOR_CLUSTERS = ("image", "name", "namespace", "dry_run", "rescale")
 _FOR_ONE_MACHINE = {
     "state_dir": "the shards' state is on persistent volumes",
     "metrics_port": "metrics are on port 7002",
+    "nnodes": "the cluster finds the hosts",
+    "hosts": "the cluster finds the hosts",
+    "rendezvous": "the cluster finds the hosts",
+    "tls_cert": "certificates and tokens are secrets of the cluster",
+    "token_file": "certificates and tokens are secrets of the cluster",
     "log_dir": "kubectl logs has the output of each pod",
     "tensorboard": "use --env PSD_TENSORBOARD=DIR, a directory of the pod that outlives it",
     "max_shard_restarts": "Kubernetes restarts shards without limit",

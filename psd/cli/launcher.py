@@ -1,94 +1,59 @@
-"""Carries out a job of psd-run: one thread, one selector over the children's output, their deaths and the signals.
+"""Carries out a job of psd-run: one thread, one selector over the children's output, their deaths, other hosts and the signals.
 
-    events: output, SIGCHLD, SIGINT, time   ->   psd/cli/policy.py decides   ->   actions: start, signal, say
+    events: output, exits, SIGCHLD, SIGINT, time   ->   psd/cli/policy.py decides   ->   actions: start, signal, say
 
-Invariants: every child is known to the watchdog from its start to its end; a child's output is read to its end before its death
-is told; when `run` returns, however it does, no process of the run is left, and no state directory that nobody has asked for.
+Where a process runs, on this machine (psd/cli/host_processes.py) or on another (psd/cli/gathering.py), only the actions know.
 Decides nothing about the job itself.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import re
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.display import Display, is_terminal
+from psd.cli.gathering import Gathering
+from psd.cli.host_processes import HostProcesses
 from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
+from psd.cli.plan import Plan
 from psd.cli.policy import Action, JobPolicy, Name, Phase, Say, Send
-from psd.cli.processes import Child
 from psd.cli.server import DONE_PATTERN, LAST_CHECKPOINT_PATTERN, STORED_PATTERN
-from psd.cli.state import StateDirectory, shard_path
+from psd.cli.state import shard_path
 from psd.cli.summary import Summary
-from psd.cli.sweep import end_processes
 from psd.cli.wakeups import Wakeups
-from psd.cli.watchdog import Watchdog
 from psd.contract.config import ConfigError
 from psd.contract.launching import READY_PATTERN
 
-_ANY_PORT = "127.0.0.1:0"
+_LOOPBACK = "127.0.0.1"
 
-_WATCHDOGS_MAX = 4
-"""Watchdogs started in one job at most. Whoever kills more of them means it."""
-
-_SWEEP_GRACE_S = 2.0
-"""Seconds for processes that workers have left behind, once the workers themselves are gone."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A job to run.
-
-    Attributes:
-        run_id: of this run only; processes are found by it.
-        shards, workers, on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
-        checkpoint_dir: where the shards store checkpoints; empty: nowhere.
-        log_dir: for a file of each process; None: no files.
-        state_dir: where the shards' state directories are made.
-        is_state_private: it is removed in any case.
-        is_continued: it holds what an earlier run has left.
-        shard_command: the command of a shard, by index, address to listen at, and state directory.
-        worker_command: the command of every worker.
-        shard_environ: the environment of the shards.
-        worker_environ: the environment of a worker, by rank and the shards' addresses.
-    """
-
-    run_id: str
-    shards: int
-    workers: int
-    on_worker_failure: str
-    restarts_max: int
-    shard_restarts_max: int
-    grace_s: float
-    checkpoint_dir: str
-    log_dir: Path | None
-    state_dir: Path
-    is_state_private: bool
-    is_continued: bool
-    shard_command: Callable[[int, str, Path], Sequence[str]]
-    worker_command: Sequence[str]
-    shard_environ: Mapping[str, str]
-    worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
+Meet = Callable[[selectors.BaseSelector, "Launcher"], Gathering]
+"""Starts the meeting with other hosts; what comes of it is told to the launcher."""
 
 
 class Launcher:
-    """One job, from its first process to its last."""
+    """One job, from its first process to its last.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: of the job.
+        meet: with other hosts; None: this machine runs all.
+    """
+
+    def __init__(self, plan: Plan, meet: Meet | None = None) -> None:
         self._plan = plan
+        self._meet = meet
+        places = plan.places
         self._policy = JobPolicy(
-            state_dirs=[str(shard_path(plan.state_dir, index)) for index in range(plan.shards)],
-            workers=plan.workers,
+            state_dirs=[str(shard_path(plan.state_dirs[index % places.nodes], index)) for index in range(places.shards)],
+            workers=sum(places.workers),
             on_worker_failure=plan.on_worker_failure,
             restarts_max=plan.restarts_max,
             shard_restarts_max=plan.shard_restarts_max,
@@ -96,13 +61,11 @@ class Launcher:
             has_checkpoints=bool(plan.checkpoint_dir),
         )
         self._selector = selectors.DefaultSelector()
-        self._children: dict[Name, Child] = {}
+        self._processes: HostProcesses | None = None
+        self._gathering: Gathering | None = None
         self._lines: dict[Name, Lines] = {}
         self._addresses: dict[int, str] = {}
-        self._watchdog: Watchdog | None = None
-        self._watchdogs_left = _WATCHDOGS_MAX
-        self._signals: list[int] = []
-        names = [*(f"shard {index}" for index in range(plan.shards)), *(f"worker {rank}" for rank in range(plan.workers))]
+        names = [str(name) for name in sorted(name for node in range(places.nodes) for name in places.names(node))]
         colour = not os.environ.get("NO_COLOR")
         self._prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stdout.buffer))
         self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stderr.buffer))
@@ -110,25 +73,20 @@ class Launcher:
         self._reader_is_gone = False
         self._checkpoint = ""  # the last one that a shard has told of
         self._log_files: LogFiles | None = None
-        self._summary = Summary(is_continued=plan.is_continued, checkpoint_dir=plan.checkpoint_dir)
+        self._summary = Summary(is_continued=plan.kept_run_id is not None, checkpoint_dir=plan.checkpoint_dir)
 
     def run(self) -> int:
         """Run the job to its end; returns psd-run's exit status."""
         started_at = time.monotonic()
         with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
-            self._selector.register(wakeups, selectors.EVENT_READ)
-            plan = self._plan
+            self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
             try:
-                self._log_files = LogFiles(plan.log_dir) if plan.log_dir is not None else None
-                self._state = StateDirectory(plan.state_dir, plan.run_id, plan.shards, is_private=plan.is_state_private)
-            except ConfigError as error:
-                self._say(f"error: {error}")
-                return EXIT_FAILURE
-            try:
-                self._start_watchdog()
-                self._perform(self._policy.on_start(time.monotonic()))
+                self._begin()
                 while self._policy.phase is not Phase.ENDED:
-                    self._wait(wakeups)
+                    self._wait()
+            except ConfigError as error:
+                self.say(f"error: {error}")
+                return EXIT_FAILURE
             finally:
                 self._clear_away()
                 self._selector.close()
@@ -136,34 +94,40 @@ class Launcher:
         assert status is not None
         if self._reader_is_gone:
             return exit_status(signal.SIGPIPE)
-        self._say("all workers have finished" if status == 0 else f"the job has ended with status {status}")
+        self.say("all workers have finished" if status == 0 else f"the job has ended with status {status}")
         for line in self._summary.lines(time.monotonic() - started_at):
-            self._say(line)
+            self.say(line)
         if self._log_files is not None:
             self._log_files.close()
         return status
 
+    def _begin(self) -> None:
+        """Start the job, or wait for other hosts first. Raises ConfigError if a directory cannot be used."""
+        self._log_files = LogFiles(self._plan.log_dir) if self._plan.log_dir is not None else None
+        if self._meet is not None:
+            self._gathering = self._meet(self._selector, self)
+        else:
+            self.on_nodes_ready(self._plan, _LOOPBACK)
+
     # -- events --
 
-    def _wait(self, wakeups: Wakeups) -> None:
+    def _wait(self) -> None:
         """Sleep until something happens, and handle it."""
         times = [at for lines in self._lines.values() if (at := lines.quiet_at()) is not None]
-        if self._policy.deadline is not None:
-            times.append(self._policy.deadline)
-        if self._display.due is not None:
-            times.append(self._display.due)
+        gathering = self._gathering
+        for at in (self._policy.deadline, self._display.due, gathering.due if gathering is not None else None):
+            times += [at] if at is not None else []
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         for key, _ in self._selector.select(timeout):
-            if key.fileobj is wakeups:
-                self._read_signals(wakeups)
-            else:
-                self._read_output(key.data)
+            key.data()
         now = time.monotonic()
         for name, lines in list(self._lines.items()):
             if (at := lines.quiet_at()) is not None and at <= now:
                 self._show(name, lines.flush())
         if self._display.due is not None and self._display.due <= now:
             self._write([])
+        if gathering is not None:
+            gathering.on_time(now)
         # Again after each: what one event decides may change what the next one means.
         if self._policy.deadline is not None and self._policy.deadline <= now:
             self._perform(self._policy.on_deadline(now))
@@ -172,108 +136,75 @@ class Launcher:
         signums = wakeups.read()
         for signum in signums:
             if signum != signal.SIGCHLD:
-                self._perform(self._policy.on_signal(signum, time.monotonic()))
-        if signal.SIGCHLD in signums:  # one byte may stand for several
-            for name in sorted(self._children):  # shards first: a worker's failure may be the consequence of theirs
-                if name in self._children and self._children[name].has_ended():
-                    self._on_exit(name)
-            if self._watchdog is not None and self._watchdog.has_died():
-                self._replace_watchdog()
+                self.on_signal(signum)
+        if signal.SIGCHLD in signums and self._processes is not None:  # one byte may stand for several
+            self._processes.reap()
 
-    def _read_output(self, name: Name) -> None:
-        child = self._children.get(name)
-        if child is None or (data := child.read()) is None:
-            return
-        if data:
-            self._show(name, self._lines[name].feed(data, time.monotonic()))
-        else:  # it has closed its output; that it has ended is another event
-            self._selector.unregister(child)
+    def on_nodes_ready(self, plan: Plan, address: str) -> None:
+        """Begin, as all hosts are ready.
 
-    def _on_exit(self, name: Name) -> None:
-        child = self._children[name]
-        lines = self._lines[name]
-        self._show(name, lines.feed(child.read_rest(), time.monotonic()))
-        self._show(name, lines.end())
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(child)
-        del self._children[name]
-        returncode = child.close()
-        if self._watchdog is not None:
-            self._watchdog.remove(child.pid)
+        Args:
+            plan: of this machine's part; its own run id is that of all.
+            address: of this machine, for its shards; empty: it has no part.
+        """
+        self._plan = plan
+        if address:
+            self._processes = HostProcesses(
+                plan, address, self._selector, on_output=self.on_output, on_exit=self.on_exit, say=self.say
+            )
+        self._perform(self._policy.on_start(time.monotonic()))
+
+    def on_output(self, name: Name, data: bytes) -> None:
+        """Show what a process has written."""
+        self._show(name, self._lines[name].feed(data, time.monotonic()))
+
+    def on_exit(self, name: Name, returncode: int) -> None:
+        """Handle the end of a process."""
+        self._show(name, self._lines[name].end())
         self._summary.on_exit(name.kind, time.monotonic())
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
+
+    def on_signal(self, signum: int) -> None:
+        """Handle a signal to this psd-run, or to one on another host."""
+        self._perform(self._policy.on_signal(signum, time.monotonic()))
+
+    def on_lost(self, names: Sequence[Name], why: str) -> None:
+        """Handle the loss of a host, with all that runs there."""
+        for name in names:
+            if name in self._lines:
+                self._show(name, self._lines[name].end())
+        self._perform(self._policy.on_lost(names, why, time.monotonic()))
 
     # -- actions --
 
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Say):
-                self._say(action.text, action.quote)
-            elif isinstance(action, Send):
-                if action.name in self._children:
-                    self._children[action.name].signal(action.signum)
+                self.say(action.text, action.quote)
+                continue
+            own = self._processes if self._plan.is_here(action.name) else None
+            where = own or self._gathering
+            assert where is not None
+            if isinstance(action, Send):
+                where.signal(action.name, action.signum)
             else:
-                self._start(action.name)
+                self._lines[action.name] = Lines(is_live=self._display.is_live)
+                self._summary.on_start(action.name.kind, action.name.number, time.monotonic())
+                where.start(action.name, self._addresses_for(action.name))
 
-    def _start(self, name: Name) -> None:
-        if name.kind == "shard":
-            # A shard that is started again is where the workers look for it, and where its parameters are.
-            listen = self._addresses.get(name.number, _ANY_PORT)
-            command = self._plan.shard_command(name.number, listen, self._state.shard(name.number))
-            environ = self._plan.shard_environ
-        else:
-            servers = [self._addresses[index] for index in range(self._plan.shards)]
-            command, environ = self._plan.worker_command, self._plan.worker_environ(name.number, servers)
-        self._lines[name] = Lines(is_live=self._display.is_live)
-        self._summary.on_start(name.kind, name.number, time.monotonic())
-        try:
-            child = Child(command, environ)
-        except OSError as error:
-            self._say(f"cannot start {name}: {error}")
-            self._perform(self._policy.on_exit(name, 126, time.monotonic()))  # as a shell has it
-            return
-        self._children[name] = child
-        self._selector.register(child, selectors.EVENT_READ, name)
-        if self._watchdog is not None:
-            self._watchdog.add(child.pid)
-
-    def _start_watchdog(self) -> None:
-        self._watchdogs_left -= 1
-        try:
-            self._watchdog = Watchdog(
-                self._plan.run_id,
-                self._state.lock_fd,
-                groups=[child.pid for child in self._children.values()],
-                directories=[self._state.path] if self._state.is_private else [],
-            )
-        except OSError as error:
-            self._say(f"cannot start the watchdog ({error}); if psd-run is killed, its processes may be left behind")
-
-    def _replace_watchdog(self) -> None:
-        assert self._watchdog is not None
-        self._watchdog.close()
-        self._watchdog = None
-        if self._watchdogs_left:
-            self._start_watchdog()
-            self._say("the watchdog, which ends the job if psd-run is killed, has died; started another")
-        else:
-            self._say(
-                "the watchdog has died again; continuing without one: if psd-run is killed, its processes may be left behind"
-            )
+    def _addresses_for(self, name: Name) -> list[str]:
+        if name.kind == "worker":
+            return [self._addresses[index] for index in range(self._plan.places.shards)]
+        # A shard that is started again is where the workers look for it, and where its parameters are.
+        return [self._addresses[name.number]] if name.number in self._addresses else []
 
     def _clear_away(self) -> None:
-        """End all processes and remove the state, also when psd-run itself has failed."""
-        for child in self._children.values():
-            child.signal(signal.SIGKILL)
-            child.close()
-        self._children.clear()
-        count = end_processes((), self._plan.run_id, _SWEEP_GRACE_S)
-        if count:
-            self._say(f"ended {count} processes that the workers had left behind")
-        if self._state.close(keep=self._policy.status != EXIT_OK):
-            self._say(f"the parameters are kept in {self._state.path}; psd-run with this --state-dir continues with them")
-        if self._watchdog is not None:
-            self._watchdog.close()
+        """End all processes and remove the state, here and elsewhere, also when psd-run itself has failed."""
+        status = self._policy.status
+        if self._processes is not None:
+            self._processes.clear_away(keep=status != EXIT_OK)
+        if self._gathering is not None:
+            self._gathering.close(EXIT_FAILURE if status is None else status)
 
     # -- output --
 
@@ -290,7 +221,7 @@ class Launcher:
             if ready := re.fullmatch(READY_PATTERN, text):
                 is_new = name.number not in self._addresses
                 self._addresses[name.number] = ready[3]
-                if is_new and len(self._addresses) == self._plan.shards:
+                if is_new and len(self._addresses) == self._plan.places.shards:
                     self._say_what_runs()
                 self._perform(self._policy.on_ready(name, time.monotonic()))
             elif re.fullmatch(DONE_PATTERN, text):
@@ -302,7 +233,7 @@ class Launcher:
         """Add lines to the log files, if there are any."""
         trouble = self._log_files.write(name, lines) if self._log_files is not None else ""
         if trouble:
-            self._say(trouble)
+            self.say(trouble)
 
     def _is_repeated(self, line: bytes) -> bool:
         """True for the news of a checkpoint that another shard has told."""
@@ -313,10 +244,11 @@ class Launcher:
         return earlier == stored[1]
 
     def _say_what_runs(self) -> None:
-        servers = ",".join(self._addresses[index] for index in range(self._plan.shards))
-        self._say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
+        servers = ",".join(self._addresses[index] for index in range(self._plan.places.shards))
+        self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
 
-    def _say(self, text: str, quote: Name | None = None) -> None:
+    def say(self, text: str, quote: Name | None = None) -> None:
+        """Tell the user; `quote` names the process whose last lines belong to it."""
         lines = [text.encode()]
         if quote is not None and quote in self._lines and self._lines[quote].tail:
             lines[0] += b"; its last lines:"
@@ -326,7 +258,7 @@ class Launcher:
 
     def _rows(self) -> list[bytes]:
         """The unfinished lines of all processes."""
-        found = ((str(name), row) for name in sorted(self._children) for row in self._lines[name].rows)
+        found = ((str(name), row) for name in sorted(self._lines) for row in self._lines[name].rows)
         return [self._prefixes.row(name, row) for name, row in found]
 
     def _write(self, lines: Sequence[bytes], elsewhere: BinaryIO | None = None) -> None:
@@ -341,4 +273,4 @@ class Launcher:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-            self._perform(self._policy.on_signal(signal.SIGPIPE, time.monotonic()))
+            self.on_signal(signal.SIGPIPE)

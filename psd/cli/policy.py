@@ -15,6 +15,8 @@ out. So each order of events is a plain unit test. The policy:
     SIGINT, SIGTERM, SIGHUP         the job is stopped, with status 128 + N. With a place for checkpoints, one is taken first,
                                     while workers train, for --grace at most; a second signal skips that. Then workers end,
                                     then shards; another signal kills everything at once
+    a host is lost                  its processes have died for good: the job is stopped, but with --on-worker-failure continue
+                                    the others go on, if there was no shard among them
     a shard ends with status 74     it could not store the last checkpoint: a job that is well but for that, or was told to
                                     end, has that status, too
 
@@ -213,6 +215,24 @@ class JobPolicy:
         else:
             actions = self._on_shard_exit(name, returncode, now)
         return actions + self._advance(now)
+
+    def on_lost(self, names: Sequence[Name], why: str, now: float) -> list[Action]:
+        """Handle the loss of a host, with all that ran there; before the job has begun, of the host alone."""
+        has_begun = bool(self._alive)
+        gone = self._alive & set(names)
+        self._alive -= gone
+        for name in gone:
+            self._ready.discard(name)
+            self._ready_by.pop(name, None)
+            self._reports_at.pop(name, None)
+        shards, workers = (sorted(name for name in gone if name.kind == kind) for kind in ("shard", "worker"))
+        say = Say(f"{why}, and with it {self._names(gone)}" if gone else why)
+        if self.phase not in (Phase.STARTING, Phase.RUNNING) or (has_begun and not gone):
+            return [say, *self._advance(now)]
+        if shards or not workers or self._on_worker_failure != "continue":
+            return self._fail(Say(f"{say.text}; stopping the job"), EXIT_FAILURE, now) + self._advance(now)
+        self._workers_status = self._workers_status or EXIT_FAILURE
+        return [say, *self._wind_down(now), *self._advance(now)]
 
     def on_saved(self, now: float) -> list[Action]:
         """Handle shard 0's answer about the last checkpoint."""

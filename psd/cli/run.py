@@ -15,6 +15,9 @@ Knows how a shard is started and what a worker finds in its environment; nothing
 
 from __future__ import annotations
 
+import argparse
+import functools
+import hashlib
 import os
 import re
 import secrets
@@ -23,11 +26,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import kubernetes, malloc, run_options
-from psd.cli.arguments import CHECKPOINT_OPTIONS, values
+from psd.cli import kubernetes, malloc, rendezvous, run_options, ssh
+from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
 from psd.cli.kubernetes import Deployment
-from psd.cli.launcher import Launcher, Plan
+from psd.cli.launcher import Launcher
+from psd.cli.node_places import NodePlaces
+from psd.cli.plan import Meeting, Plan
 from psd.cli.state import kept_run_id, private_path
+from psd.cli.terminal import show
 from psd.contract.config import ConfigError, Limits, ServerConfig
 from psd.contract.consistency import Consistency
 from psd.contract.errors import InvalidRequest
@@ -38,13 +44,20 @@ CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
 """Variables for shards elsewhere: psd-run's own shards have neither TLS nor tokens, and serve this machine alone."""
 
 
-def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Deployment:
-    """The plan; a wrong option ends the process with status 2 and one line of explanation."""
+def parse(
+    argv: Sequence[str] | None, environ: Mapping[str, str], run_id: str | None = None, node: int | None = None
+) -> Plan | Deployment:
+    """The plan; a wrong option ends the process with status 2 and one line of explanation.
+
+    Args:
+        argv: the arguments. environ: of psd-run.
+        run_id: of the run; None: a new one, or that of the one to be continued.
+        node: which host of the job this is; None: as the arguments say; -1: none of them.
+    """
     parser = run_options.parser()
     args = parser.parse_args(argv)
     try:
         run_options.check(args)
-        checkpoints = values(args, CHECKPOINT_OPTIONS)
         ServerConfig(
             0,
             args.shards,
@@ -52,8 +65,11 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
             grace_s=args.grace_s,
             rules=tuple(args.rules),
             parameters_only=args.parameters_only,
-            **checkpoints,
+            **values(args, CHECKPOINT_OPTIONS),
         )
+        words = _words(args.module, args.command)
+        places = run_options.places(args)
+        args.workers = sum(places.workers)
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
         run_options.check_consistency(args, consistency)
         given = {
@@ -69,24 +85,44 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
             tensorboard_module()
         for_workers = {name: str(value) for name, value in given.items() if value is not None}
         for_all = run_options.environment(args.env, environ)
-        words = _words(args.module, args.command)
         if args.on == "kubernetes":
             return kubernetes.deployment(args, words, {**malloc.environment(), **for_workers, **for_all})
         kubernetes.check_absent(args)
-        command = _worker_command(words)
-        run_id = _run_id(command)
-        state_dir = Path(args.state_dir).absolute() if args.state_dir else private_path(run_id)
-        kept = kept_run_id(state_dir)
+        return _plan(args, _worker_command(words), places, environ, for_all, for_workers, run_id, node)
     except InvalidRequest as error:
         parser.error(f"--{error}")
     except ConfigError as error:
         parser.error(str(error))
 
-    handed_on = {name: value for name, value in environ.items() if name not in CREDENTIALS}
-    run_id = kept or run_id
+
+def _plan(
+    args: argparse.Namespace,
+    command: Sequence[str],
+    places: NodePlaces,
+    environ: Mapping[str, str],
+    for_all: Mapping[str, str],
+    for_workers: Mapping[str, str],
+    run_id: str | None,
+    node: int | None,
+) -> Plan:
+    """The plan for machines that run psd-run."""
+    meeting = _meeting(args, node, command, for_all)
+    if meeting is None:
+        run_options.check_one_host(args)
+    if node is None:
+        node = -1 if args.hosts else args.node_rank or 0
+    new_id = run_id or _run_id(command)
+    state_dirs = [_state_dir(args, new_id, number if meeting is not None else None) for number in range(places.nodes)]
+    kept = kept_run_id(state_dirs[node]) if node >= 0 else None
+    run_id = run_id or kept or new_id
+
+    handed_on = {name: value for name, value in environ.items() if args.tls_cert or name not in CREDENTIALS}
     shared = {"PYTHONUNBUFFERED": "1", **handed_on, **for_all, "PSD_RUN_ID": run_id}
+    if meeting is not None:
+        shared["PSD_NODE"] = f"{run_id}/{node}"
+    first, local = (places.ranks(node)[0], len(places.ranks(node))) if node >= 0 and places.ranks(node) else (0, 1)
     for_workers = {
-        "OMP_NUM_THREADS": str(max(1, _cores() // args.workers)),
+        "OMP_NUM_THREADS": str(max(1, _cores() // local)),
         **malloc.environment(),
         **shared,
         "PSD_WORLD_SIZE": str(args.workers),
@@ -102,40 +138,69 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan | Depl
         "--grace": args.grace_s,
         "--max-workers": max(args.workers, Limits().workers_max),
         "--log-level": args.log_level,
-        **{f"--{name.replace('_', '-')}": value for name, value in checkpoints.items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in values(args, CHECKPOINT_OPTIONS).items()},
     }
     shard_flags = ["--exit-when-done", *(f"{name}={value}" for name, value in options.items())]
     shard_flags += ["--parameters-only"] if args.parameters_only else []
+    shard_flags += ["--insecure"] if args.insecure else []
+    for name in ("tls_cert", "tls_key", "token_file"):
+        shard_flags += [f"--{name.replace('_', '-')}={getattr(args, name)}"] if getattr(args, name) else []
     shard_flags += [f"--rule={rule}" for rule in args.rules] + [f"--rule-dir={_module_dir(command)}"]
 
     def worker_environ(rank: int, servers: Sequence[str]) -> dict[str, str]:
-        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        who = {"PSD_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank - first)}
         return {**for_workers, "PSD_SERVERS": ",".join(servers), **who}
 
     def shard_command(index: int, listen: str, state_dir: Path) -> list[str]:
-        which = ["--shard", f"{index}/{args.shards}", "--listen", listen, "--state-dir", str(state_dir)]
+        which = ["--shard", f"{index}/{places.shards}", "--listen", listen, "--state-dir", str(state_dir)]
         if args.metrics_port is not None:
             which.append(f"--metrics-port={args.metrics_port + index}")
         return [*python_command("psd.cli.server"), *which, *shard_flags]
 
     return Plan(
         run_id=run_id,
-        shards=args.shards,
-        workers=args.workers,
+        places=places,
+        node=node,
+        meeting=meeting,
         on_worker_failure=args.on_worker_failure,
         restarts_max=args.max_restarts,
         shard_restarts_max=run_options.SHARD_RESTARTS if args.max_shard_restarts is None else args.max_shard_restarts,
         grace_s=args.grace_s,
         checkpoint_dir=args.checkpoint_dir,
         log_dir=Path(args.log_dir).absolute() if args.log_dir else None,
-        state_dir=state_dir,
+        state_dirs=state_dirs,
         is_state_private=not args.state_dir,
-        is_continued=kept is not None,
+        kept_run_id=kept,
         shard_command=shard_command,
         worker_command=command,
         shard_environ=shared,
         worker_environ=worker_environ,
     )
+
+
+def _meeting(args: argparse.Namespace, node: int | None, command: Sequence[str], for_all: Mapping[str, str]) -> Meeting | None:
+    """The way in which hosts meet; None: there is one."""
+    if not args.hosts and (args.nnodes or 1) == 1:
+        return None
+    alike = {name: value for name, value in vars(args).items() if name not in ("node_rank", "log_dir", "state_dir", "env")}
+    words = [*command[command[0] == sys.executable :]]
+    return Meeting(
+        rendezvous=args.rendezvous,
+        hosts=ssh.parse_hosts(args.hosts)[0] if args.hosts else (),
+        ssh=args.ssh,
+        environ=for_all,
+        remote_python=args.remote_python,
+        node=node if node is not None else args.node_rank,
+        digest=hashlib.sha256(repr((sorted(alike.items()), words)).encode()).hexdigest(),
+        is_guarded=bool(args.insecure or args.tls_cert),
+    )
+
+
+def _state_dir(args: argparse.Namespace, run_id: str, node: int | None) -> Path:
+    """The state directory of a node, or of the only machine. Nodes may share a file system, or be one machine."""
+    if args.state_dir:
+        return Path(args.state_dir).absolute() / (f"node-{node}" if node is not None else "")
+    return private_path(run_id if node is None else f"{run_id}-node-{node}")
 
 
 def _words(module: Sequence[str] | None, command: Sequence[str]) -> list[str]:
@@ -188,10 +253,30 @@ def _cores() -> int:
         return os.cpu_count() or 1
 
 
+def plan_again(argv: Sequence[str], run_id: str | None, node: int) -> Plan:
+    """The plan of one node of a job on several hosts, under the run id that is agreed on."""
+    plan = parse(argv, os.environ, run_id, node)
+    assert isinstance(plan, Plan)
+    return plan
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     plan = parse(argv, os.environ)
-    return plan.run() if isinstance(plan, Deployment) else Launcher(plan).run()
+    if isinstance(plan, Deployment):
+        return plan.run()
+    if plan.meeting is None:
+        return Launcher(plan).run()
+
+    replan = functools.partial(plan_again, argv)
+    try:
+        if plan.meeting.hosts:
+            return ssh.run(plan, replan, argv)
+        return rendezvous.run(plan, replan)
+    except ConfigError as error:
+        show(f"psd-run: error: {error}", is_error=True)
+        return EXIT_FAILURE
 
 
 if __name__ == "__main__":

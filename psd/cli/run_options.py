@@ -18,18 +18,21 @@ from psd.cli.arguments import (
     seconds,
     whole_number,
 )
+from psd.cli.node_places import NodePlaces, spread
 from psd.cli.policy import SHARD_STARTS_MAX
-from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError
+from psd.cli.ssh import parse_hosts
+from psd.contract.config import ON_WORKER_FAILURE, TRANSPORTS, ConfigError, parse_address
 from psd.contract.environment import VARIABLES
 
 SHARDS_MAX = 256
 WORKERS_MAX = 4096
+NODES_MAX = 1024
 RESTARTS_MAX = 1_000_000
 
 SHARD_RESTARTS = 100
 """Restarts by default: a limit for a shard that dies of each request, about once a second."""
 
-SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+SET_BY_PSD_RUN = ("PSD_SERVERS", "PSD_RANK", "PSD_WORLD_SIZE", "PSD_RUN_ID", "PSD_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables that say which process is which."""
 
 _USAGE = """\
@@ -105,7 +108,7 @@ exit status:
 
 _SIZE: Options = {
     "shards": Option("N", "server processes", whole_number),
-    "workers": Option("N", "training processes", whole_number),
+    "workers": Option("N", "training processes (default: 1)", whole_number),
 }
 
 _TRAINING: Options = {
@@ -166,7 +169,39 @@ _WATCHING: Options = {
     ),
 }
 
-_DEFAULTS = {"shards": 1, "workers": 1, "max_restarts": 0, "log_level": logs.LOG_LEVEL, **SERVER_DEFAULTS}
+_HOSTS: Options = {
+    "nnodes": Option(
+        "N",
+        "run the job on N hosts, with the same command on each of them; --shards and --workers are of all together",
+        whole_number,
+    ),
+    "node_rank": Option(
+        "I",
+        "which of them this is, from 0 (default: node 0 is the one with the rendezvous' address; the others as they come)",
+        whole_number,
+    ),
+    "rendezvous": Option("HOST:PORT", "where node 0 waits for the others, at an address of its own that they can dial"),
+    "hosts": Option("HOST:W,...", "run the job on these hosts, with so many workers on each, over ssh, from here"),
+    "ssh": Option("COMMAND", "how to call ssh, such as 'ssh -p 2222 -i key'"),
+    "remote_python": Option("PATH", "the Python on the other hosts, with psd installed (default: the path of this one)"),
+    "tls_cert": Option("FILE", "PEM certificate of the shards; see psd-server --help"),
+    "tls_key": Option("FILE", "its PEM key"),
+    "token_file": Option("FILE", "the shards' list of tokens; workers have theirs from PSD_TOKEN_FILE"),
+}
+
+_DEFAULTS = {
+    "ssh": "ssh",
+    "remote_python": "",
+    "rendezvous": "",
+    "hosts": "",
+    "tls_cert": "",
+    "tls_key": "",
+    "token_file": "",
+    "shards": 1,
+    "max_restarts": 0,
+    "log_level": logs.LOG_LEVEL,
+    **SERVER_DEFAULTS,
+}
 
 
 def parser() -> Parser:
@@ -179,6 +214,7 @@ def parser() -> Parser:
     add_rule_option(training)
     add_options(found.add_argument_group("faults"), _FAULTS, _DEFAULTS)
     add_checkpoint_options(found)
+    add_options(found.add_argument_group("on several hosts (see below)"), _HOSTS, _DEFAULTS)
     kubernetes.add_options(found)
     add_options(found.add_argument_group("watching"), _WATCHING, _DEFAULTS)
     processes = found.add_argument_group("processes")
@@ -204,7 +240,8 @@ def parser() -> Parser:
 def check(args: argparse.Namespace) -> None:
     """Raise ConfigError if a number, or what two options say together, cannot be."""
     check_count("--shards", args.shards, 1, SHARDS_MAX)
-    check_count("--workers", args.workers, 1, WORKERS_MAX)
+    if args.workers is not None:
+        check_count("--workers", args.workers, 1, WORKERS_MAX)
     check_count("--max-restarts", args.max_restarts, 0, RESTARTS_MAX)
     if args.on_worker_failure == "end" and args.max_restarts:
         raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {args.max_restarts}")
@@ -212,6 +249,44 @@ def check(args: argparse.Namespace) -> None:
         check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
     if args.metrics_port is not None:
         check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
+
+
+def places(args: argparse.Namespace) -> NodePlaces:
+    """Number of shards and workers, and where they are; ConfigError if what is said of hosts cannot be."""
+    if args.hosts:
+        for name in ("nnodes", "node_rank", "rendezvous"):
+            if getattr(args, name) not in (None, ""):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: is for psd-run on every host; with --hosts it starts them itself"
+                )
+        _, workers = parse_hosts(args.hosts)
+        check_count("--hosts", sum(workers), 1, WORKERS_MAX)
+        if args.workers not in (None, sum(workers)):
+            raise ConfigError(f"--workers: --hosts has {sum(workers)} workers, got {args.workers}")
+        return NodePlaces(args.shards, workers)
+    nodes = 1 if args.nnodes is None else args.nnodes
+    workers_count = 1 if args.workers is None else args.workers
+    check_count("--nnodes", nodes, 1, NODES_MAX)
+    if nodes > 1 and not args.rendezvous:
+        raise ConfigError("--rendezvous: not given; --nnodes needs the HOST:PORT at which node 0 waits for the others")
+    if nodes == 1 and (args.rendezvous or args.node_rank):
+        raise ConfigError("--nnodes: not given; --rendezvous and --node-rank are for several hosts")
+    if args.rendezvous:
+        host, port = parse_address(args.rendezvous, "--rendezvous")
+        if host in ("0.0.0.0", "[::]") or port == 0:  # noqa: S104 - refused
+            raise ConfigError(f"--rendezvous: expected an address of node 0 that all others can dial, got {args.rendezvous}")
+    if args.node_rank is not None:
+        check_count("--node-rank", args.node_rank, 0, nodes - 1)
+    return NodePlaces(args.shards, spread(workers_count, nodes))
+
+
+def check_one_host(args: argparse.Namespace) -> None:
+    """Raise ConfigError if an option is given that only a job on several hosts has."""
+    for name in ("tls_cert", "tls_key", "token_file", "remote_python", "insecure"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: is for shards that other machines reach: --nnodes, --hosts, --on kubernetes"
+            )
 
 
 def check_consistency(args: argparse.Namespace, consistency: str | None) -> None:

@@ -193,6 +193,12 @@ LIMITS: Options = {
     "table_rows_max": Option("N", "rows of one table on this shard", whole_number),
     "push_ids_max": Option("N", "ids of rows in one push, or one pull, at this shard", whole_number),
     "push_bytes_max": Option("N", "ids and gradients of rows in one push at this shard", whole_number),
+    "vectors_max": Option("N", "server-side vectors of the job", whole_number),
+    "vector_bytes_max": Option(
+        "N", "memory for this shard's part of all vectors (default: as much as there is where its state lies)", whole_number
+    ),
+    "batch_operations_max": Option("N", "operations on vectors in one batch", whole_number),
+    "batch_bytes_max": Option("N", "numbers that one batch brings to this shard", whole_number),
     "reads_max": Option(
         "N", "readers that are fetching parameters at a time; each may keep another version of them in memory", whole_number
     ),

@@ -16,7 +16,7 @@ from psd.cli.server import COUNTED_PATTERN
 
 
 class Summary:
-    """What psd-run has seen and heard of one job.
+    """Record of what psd-run has seen and heard of one job.
 
     Args:
         is_continued: the shards go on with what an earlier run has left, of which this one has not seen the beginning.

@@ -23,8 +23,10 @@ _PROC = Path("/proc")
 _POLL_S = 0.05  # these are not our children, so their end has to be looked for
 
 
-def end_processes(groups: Collection[int], run_id: str, grace_s: float) -> int:
+def end_processes(groups: Collection[int], run_id: str, grace_s: float, node_mark: str = "") -> int:
     """End all processes of these groups and of this run: SIGTERM, after `grace_s` SIGKILL. Returns how many there were.
+
+    With a node's mark only that node's, as another one of the same run may be on this machine.
 
     Takes `grace_s` and a moment at most. Looks again until there are none, as a process may have just been starting another.
     """
@@ -33,7 +35,7 @@ def end_processes(groups: Collection[int], run_id: str, grace_s: float) -> int:
     kill_at = time.monotonic() + grace_s
     give_up_at = kill_at + 2.0
     while True:
-        found = set(_members(groups, run_id))
+        found = set(_members(groups, run_id, node_mark))
         seen |= found
         now = time.monotonic()
         if not found or now >= give_up_at:
@@ -46,13 +48,13 @@ def end_processes(groups: Collection[int], run_id: str, grace_s: float) -> int:
         time.sleep(_POLL_S)
 
 
-def _members(groups: Collection[int], run_id: str) -> Iterator[int]:
+def _members(groups: Collection[int], run_id: str, node_mark: str) -> Iterator[int]:
     """Pids of the living processes of the groups and of the run, ours excepted."""
     if not (_PROC / "self" / "stat").exists():
         yield from _leaders(groups)
         return
     ours = os.getpid()
-    wanted = f"PSD_RUN_ID={run_id}".encode()
+    wanted = {f"PSD_RUN_ID={run_id}".encode(), *([f"PSD_NODE={node_mark}".encode()] if node_mark else [])}
     for entry in _PROC.iterdir():
         if not entry.name.isdigit() or int(entry.name) == ours:
             continue
@@ -61,7 +63,7 @@ def _members(groups: Collection[int], run_id: str) -> Iterator[int]:
             state, _parent, group = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:3]
             if state in b"ZX":  # ended; only its parent's wait is missing
                 continue
-            if int(group) in groups or wanted in (entry / "environ").read_bytes().split(b"\0"):
+            if int(group) in groups or wanted <= set((entry / "environ").read_bytes().split(b"\0")):
                 yield int(entry.name)
         except (OSError, ValueError):  # has ended meanwhile, or is somebody else's
             continue

@@ -39,15 +39,18 @@ class Watchdog:
     Args:
         run_id: of the run.
         lock_fd: a descriptor that it keeps open until it has ended, so that what this locks stays so while it works.
+        node_mark: of the node, if others run parts of the job.
         groups: process groups that live already.
         directories: to be removed if psd-run dies.
     """
 
-    def __init__(self, run_id: str, lock_fd: int, groups: Iterable[int] = (), directories: Iterable[Path] = ()) -> None:
+    def __init__(
+        self, run_id: str, lock_fd: int, node_mark: str = "", groups: Iterable[int] = (), directories: Iterable[Path] = ()
+    ) -> None:
         # Not a process of any run: an outer psd-run, in whose worker this one may run, must not find it by that run's id.
-        environ = {name: value for name, value in os.environ.items() if name != "PSD_RUN_ID"}
+        environ = {name: value for name, value in os.environ.items() if name not in ("PSD_RUN_ID", "PSD_NODE")}
         self._process = subprocess.Popen(  # noqa: S603, our own module
-            [*python_command("psd.cli.watchdog"), run_id],
+            [*python_command("psd.cli.watchdog"), run_id, node_mark],
             stdin=subprocess.PIPE,
             env=environ,
             pass_fds=(lock_fd,),
@@ -122,11 +125,11 @@ def watch(pipe: BinaryIO) -> Left | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the watchdog: watch, then end and remove the remains."""
-    (run_id,) = sys.argv[1:] if argv is None else argv
+    run_id, node_mark = sys.argv[1:] if argv is None else argv
     left = watch(sys.stdin.buffer)
     if left is not None:
         _say(f"psd-run was killed; ending the processes of {run_id}")
-        count = end_processes(left.groups, run_id, GRACE_S)
+        count = end_processes(left.groups, run_id, GRACE_S, node_mark)
         for directory in left.directories:
             remove_private(directory)
         _say(f"ended {count} processes of {run_id}")

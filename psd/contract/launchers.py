@@ -23,7 +23,7 @@ from psd.contract.config import ConfigError
 
 
 class Launched(NamedTuple):
-    """What a launcher says of this process: its rank, how many there are, if it says so, and the two variables."""
+    """Word of a launcher about this process: its rank, how many there are, if it says so, and the two variables."""
 
     rank: int
     world_size: int | None
@@ -40,11 +40,11 @@ _LAUNCHERS = (
 )
 
 _EXCLUSIVE = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Of these, one at most has started this process."""
+"""Launchers of which one at most has started this process."""
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """What the launcher of this process says; None if none of those above has started it.
+    """Read what the launcher of this process says; None if none of those above has started it.
 
     Raises:
         ConfigError: two launchers disagree, or a variable is not a number.

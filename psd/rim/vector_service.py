@@ -41,14 +41,12 @@ class VectorService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods, ready to be added to a server."""
         unary, answer = self._guard.unary, vectors_pb2.VectorAnswer.SerializeToString
-        batch, change = vectors_pb2.VectorBatch, vectors_pb2.VectorChange
+        frame, change = frame_parser(vectors_pb2.VectorFrame), vectors_pb2.VectorChange
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Run": grpc.unary_unary_rpc_method_handler(unary(self.run), frame_parser(batch), answer),
-                "RunFrames": grpc.stream_unary_rpc_method_handler(
-                    unary(self.run_frames), frame_parser(vectors_pb2.VectorFrame), answer
-                ),
+                "Run": grpc.unary_unary_rpc_method_handler(unary(self.run), frame, answer),
+                "RunFrames": grpc.stream_unary_rpc_method_handler(unary(self.run_frames), frame, answer),
                 "Create": grpc.unary_unary_rpc_method_handler(unary(self.create), message_parser(change), answer),
                 "Drop": grpc.unary_unary_rpc_method_handler(unary(self.drop), message_parser(change), answer),
                 "List": grpc.unary_unary_rpc_method_handler(
@@ -65,7 +63,10 @@ class VectorService:
     def run(self, request: Frame, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Run."""
         del context
-        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(request.head, request.payload))
+        batch = _batch_of(request)
+        if batch.payload_bytes != len(request.payload):
+            raise InvalidRequest(f"payload: has {len(request.payload)} bytes, payload_bytes is {batch.payload_bytes}")
+        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, request.payload))
 
     def run_frames(self, requests: Iterator[Any], context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.RunFrames."""
@@ -74,9 +75,7 @@ class VectorService:
         if first is None:
             raise InvalidRequest("batch: the stream ended without a frame")
         frame: Frame = checked(first)
-        if not frame.head.HasField("batch"):
-            raise InvalidRequest("batch: the first frame must have it")
-        batch = frame.head.batch
+        batch = _batch_of(frame)
         self._shard.vectors.check_payload(batch.payload_bytes)
         payload, at = np.empty(batch.payload_bytes, np.uint8).data, 0
         while True:
@@ -89,6 +88,8 @@ class VectorService:
             if following is None:
                 break
             frame = checked(following)
+            if frame.head.HasField("batch"):
+                raise InvalidRequest("batch: stands on a frame that is not the first")
         if at != len(payload):
             raise InvalidRequest(f"payload: has {at} bytes, payload_bytes is {len(payload)}")
         return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
@@ -124,3 +125,10 @@ class VectorService:
                 yield frames.join(b"", numbers[at : at + FRAME_BYTES])
         finally:
             self._reads.release()
+
+
+def _batch_of(frame: Frame) -> vectors_pb2.VectorBatch:
+    if not frame.head.HasField("batch"):
+        raise InvalidRequest("batch: the first frame must have it")
+    batch: vectors_pb2.VectorBatch = frame.head.batch
+    return batch

@@ -126,6 +126,9 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         if job.tables is not None:
             reply.tables.extend(control_pb2.TableStatus(**counts._asdict()) for counts in job.tables.counts)
         reply.state_dir = str(now.directory)
+    vectors = shard.vectors.status()
+    if vectors.number:
+        reply.vectors.CopyFrom(control_pb2.VectorStatus(**vectors._asdict()))
     if now.orders is not None:
         reply.learning_rates.extend(now.orders.learning_rates)
         reply.ends_at = now.orders.ends_at

@@ -43,6 +43,19 @@ def script(tmp_path):
         (["--env", "=1", "true"], "--env: expected NAME=VALUE"),
         (["--env", "NOT_SET_HERE", "true"], "--env: NOT_SET_HERE has no value: it is not set here"),
         (["--env", "PSD_RANK=1", "true"], "--env: PSD_RANK is set by psd-run itself"),
+        (["--nnodes", "2", "true"], "--rendezvous: not given; --nnodes needs the HOST:PORT at which node 0 waits"),
+        (["--rendezvous", "h:1", "true"], "--nnodes: not given"),
+        (["--nnodes", "2", "--rendezvous", "h", "true"], "--rendezvous: expected HOST:PORT"),
+        (["--nnodes", "2", "--rendezvous", "h:1", "--node-rank", "2", "true"], "--node-rank: expected 0 to 1, got 2"),
+        (
+            ["--nnodes", "2", "--rendezvous", "0.0.0.0:1", "true"],
+            "--rendezvous: expected an address of node 0 that all others can dial, got 0.0.0.0:1",
+        ),
+        (["--hosts", "a:2,b", "true"], "--hosts: expected HOST:WORKERS,HOST:WORKERS, such as a:4,b:4, got 'b'"),
+        (["--hosts", "a:2,-oProxyCommand=x:1", "true"], "--hosts: expected HOST:WORKERS"),
+        (["--hosts", "a:2,b:2", "--workers", "3", "true"], "--workers: --hosts has 4 workers, got 3"),
+        (["--hosts", "a:2", "--nnodes", "2", "true"], "--nnodes: is for psd-run on every host"),
+        (["--insecure", "true"], "--insecure: is for shards that other machines reach: --nnodes"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -72,7 +85,7 @@ def test_main_when_asked_for_help_then_it_explains_the_environment_and_the_polic
 def test_parse_when_a_script_is_given_then_all_after_it_is_its_own(script):
     plan = parse(["--workers", "2", script, "--workers", "7", "--help"], {})
 
-    assert plan.workers == 2
+    assert plan.places.workers == (2,)
     assert plan.worker_command == [sys.executable, "-u", script, "--workers", "7", "--help"]
 
 
@@ -87,7 +100,7 @@ def test_parse_when_a_script_is_given_then_all_after_it_is_its_own(script):
 def test_parse_when_a_module_or_a_command_is_given_then_it_is_run_as_it_is(words, command):
     plan = parse(["--shards", "2", *words], {})
 
-    assert (plan.shards, plan.worker_command) == (2, command)
+    assert (plan.places.shards, plan.worker_command) == (2, command)
 
 
 def test_parse_when_twice_then_the_runs_have_different_ids(script):

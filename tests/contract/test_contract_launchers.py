@@ -47,6 +47,7 @@ def who(environ: dict[str, str]) -> tuple[int, int]:
     ],
 )
 def test_rank_when_a_launcher_has_given_it_then_it_is_understood(environ, found):
+    """psd's own variables come first; then the launcher that is nearest to the process."""
     assert who(environ) == found
 
 
@@ -66,6 +67,7 @@ def test_rank_when_a_launcher_has_given_it_then_it_is_understood(environ, found)
     ],
 )
 def test_rank_when_launchers_contradict_each_other_then_says_who_says_what(environ, message):
+    """A worker with another's rank would train in its place."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         who(environ)
 
@@ -73,6 +75,7 @@ def test_rank_when_launchers_contradict_each_other_then_says_who_says_what(envir
 @pytest.mark.process
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_rank_when_the_real_launcher_starts_two_processes_then_each_is_one_of_them(launcher, tmp_path, monkeypatch):
+    """The variables are those that today's torchrun and Open MPI set."""
     script = tmp_path / "who.py"
     script.write_text(WHO)
     commands = {

@@ -301,7 +301,7 @@ class ParameterExchange:
             self._await_closed()
         self.buffers.before_push()
         values = self._session.orders.scaled(scalars, spec.groups, self._session.clock)
-        header = self._requests.header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
+        header = self._requests.header(values, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)

@@ -81,6 +81,11 @@ class Session:
         return self.memberships.held.caller(shard)
 
     @property
+    def is_declared(self) -> bool:
+        """True if the worker has declared a job, perhaps one of vectors alone."""
+        return self._declaration is not None
+
+    @property
     def world_size(self) -> int:
         """Number of workers of the job."""
         return self._config.world_size

@@ -252,12 +252,15 @@ class WorkerConnection:
 
     def _go_back(self, error: RolledBack) -> RolledBack:
         """Join the timeline that begins at a checkpoint; return the error that tells the program so."""
-        if self._exchange is None:
+        if self._exchange is not None:
+            self._exchange.go_back()
+        elif self._session.is_declared:  # a job of vectors alone
+            self._session.go_back(lambda: None)
+        else:
             return error
-        self._exchange.go_back()
         return RolledBack(
-            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
-            "are those of that step, and client_state is what this worker had saved for it",
+            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; parameters and "
+            "vectors are those of that step, and client_state is what this worker had saved for it",
             **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 

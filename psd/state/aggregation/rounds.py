@@ -194,7 +194,7 @@ class Round(ABC):
         """EXACT: why the round can never close: gradients of members that are gone are not here; or None."""
         return None
 
-    def measure(self, page: Page, under: Verdict | None) -> Squares | Unmeasured:
+    def measure(self, page: Page | None, under: Verdict | None) -> Squares | Unmeasured:
         """EXACT, with verdicts: sums of squares of the gradient; or of the updates `under` a verdict, two for each segment."""
         raise NotImplementedError
 

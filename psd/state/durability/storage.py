@@ -215,6 +215,8 @@ class Storage:
         """
         if self.vectors is None:
             config = self._config
+            # A shard that was killed while it gave up its arena may have left some.
+            shutil.rmtree(self.directory / _VECTORS_NAME, ignore_errors=True)
             try:
                 self.vectors = VectorStore.create(
                     self.directory / _VECTORS_NAME,
@@ -332,7 +334,8 @@ class Storage:
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
-                if self.tables:  # whoever finds the arena without them is to take it for one that was never complete
+                if self.tables or self.vectors is not None:
+                    # Whoever finds the arena without them is to take it for one that was never complete.
                     self.arena.set_word("initialized", 0)
                 _remove_notes(self.directory, but_vectors=keeps_vectors)
             else:

@@ -8,9 +8,8 @@ next session, is answered and not run again. Must not know messages' carriers, f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from psd.contract.custom_rules import describe
 from psd.contract.errors import InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
 from psd.contract.vector_batches import IncomingBatch, check_places
-from psd.contract.vectors import check_same, spec_of
+from psd.contract.vectors import VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.locks import Level
@@ -29,15 +28,19 @@ from psd_core.vector import BatchName, VectorSpec, VectorStore
 from psd_core.vector_operations import extent
 
 
-@dataclass
-class VectorCounts:
-    """What the vectors of a shard have done since it started."""
+class VectorCounts(NamedTuple):
+    """Counts of a shard's vectors.
 
-    batches: int = 0
-    operations: int = 0
-    repeated: int = 0
-    received_bytes: int = 0
-    sent_bytes: int = 0
+    Attributes:
+        number: of vectors. bytes: of this shard's part of them.
+        batches, operations: that were run. repeated: batches that were answered again.
+    """
+
+    number: int
+    bytes: int
+    batches: int
+    operations: int
+    repeated: int
 
 
 class _Seat:
@@ -49,17 +52,13 @@ class _Seat:
 
 
 class VectorDesk:
-    """Handles the calls of VectorService.
-
-    Attributes:
-        counts: see VectorCounts.
-    """
+    """Handles the calls of VectorService."""
 
     def __init__(self, core: ShardCore) -> None:
         self._core = core
         self._lock = locks.new(Level.LEAF)  # of the counts
         self._seats: dict[int, _Seat] = {}  # by rank
-        self.counts = VectorCounts()
+        self._batches = self._operations = self._repeated = 0
 
     # -- changes ---------------------------------------------------------------------------------------------------------
 
@@ -71,6 +70,8 @@ class VectorDesk:
                 f"operations: must be 1 to {limits.batch_operations_max} (the shard's --max-batch-operations), got "
                 f"{len(request.operations)}"
             )
+        if len(request.vectors) > VECTORS_OF_BATCH_MAX:
+            raise InvalidRequest(f"vectors: {len(request.vectors)} are above the limit of {VECTORS_OF_BATCH_MAX}")
         self.check_payload(len(payload))
         with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
             found = vectors.answer(name)
@@ -79,10 +80,10 @@ class VectorDesk:
                 specs = self._known(vectors, request.vectors)
                 operations = IncomingBatch(request, payload, specs, self._core.functions).operations()
                 found = vectors.run([_named_errors(operation) for operation in operations], name)
-        if is_new:
-            self._count(batches=1, operations=len(request.operations), received_bytes=len(payload))
-        else:
-            self._count(repeated=1)
+        with self._lock:
+            self._batches += is_new
+            self._operations += len(request.operations) * is_new
+            self._repeated += not is_new
         return found
 
     def check_payload(self, nbytes: int) -> None:
@@ -148,17 +149,15 @@ class VectorDesk:
                 if not request.start <= request.stop <= spec.size:
                     raise InvalidRequest(f"start: {request.start} to {request.stop} is no range of {spec.name!r}: {spec.size}")
                 found = vectors.read(spec.name, request.start, request.stop)
-        self._count(sent_bytes=found.nbytes)
         return found
 
-    def totals(self) -> tuple[int, int]:
-        """Number of vectors, and bytes of this shard's part of them, for status."""
-        try:
-            vectors = self._core.storage.vectors
-            specs = [] if vectors is None else list(vectors.vectors().values())
-        except ArenaClosed:
-            specs = []
-        return len(specs), self._bytes(specs)
+    def status(self) -> VectorCounts:
+        """The vectors that there are, and what was done with them since the shard started."""
+        vectors, specs = self._core.storage.vectors, list[VectorSpec]()
+        if vectors is not None:
+            with suppress(ArenaClosed):
+                specs = list(vectors.vectors().values())
+        return VectorCounts(len(specs), self._bytes(specs), self._batches, self._operations, self._repeated)
 
     # -- checks ----------------------------------------------------------------------------------------------------------
 
@@ -249,11 +248,6 @@ class VectorDesk:
             raise OutOfSpace(f"{self._core.storage.directory} has no room for this batch: {error.strerror}") from error
         except ArenaClosed:
             raise self._core.gone_back() from None
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for name, value in more.items():
-                setattr(self.counts, name, getattr(self.counts, name) + value)
 
 
 def _named_errors(operation: Any) -> Any:

@@ -1,0 +1,54 @@
+"""psd-run's other side on a host that it reaches over ssh: is told the command line that psd-run was given, and takes part in
+the job.
+
+Its standard input and output are the connection, so that nothing else may be printed there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from psd.cli import run
+from psd.cli.arguments import EXIT_FAILURE
+from psd.cli.follower import Follower
+from psd.cli.node_link import Message, NodeLink
+from psd.cli.terminal import show
+from psd.cli.wakeups import Wakeups
+
+
+def main() -> int:
+    """Take part in a job; returns its exit status."""
+    link = NodeLink(os.dup(0), os.dup(1))
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    with Wakeups([signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) as wakeups:
+        messages = link.wait()
+        if not messages:
+            return EXIT_FAILURE
+        host = os.environ.get("SSH_CONNECTION", "").split()
+        if len(host) != 4:
+            show("psd-run: error: this is for psd-run --hosts alone, which starts it over ssh", is_error=True)
+            return EXIT_FAILURE
+        return _take_part(messages, link, host[2], wakeups)
+
+
+def _take_part(messages: Sequence[Message], link: NodeLink, address: str, wakeups: Wakeups) -> int:
+    asked, *more = messages
+    try:
+        os.chdir(asked["directory"])
+    except OSError as error:
+        show(f"psd-run: error: there is no directory {asked['directory']} here: {error.strerror}", is_error=True)
+        return EXIT_FAILURE
+    os.environ.update(asked["environ"])
+    argv = asked["argv"]
+    plan = run.plan_again(argv, None, asked["node"])
+    return Follower(plan, functools.partial(run.plan_again, argv), link, address).run(wakeups, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

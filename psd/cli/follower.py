@@ -1,0 +1,165 @@
+"""A host's part of a job that another host leads: runs what that one says of the command that it was itself started with.
+
+    hello -> begin -> ready; then start, signal -> output, exit; until end
+
+It ends everything here when the connection has ended, whoever was to blame, since nobody else would: a job that has lost its
+leader cannot go on. The other side is psd/cli/gathering.py; psd/cli/agent.py begins it over ssh.
+"""
+
+from __future__ import annotations
+
+import functools
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import psd
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, signal_name
+from psd.cli.host_processes import HostProcesses
+from psd.cli.node_link import Message, NodeLink
+from psd.cli.plan import Plan
+from psd.cli.policy import SHARDS_SLACK_S, Name
+from psd.cli.terminal import show
+from psd.cli.wakeups import Wakeups
+from psd.contract.config import ConfigError
+
+_FLUSH_S = 0.05
+
+
+class Follower:
+    """One node of a job, but the leading one.
+
+    Args:
+        plan: of the job, as this host was asked for it. replan: makes it again, for a run id and a node.
+        link: to the leader. address: of this machine, for others.
+    """
+
+    def __init__(self, plan: Plan, replan: Callable[[str, int], Plan], link: NodeLink, address: str) -> None:
+        assert plan.meeting is not None
+        self._plan, self._replan = plan, replan
+        self._meeting = plan.meeting
+        self._link, self._address = link, address
+        self._selector = selectors.DefaultSelector()
+        self._processes: HostProcesses | None = None
+        self._status: int | None = None
+
+    def run(self, wakeups: Wakeups, messages: Sequence[Message] = ()) -> int:
+        """Take part until the job ends; returns its exit status. Signals go on to the leader. `messages` have come before."""
+        self._selector.register(wakeups, selectors.EVENT_READ, functools.partial(self._read_signals, wakeups))
+        self._selector.register(self._link.reader, selectors.EVENT_READ, self._receive)
+        self._link.send(
+            {
+                "hello": {
+                    "psd": psd.__version__,
+                    "digest": self._meeting.digest,
+                    "node": self._meeting.node,
+                    "host": socket.gethostname(),
+                    "address": self._address,
+                    "kept": self._plan.kept_run_id,
+                }
+            }
+        )
+        for message in messages:
+            self._handle(message)
+        try:
+            while self._status is None:
+                self._wait()
+        finally:
+            if self._processes is not None:
+                self._processes.clear_away(keep=self._status != EXIT_OK)
+            self._link.flush()
+            self._selector.close()
+        assert self._status is not None
+        return self._status
+
+    def _wait(self) -> None:
+        while (
+            self._link.is_crowded and self._status is None
+        ):  # the leader does not take the output, so that its processes must wait, as for a full pipe
+            time.sleep(_FLUSH_S)
+            self._link.flush()
+            self._receive()
+        due = time.monotonic() + _FLUSH_S if self._link.has_unsent else self._link.beat_at()
+        for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
+            key.data()
+        self._link.flush()
+        if self._status is None and not self._link.beat(time.monotonic()):
+            self._give_up("the psd-run that leads the job has been silent for too long")
+
+    def _receive(self) -> None:
+        messages = self._link.receive()
+        for message in messages or []:
+            if self._status is None:
+                self._handle(message)
+        if messages is None and self._status is None:
+            self._give_up("the connection to the psd-run that leads the job has ended")
+
+    def _handle(self, message: Message) -> None:
+        if "start" in message and self._processes is not None:
+            self._processes.start(Name(*message["start"]), message["addresses"])
+        elif "signal" in message and self._processes is not None:
+            self._processes.signal(Name(*message["signal"]), message["signum"])
+        elif "end" in message:
+            self._status = int(message["end"])
+            self._remark("all workers have finished" if self._status == 0 else f"the job has ended with status {self._status}")
+        elif "refused" in message:
+            _say(f"error: this host was refused: {message['refused']}")
+            self._status = EXIT_FAILURE
+        elif "begin" in message:
+            self._begin(self._replan(message["begin"], message["node"]))
+
+    def _begin(self, plan: Plan) -> None:
+        self._remark(f"this host is node {plan.node} of {plan.places.nodes} of run {plan.run_id}; node 0 shows all output")
+        try:
+            self._processes = HostProcesses(
+                plan,
+                self._address,
+                self._selector,
+                on_output=lambda name, data: self._tell(name, "output", data=data.decode("latin-1")) if data else None,
+                on_exit=lambda name, returncode: self._tell(name, "exit", status=returncode),
+                say=lambda text: self._link.send({"say": text}),
+            )
+        except ConfigError as error:
+            _say(f"error: {error}")
+            self._link.send({"failed": str(error)})
+            self._status = EXIT_FAILURE
+        else:
+            self._link.send({"ready": True})
+
+    def _tell(self, name: Name, what: str, **more: object) -> None:
+        self._link.send({what: [name.kind, name.number], **more})
+
+    def _read_signals(self, wakeups: Wakeups) -> None:
+        for signum in wakeups.read():
+            if signum != signal.SIGCHLD:
+                self._remark(f"{signal_name(signum)}: telling the psd-run that leads the job")
+                self._link.send({"told": signum})
+        if self._processes is not None:
+            self._processes.reap()
+
+    def _remark(self, text: str) -> None:
+        """Tell whoever has started psd-run on this host; over ssh that is the leader, who knows."""
+        if not self._meeting.hosts:
+            _say(text)
+
+    def _give_up(self, why: str) -> None:
+        """End all processes here in order, as nobody is left to say how."""
+        self._status = EXIT_FAILURE
+        living = self._processes.living if self._processes is not None else []
+        _say(f"{why}; ending {len(living)} processes here" if living else why)
+        if self._processes is None:
+            return
+        for name in living:
+            self._processes.signal(name, signal.SIGTERM)
+        self._selector.unregister(self._link.reader)
+        end_by = time.monotonic() + self._plan.grace_s + SHARDS_SLACK_S
+        while self._processes.living and time.monotonic() < end_by:
+            for key, _ in self._selector.select(_FLUSH_S):
+                key.data()
+            self._processes.reap()
+
+
+def _say(text: str) -> None:
+    show(f"[psd-run] {text}", is_error=True)

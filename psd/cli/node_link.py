@@ -1,0 +1,119 @@
+"""A connection between two psd-runs of one job: messages as lines of JSON, over a socket or the two pipes of an ssh process.
+
+Nothing here waits: what cannot be written at once is kept until the selector says that there is room, and who has much to say
+looks at `is_crowded` first. Both sides say something every `BEAT_S` seconds, so that a connection whose other end has vanished
+is noticed within `SILENCE_S`, whatever carries it.
+
+Knows lines and time; not what the messages mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+
+BEAT_S = 5.0
+"""Seconds between two signs of life."""
+
+SILENCE_S = 30.0
+"""Seconds of silence after which the other side counts as lost: long enough for a machine that swaps."""
+
+MESSAGE_BYTES_MAX = 1 << 20
+"""Limit of a line that is received; the largest are pieces of output."""
+
+CROWDED_BYTES = 1 << 20
+
+_READ_BYTES = 1 << 16
+
+
+class NodeLink:
+    """One end of a connection.
+
+    Args:
+        reader, writer: descriptors, made non-blocking; the same one for a socket. Who has opened them closes them.
+    """
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self.reader, self.writer = reader, writer
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._is_broken = False
+        self._heard_at = self._said_at = time.monotonic()
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if `flush` is to be called when there is room."""
+        return bool(self._unsent)
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if the other side does not take what it is sent."""
+        return len(self._unsent) > CROWDED_BYTES
+
+    def send(self, message: Message) -> None:
+        """Send a message, now or by a later `flush`; what a broken connection is given is lost."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self.writer, self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._is_broken = True
+            self._unsent.clear()
+        self._said_at = time.monotonic()
+
+    def receive(self) -> list[Message] | None:
+        """Receive the messages that have come; None at the end of the connection, also one that is broken or makes no sense."""
+        try:
+            data = os.read(self.reader, _READ_BYTES)
+        except BlockingIOError:
+            return None if self._is_broken else []
+        except OSError:
+            return None
+        self._heard_at = time.monotonic()
+        self._received += data
+        *lines, rest = self._received.split(b"\n")
+        self._received = bytearray(rest)
+        if not data or len(rest) > MESSAGE_BYTES_MAX:
+            return None
+        try:
+            found = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return found if all(isinstance(message, dict) for message in found) else None
+
+    def wait(self) -> list[Message]:
+        """Wait for the first messages; none if none have come within `SILENCE_S`."""
+        give_up_at = time.monotonic() + SILENCE_S
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            select.select([self.reader], [], [], left_s)
+            messages = self.receive()
+            if messages is None:
+                return []
+            if messages:
+                return messages
+        return []
+
+    def beat_at(self) -> float:
+        """The time at which to call `beat`."""
+        return min(self._said_at + BEAT_S, self._heard_at + SILENCE_S)
+
+    def beat(self, now: float) -> bool:
+        """Say that this side is there, if it is time; False if the other side has been silent for too long."""
+        if now >= self._said_at + BEAT_S:
+            self._said_at = now  # one that waits for room needs no company
+            if not self._unsent:
+                self.send({})
+        return now < self._heard_at + SILENCE_S

@@ -1,0 +1,81 @@
+"""The plan of a job on machines that run psd-run: what to start, where, with which environment, and what to do if it dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from psd.cli.node_places import NodePlaces
+from psd.cli.policy import Name
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ways in which the psd-runs of several hosts find each other.
+
+    Attributes:
+        rendezvous: HOST:PORT at which node 0 listens; empty: one psd-run starts the others over ssh.
+        hosts: for ssh, as ssh takes them. ssh: the command for it. remote_python: the interpreter there; empty: as here.
+        environ: the variables that --env names.
+        node: the number that this node asks for; None: any.
+        digest: of what all hosts must be told alike.
+        is_guarded: shards may listen beyond their machine.
+    """
+
+    rendezvous: str
+    hosts: tuple[str, ...]
+    ssh: str
+    remote_python: str
+    environ: Mapping[str, str]
+    node: int | None
+    digest: str
+    is_guarded: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job to run.
+
+    Attributes:
+        run_id: of this run only; processes are found by it.
+        places: how many shards and workers there are, and on which node. node: this one; -1: none of them.
+        meeting: with other hosts; None: this machine runs all.
+        on_worker_failure, restarts_max, shard_restarts_max, grace_s: see psd-run --help.
+        checkpoint_dir: where the shards store checkpoints; empty: nowhere.
+        log_dir: for a file of each process; None: no files.
+        state_dirs: where each node's shards' state directories are made.
+        is_state_private: they are removed in any case.
+        kept_run_id: of the run that has left its state there; None: none has.
+        shard_command: the command of a shard, by index, address to listen at, and state directory.
+        worker_command: the command of every worker.
+        shard_environ: the environment of the shards.
+        worker_environ: the environment of a worker, by rank and the shards' addresses.
+    """
+
+    run_id: str
+    places: NodePlaces
+    node: int
+    meeting: Meeting | None
+    on_worker_failure: str
+    restarts_max: int
+    shard_restarts_max: int
+    grace_s: float
+    checkpoint_dir: str
+    log_dir: Path | None
+    state_dirs: Sequence[Path]
+    is_state_private: bool
+    kept_run_id: str | None
+    shard_command: Callable[[int, str, Path], Sequence[str]]
+    worker_command: Sequence[str]
+    shard_environ: Mapping[str, str]
+    worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
+
+    def is_here(self, name: Name) -> bool:
+        """True if this node runs a process."""
+        return self.places.node_of(name) == self.node
+
+    @property
+    def node_mark(self) -> str:
+        """Value of PSD_NODE in the environment of this node's processes; empty if this machine runs all."""
+        return f"{self.run_id}/{self.node}" if self.meeting is not None else ""
