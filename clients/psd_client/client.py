@@ -28,7 +28,7 @@ from psd_client.standalone import PrivateShard
 from psd_client.tables import DeclaredTable, Table, gradients_of
 from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
 from psd_client.vector_batch import Batch
-from psd_client.vectors import Matrix, Vector
+from psd_client.vectors import Matrix, Vector, by_name, matrix_of, vector_of
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
@@ -373,7 +373,7 @@ class ParameterServer:
             InvalidRequest: an argument is wrong, or above a limit of the shards. UnknownVector: there is none, and no size.
             OutOfSpace: a shard has no room for it.
         """
-        return self._worker.vectors.make(name, size, dtype)
+        return vector_of(self._worker.vectors, name, size, dtype)
 
     def matrix(self, name: str, rows: int | None = None, cols: int | None = None, dtype: str = "float64") -> Matrix:
         """Make a matrix of zeros on the shards, or find the one of that name: a vector with a row length.
@@ -384,12 +384,12 @@ class ParameterServer:
         Raises:
             SpecMismatch, InvalidRequest, UnknownVector, OutOfSpace: as `vector`.
         """
-        return self._worker.vectors.make_matrix(name, rows, cols, dtype)
+        return matrix_of(self._worker.vectors, name, rows, cols, dtype)
 
     @property
     def vectors(self) -> dict[str, Vector]:
         """The vectors and matrices that are on the shards, by name."""
-        return self._worker.vectors.all()
+        return by_name(self._worker.vectors)
 
     def batch(self) -> Batch:
         """Begin a batch of operations on vectors: `with ps.batch() as b: ...`; see Batch."""
