@@ -24,7 +24,7 @@ from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.curves import Batch, Curves
+from psd.state.curves import Curves, PointBatch
 from psd.state.durability.cuts import AHEAD, Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
@@ -267,7 +267,7 @@ class Shard:
         """Keep the points of a worker's series; see ControlService.Log."""
         self._check_keeps_curves()
         worker = self.check_caller(request.caller)
-        batch = Batch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        batch = PointBatch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
         self._curves.add(worker.rank, worker.connection, batch)
 
     def curves(self, after: int) -> control_pb2.CurvesReply:

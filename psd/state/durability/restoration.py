@@ -105,7 +105,8 @@ class Restoration:
         if job.tables is not None:
             shares = table_values(source, job.layout, self._core.config.shard_index)
             for partition, (count, pieces) in zip(job.tables.partitions, shares, strict=True):
-                fill(partition, _checked(partition, pieces, source.location), count)
+                used = int(self._core.wall()) if partition.spec.expire_s else 0
+                fill(partition, _checked(partition, pieces, source.location, used), count)
             job.tables.begin(0)
         logger.info("the job begins with the parameters of %s", source.location)
         return True
@@ -325,11 +326,11 @@ class Restoration:
         return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
 
 
-def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str) -> Iterator[WholeRows]:
-    """The rows that a table begins with; NonFiniteGradient for one that is not finite."""
+def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str, used: int) -> Iterator[WholeRows]:
+    """The rows that a table begins with, used at that clock; NonFiniteGradient for one that is not finite."""
     for ids, values in pieces:
         element = first_nonfinite(values.reshape(-1))
         if element >= 0:
             name, key = partition.spec.name, ids[element // partition.spec.dim]
             raise NonFiniteGradient(f"the value of table {name!r} in {location} holds NaN or infinity (id {key})", tensor=name)
-        yield as_trained_by_nobody(partition.store, ids, values)
+        yield as_trained_by_nobody(partition.store, ids, values, used)
