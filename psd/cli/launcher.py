@@ -71,6 +71,7 @@ class Launcher:
         self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stderr.buffer))
         self._display = Display(sys.stdout.buffer, self._rows)
         self._reader_is_gone = False
+        self._own_signals = self._signals = 0
         self._checkpoint = ""  # the last one that a shard has told of
         self._log_files: LogFiles | None = None
         self._summary = Summary(is_continued=plan.kept_run_id is not None, checkpoint_dir=plan.checkpoint_dir)
@@ -136,7 +137,8 @@ class Launcher:
         signums = wakeups.read()
         for signum in signums:
             if signum != signal.SIGCHLD:
-                self.on_signal(signum)
+                self._own_signals += 1
+                self.on_signal(signum, self._own_signals)
         if signal.SIGCHLD in signums and self._processes is not None:  # one byte may stand for several
             self._processes.reap()
 
@@ -167,9 +169,14 @@ class Launcher:
         self._summary.on_exit(name.kind, time.monotonic())
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
-    def on_signal(self, signum: int) -> None:
-        """Handle a signal to this psd-run, or to one on another host."""
-        self._perform(self._policy.on_signal(signum, time.monotonic()))
+    def on_signal(self, signum: int, count: int) -> None:
+        """Handle a signal to this psd-run, or to one on another host: that psd-run's first, second, ...
+
+        Ctrl-C on srun is sent to all of them at once; a second one means more than that, two first ones do not.
+        """
+        if count > self._signals:
+            self._signals = count
+            self._perform(self._policy.on_signal(signum, time.monotonic()))
 
     def on_lost(self, names: Sequence[Name], why: str) -> None:
         """Handle the loss of a host, with all that runs there."""
@@ -283,4 +290,4 @@ class Launcher:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-            self.on_signal(signal.SIGPIPE)
+            self._perform(self._policy.on_signal(signal.SIGPIPE, time.monotonic()))

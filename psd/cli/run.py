@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import kubernetes, malloc, rendezvous, run_options, ssh
+from psd.cli import kubernetes, malloc, rendezvous, run_options, slurm, ssh
 from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
@@ -68,6 +68,8 @@ def parse(
             **values(args, CHECKPOINT_OPTIONS),
         )
         words = _words(args.module, args.command)
+        if args.on == "slurm":
+            slurm.fill_in(args, environ)
         places = run_options.places(args)
         args.workers = sum(places.workers)
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))

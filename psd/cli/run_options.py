@@ -214,6 +214,13 @@ def parser() -> Parser:
     add_rule_option(training)
     add_options(found.add_argument_group("faults"), _FAULTS, _DEFAULTS)
     add_checkpoint_options(found)
+    where = found.add_argument_group("on a cluster")
+    where.add_argument(
+        "--on",
+        choices=("kubernetes", "slurm"),
+        help="who runs the job: Kubernetes, by kubectl; or SLURM, whose srun starts psd-run as often as there are tasks (see "
+        "below)",
+    )
     add_options(found.add_argument_group("on several hosts (see below)"), _HOSTS, _DEFAULTS)
     kubernetes.add_options(found)
     watching = found.add_argument_group("watching")

@@ -127,7 +127,7 @@ SORTS: dict[str, Callable[[WorkerSnapshot], Any]] = {
     "waited-for": lambda worker: -worker.awaited_share,
     "seen": lambda worker: -worker.last_seen_s,
 }
-"""What the workers may be sorted by: those that need attention come first."""
+"""Orders of the workers: those that need attention come first."""
 
 
 def sorted_workers(workers: Sequence[WorkerSnapshot], by: str, *, is_reversed: bool = False) -> list[WorkerSnapshot]:
