@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDe
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.tables import SparseTableSpec
-from psd.contract.vectors import spec_of
+from psd.contract.vectors import Operation, spec_of
 from psd.contract.waits import explained
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
@@ -31,10 +31,9 @@ from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
-from psd_client.vector_batch import Batch
-from psd_client.vector_fetches import Fetches
 from psd_client.vectors import Vector, as_vector
 from psd_client.worker.rows import Batches, RowPull
+from psd_client.worker.vector_fetches import Fetches
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorSpec
 
@@ -89,9 +88,11 @@ class ReadVectors:
         """Take what fetches from the shards; not for programs."""
         self._fetches = fetches
 
-    def run(self, batch: Batch) -> list[Found]:
+    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
         """Refuse: only workers run batches."""
-        raise InvalidRequest(f"batch: {len(batch)} operations are for workers; a reader only pulls vectors")
+        raise InvalidRequest(
+            f"batch on {', '.join(vectors)}: {len(operations)} operations are for workers; a reader only pulls"
+        )
 
     def drop(self, spec: VectorSpec) -> None:
         """Refuse: only workers drop vectors."""

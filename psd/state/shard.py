@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
@@ -192,6 +192,12 @@ class Shard:
         snapshot = Snapshot(request.cut, job, done)
         self.cuts.begin(snapshot)
         return snapshot
+
+    def learn(self, cuts: Sequence[data_pb2.Cut]) -> None:
+        """Take part in cuts that a heartbeat brings, of a job that has its values."""
+        job = self._core.job  # once: asked without the lock
+        if cuts and job is not None and self._core.life.has_values and not self._core.is_tentative:
+            self.cuts.learn(job, cuts)
 
     def _describe(self, snapshot: Snapshot) -> None:
         """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""

@@ -5,7 +5,7 @@ import math
 import sys
 
 import pytest
-from test_watch_sampler import EXPIRED, ScriptedJob
+from scripted_job import EXPIRED, ScriptedJob
 from textual.widgets import DataTable, Static
 
 from psd.cli.ctl import main

@@ -19,7 +19,7 @@ from psd_client.lbfgs import state as states
 from psd_client.lbfgs.evaluation import CALLBACK_RAISED, INFINITE_START, Evaluator, LossAndGrad, Shares
 from psd_client.lbfgs.iteration import Iterations
 from psd_client.lbfgs.line_search import NoStep
-from psd_client.lbfgs.state import State, Status, Order
+from psd_client.lbfgs.state import Order, State, Status
 
 LEADER = 0
 
