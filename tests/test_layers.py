@@ -22,12 +22,14 @@ LAYERS = {
     "psd_client.lanes": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.worker": ("psd_client.lanes", "psd.contract", "psd.v1", "psd_core"),
     "psd.v1": (),
+    "psd.ray": ("psd.cli",),
     "psd": (),
 }
 
 # What is not the project's own: who may import it.
 OUTSIDE = {
     "grpc": ("psd.rim", "psd.cli.ctl", "psd.watch.asking", "psd_client.lanes.grpc_channel", "psd_client.lanes.grpc_errors"),
+    "ray": ("psd.cli.ray_shards", "psd.cli.ray_job"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),
