@@ -82,7 +82,7 @@ def worker_of(run_id: str, rank: int) -> int:
 
 
 def test_job_when_processes_are_killed_one_by_one_then_nothing_is_lost(job, tmp_path):
-    """A worker's program, a psd-server, and a shard's actor. Each step adds 1.5: the end tells whether each has counted once."""
+    """A worker's program, a psd-server, and a shard's actor. Each step adds 1.5: the end tells whether each counted once."""
     started = job("--max-restarts", 1, steps=1000)
 
     os.kill(worker_of(started.run_id, 1), signal.SIGKILL)
