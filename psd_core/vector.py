@@ -223,6 +223,12 @@ class VectorStore:
         with self._used():
             return {name: part.spec for name, part in self._parts.items()}
 
+    @property
+    def commits(self) -> int:
+        """Number of batches and declarations that have changed anything since the store was made."""
+        with self._used() as core:
+            return core.commit
+
     def extent(self, vector: str) -> tuple[int, int]:
         """First element that is here, and the one after the last. Raises UnknownVector."""
         with self._used():

@@ -48,6 +48,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd.contract.printable import PrintableRecords
+from psd_client import lbfgs as lbfgs
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
 from psd_client.local import LocalCluster, RunFailed, local

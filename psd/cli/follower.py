@@ -44,6 +44,7 @@ class Follower:
         self._selector = selectors.DefaultSelector()
         self._processes: HostProcesses | None = None
         self._status: int | None = None
+        self._signals = 0
 
     def run(self, wakeups: Wakeups, messages: Sequence[Message] = ()) -> int:
         """Take part until the job ends; returns its exit status. Signals go on to the leader. `messages` have come before."""
@@ -135,7 +136,8 @@ class Follower:
         for signum in wakeups.read():
             if signum != signal.SIGCHLD:
                 self._remark(f"{signal_name(signum)}: telling the psd-run that leads the job")
-                self._link.send({"told": signum})
+                self._signals += 1
+                self._link.send({"told": signum, "count": self._signals})
         if self._processes is not None:
             self._processes.reap()
 

@@ -52,8 +52,8 @@ class Leader(Protocol):
     def on_exit(self, name: Name, returncode: int) -> None:
         """Handle the end of a process."""
 
-    def on_signal(self, signum: int) -> None:
-        """Handle a signal that a node was sent."""
+    def on_signal(self, signum: int, count: int) -> None:
+        """Handle a signal that a node was sent, the count-th one there."""
 
     def on_lost(self, names: Sequence[Name], why: str) -> None:
         """Handle a node that is gone, with these processes."""
@@ -195,7 +195,7 @@ class Gathering:
         elif "say" in message:
             self._leader.say(f"node {peer.number}: {printable(message['say'])}")
         elif "told" in message:
-            self._leader.on_signal(int(message["told"]))
+            self._leader.on_signal(int(message["told"]), int(message["count"]))
         elif "failed" in message:
             return printable(message["failed"])
         elif "ready" in message:

@@ -136,10 +136,7 @@ class Deployment:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add psd-run's options for clusters."""
-    group = parser.add_argument_group("on a cluster")
-    group.add_argument(
-        "--on", choices=("kubernetes",), help="run the job there instead of on this machine, with kubectl (see below)"
-    )
+    group = parser.add_argument_group("on Kubernetes")
     group.add_argument("--image", metavar="IMAGE", help="image of shards and workers, with psd in it (see deploy/Dockerfile)")
     group.add_argument(
         "--name", metavar="NAME", help=f"name of the job, and of all that belongs to it (default: {manifests.NAME})"

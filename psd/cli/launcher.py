@@ -21,7 +21,7 @@ from typing import BinaryIO
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.display import Display, is_terminal
 from psd.cli.gathering import Gathering
-from psd.cli.host_processes import HostProcesses
+from psd.cli.host_processes import DASHBOARD, HostProcesses
 from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.plan import Plan
@@ -71,6 +71,7 @@ class Launcher:
         self._own_prefixes = Prefixes(["psd-run", *names], colour=colour and is_terminal(sys.stderr.buffer))
         self._display = Display(sys.stdout.buffer, self._rows)
         self._reader_is_gone = False
+        self._own_signals = self._signals = 0
         self._checkpoint = ""  # the last one that a shard has told of
         self._log_files: LogFiles | None = None
         self._summary = Summary(is_continued=plan.kept_run_id is not None, checkpoint_dir=plan.checkpoint_dir)
@@ -136,7 +137,8 @@ class Launcher:
         signums = wakeups.read()
         for signum in signums:
             if signum != signal.SIGCHLD:
-                self.on_signal(signum)
+                self._own_signals += 1
+                self.on_signal(signum, self._own_signals)
         if signal.SIGCHLD in signums and self._processes is not None:  # one byte may stand for several
             self._processes.reap()
 
@@ -161,12 +163,20 @@ class Launcher:
     def on_exit(self, name: Name, returncode: int) -> None:
         """Handle the end of a process."""
         self._show(name, self._lines[name].end())
+        if name == DASHBOARD:  # the job goes on without it
+            self.say(f"the dashboard has ended with status {returncode}")
+            return
         self._summary.on_exit(name.kind, time.monotonic())
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
-    def on_signal(self, signum: int) -> None:
-        """Handle a signal to this psd-run, or to one on another host."""
-        self._perform(self._policy.on_signal(signum, time.monotonic()))
+    def on_signal(self, signum: int, count: int) -> None:
+        """Handle a signal to this psd-run, or to one on another host: that psd-run's first, second, ...
+
+        Ctrl-C on srun is sent to all of them at once; a second one means more than that, two first ones do not.
+        """
+        if count > self._signals:
+            self._signals = count
+            self._perform(self._policy.on_signal(signum, time.monotonic()))
 
     def on_lost(self, names: Sequence[Name], why: str) -> None:
         """Handle the loss of a host, with all that runs there."""
@@ -209,6 +219,10 @@ class Launcher:
     # -- output --
 
     def _show(self, name: Name, lines: Sequence[bytes]) -> None:
+        if name == DASHBOARD:
+            for line in lines:
+                self.say(line.decode(errors="replace"))
+            return
         self._keep(str(name), lines)
         if name.kind == "shard":
             lines = [line for line in lines if not self._is_repeated(line)]
@@ -246,6 +260,9 @@ class Launcher:
     def _say_what_runs(self) -> None:
         servers = ",".join(self._addresses[index] for index in range(self._plan.places.shards))
         self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
+        if self._plan.dashboard_command and self._processes is not None:
+            self._lines[DASHBOARD] = Lines(is_live=False)
+            self._processes.start(DASHBOARD, servers.split(","))
 
     def say(self, text: str, quote: Name | None = None) -> None:
         """Tell the user; `quote` names the process whose last lines belong to it."""
@@ -273,4 +290,4 @@ class Launcher:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes Python's own flush at exit
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-            self.on_signal(signal.SIGPIPE)
+            self._perform(self._policy.on_signal(signal.SIGPIPE, time.monotonic()))

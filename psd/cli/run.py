@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from psd.cli import kubernetes, malloc, rendezvous, run_options, ssh
+from psd.cli import kubernetes, malloc, rendezvous, run_options, slurm, ssh
 from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
@@ -68,6 +68,8 @@ def parse(
             **values(args, CHECKPOINT_OPTIONS),
         )
         words = _words(args.module, args.command)
+        if args.on == "slurm":
+            slurm.fill_in(args, environ)
         places = run_options.places(args)
         args.workers = sum(places.workers)
         consistency = None if args.consistency is None else str(Consistency.parse(args.consistency))
@@ -157,6 +159,8 @@ def _plan(
             which.append(f"--metrics-port={args.metrics_port + index}")
         return [*python_command("psd.cli.server"), *which, *shard_flags]
 
+    dashboard = [*python_command("psd.cli.ctl"), "dashboard"] if args.dashboard else []
+    dashboard += ["--port", str(args.dashboard_port)] if args.dashboard_port is not None else []
     return Plan(
         run_id=run_id,
         places=places,
@@ -173,6 +177,7 @@ def _plan(
         kept_run_id=kept,
         shard_command=shard_command,
         worker_command=command,
+        dashboard_command=dashboard,
         shard_environ=shared,
         worker_environ=worker_environ,
     )

@@ -28,7 +28,7 @@ and what has happened. ? explains keys and columns. The job does not notice: it 
 _EPILOG = """\
 examples:
   psdctl top --servers 127.0.0.1:7000,127.0.0.1:7001
-  psdctl top --sort "waited for"
+  psdctl top --sort waited-for
   psdctl top --once > picture.txt
 
 Where the output is no terminal, one picture is printed as plain text, measured over a second, as with --once.

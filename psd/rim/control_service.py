@@ -12,6 +12,7 @@ from psd.rim import views
 from psd.rim.access import Metadata
 from psd.rim.calls import CallGuard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
+from psd.state.durability.cuts import check_cuts
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -105,7 +106,10 @@ class ControlService:
     def heartbeat(self, request: control_pb2.HeartbeatRequest, context: grpc.ServicerContext) -> control_pb2.HeartbeatReply:
         """See ControlService.Heartbeat."""
         del context
-        return views.heartbeat_reply(self._shard, self._shard.admission.heartbeat(request))
+        check_cuts(request.cuts)
+        waits = self._shard.admission.heartbeat(request)
+        self._shard.learn(request.cuts)
+        return views.heartbeat_reply(self._shard, waits)
 
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
         """See ControlService.Leave."""

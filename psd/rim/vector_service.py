@@ -6,6 +6,7 @@ One function per RPC. Payloads that exceed a message come and go in frames. Must
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from psd.contract.errors import InvalidRequest, Overloaded
 from psd.contract.vectors import spec_message
 from psd.rim.calls import CallGuard, Frame, checked, frame_parser, message_parser
 from psd.rim.strangers import CALLS_MAX, Strangers
+from psd.rim.vector_gate import VectorGate
 from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 
@@ -29,10 +31,11 @@ class VectorService:
     """The calls for the vectors of one shard.
 
     Args:
-        reads: taken, without waiting, by each call that fetches; shared with readers' other calls.
+        gate: that batches pass. reads: taken, without waiting, by each call that fetches; shared with readers' other calls.
     """
 
-    def __init__(self, shard: Shard, guard: CallGuard, reads: Any) -> None:
+    def __init__(self, shard: Shard, guard: CallGuard, reads: Any, gate: VectorGate) -> None:
+        self._gate = gate
         self._shard = shard
         self._guard = guard
         self._reads = reads
@@ -66,7 +69,7 @@ class VectorService:
         batch = _batch_of(request)
         if batch.payload_bytes != len(request.payload):
             raise InvalidRequest(f"payload: has {len(request.payload)} bytes, payload_bytes is {batch.payload_bytes}")
-        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, request.payload))
+        return self._run(batch, request.payload)
 
     def run_frames(self, requests: Iterator[Any], context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.RunFrames."""
@@ -92,18 +95,27 @@ class VectorService:
                 raise InvalidRequest("batch: stands on a frame that is not the first")
         if at != len(payload):
             raise InvalidRequest(f"payload: has {at} bytes, payload_bytes is {len(payload)}")
-        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
+        return self._run(batch, payload)
+
+    def _run(self, batch: vectors_pb2.VectorBatch, payload: memoryview) -> vectors_pb2.VectorAnswer:
+        with self._passing(batch):
+            return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
+
+    def _passing(self, named: vectors_pb2.VectorBatch | vectors_pb2.VectorChange) -> AbstractContextManager[None]:
+        return self._gate.passing(named.session or named.caller.session, named.seq)
 
     def create(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Create."""
         del context
-        self._shard.vectors.create(request)
+        with self._passing(request):
+            self._shard.vectors.create(request)
         return vectors_pb2.VectorAnswer()
 
     def drop(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Drop."""
         del context
-        self._shard.vectors.drop(request)
+        with self._passing(request):
+            self._shard.vectors.drop(request)
         return vectors_pb2.VectorAnswer()
 
     def list(self, request: vectors_pb2.VectorListRequest, context: grpc.ServicerContext) -> vectors_pb2.VectorListReply:

@@ -48,8 +48,8 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
 
 
 def heartbeat_reply(shard: Shard, waits: list[Ticket]) -> control_pb2.HeartbeatReply:
-    """The reply to a heartbeat: the worker's waits and, from shard 0, who is not waited for any more."""
-    reply = control_pb2.HeartbeatReply(waits=[wait_status(shard, ticket) for ticket in waits])
+    """The reply to a heartbeat: the worker's waits, cuts to be carried and, from shard 0, who is not waited for any more."""
+    reply = control_pb2.HeartbeatReply(waits=[wait_status(shard, ticket) for ticket in waits], cuts=shard.cuts.latest())
     if shard.config.shard_index == 0:
         ranks = {Absence.FAILED: reply.failed, Absence.SILENT: reply.silent, Absence.FINISHED: reply.finished}
         for rank, why in shard.absent.items():

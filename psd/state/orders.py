@@ -1,4 +1,4 @@
-"""What an operator tells a running job: another scale for its learning rate, or to end. On shard 0.
+"""Orders of an operator to a running job: another scale for its learning rate, or to end. On shard 0.
 
 Workers hear of it by the replies to their pushes. An order begins at a clock that nobody can have reached before hearing of it:
 a worker pushes for a round only after the one before it has closed on shard 0, and so after a reply to an earlier push. Kept

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
@@ -24,7 +24,7 @@ from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.curves import Batch, Curves
+from psd.state.curves import Curves, PointBatch
 from psd.state.durability.cuts import AHEAD, Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
@@ -193,6 +193,12 @@ class Shard:
         self.cuts.begin(snapshot)
         return snapshot
 
+    def learn(self, cuts: Sequence[data_pb2.Cut]) -> None:
+        """Take part in cuts that a heartbeat brings, of a job that has its values."""
+        job = self._core.job  # once: asked without the lock
+        if cuts and job is not None and self._core.life.has_values and not self._core.is_tentative:
+            self.cuts.learn(job, cuts)
+
     def _describe(self, snapshot: Snapshot) -> None:
         """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""
         members = self._core.members
@@ -261,7 +267,7 @@ class Shard:
         """Keep the points of a worker's series; see ControlService.Log."""
         self._check_keeps_curves()
         worker = self.check_caller(request.caller)
-        batch = Batch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        batch = PointBatch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
         self._curves.add(worker.rank, worker.connection, batch)
 
     def curves(self, after: int) -> control_pb2.CurvesReply:

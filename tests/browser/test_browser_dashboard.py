@@ -22,6 +22,9 @@ from chromium import PATH, Chromium
 pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium on this machine")
 
 TRAINING = Path(__file__).with_name("training.py")
+MARKS = 4
+"""Checkpoints that a picture is to have."""
+
 SHOWN_S = 3.0
 """Seconds within which a killed shard is shown."""
 
@@ -92,19 +95,21 @@ async def look(job: Job, pictures: Path | None) -> None:
 
         # The numbers are the job's.
         before = status(job.servers)
-        await asyncio.sleep(1.5)
+        least = max(worker["clock"] for worker in before["workers"])
+        step = "Number(row.cells[4].innerText.replaceAll(',', ''))"
+        await page.until(
+            f"[...document.querySelectorAll('section[aria-label=Workers] tbody tr')].every(row => {step} > {least})"
+        )
         workers, shards = await page.value(ROW.format("Workers")), await page.value(ROW.format("Shards"))
-        await asyncio.sleep(1.5)
         after = status(job.servers)
         steps = [int(row[4].replace(",", "")) for row in workers]
-        assert [w["clock"] for w in before["workers"]] < steps < [w["clock"] for w in after["workers"]]
+        assert all(there <= worker["clock"] for there, worker in zip(steps, after["workers"], strict=True))
         assert [row[1] for row in shards] == ["serving", "serving"]
         assert [row[7] for row in workers] == [f"{w['host']}:{w['pid']}" for w in before["workers"]]
         assert await page.until("document.querySelector('.chips')?.innerText.startsWith('worker 1')")
         assert await page.until("document.querySelector('figure.chart figcaption').innerText.startsWith('loss')")
         await page.until("document.querySelectorAll('.mark').length > 0")  # a checkpoint
         if pictures:
-            await asyncio.sleep(20)
             await save(page, job, pictures)
 
         # It can be read and used by the keyboard.
@@ -145,8 +150,7 @@ async def save(page: Chromium, job: Job, folder: Path) -> None:
     ):
         await page.open("about:blank")
         await page.open(job.address + path, *size, scheme)
-        await page.until("document.querySelector('.plot path') !== null")
-        await asyncio.sleep(1)
+        await page.until(f"document.querySelectorAll('.events li, .mark').length >= {MARKS}", 120)
         await page.picture(folder / f"{name}.png")
 
 

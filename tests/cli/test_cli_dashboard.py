@@ -49,7 +49,7 @@ def test_beyond_loopback_the_address_has_a_token_and_without_https_a_warning():
     """The token is made up, and stands after the #, a part that browsers do not send."""
     with server.listen("127.0.0.1", 0, is_firm=True) as listener:
         port = listener.getsockname()[1]
-        lines = announcement("host.example", server.Place(listener, "secret", is_token_new=True, tls=None))
+        lines = announcement("host.example", server.DashboardPlace(listener, "secret", is_token_new=True, tls=None))
 
     assert lines[0] == f"dashboard: http://host.example:{port}/#token=secret"
     assert "without --https-cert" in lines[1]

@@ -6,7 +6,7 @@ from psd.v1 import control_pb2 as pb
 from psd.watch.merging import Answer
 from psd.watch.sampler import Sampler
 
-LIVE = pb.WORKER_STATE_LIVE
+LIVE, EXPIRED, FINISHED = pb.WORKER_STATE_LIVE, pb.WORKER_STATE_EXPIRED, pb.WORKER_STATE_FINISHED
 
 
 class ScriptedJob:

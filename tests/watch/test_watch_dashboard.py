@@ -16,7 +16,7 @@ from scripted_job import ScriptedJob, logged
 
 from psd.contract.tls import server_files
 from psd.watch.dashboard import admission
-from psd.watch.dashboard.server import Place, listen, serve
+from psd.watch.dashboard.server import DashboardPlace, listen, serve
 
 TOKEN = "a-token-of-the-dashboard"
 
@@ -26,7 +26,7 @@ async def dashboard(job, token=None, tls=None):
     """The dashboard of a scripted job, served; its address."""
     listener = listen("127.0.0.1", 0, is_firm=True)
     ready = asyncio.Event()
-    serving = asyncio.create_task(serve(job.sampler, Place(listener, token, False, tls), 0.05, ready.set))
+    serving = asyncio.create_task(serve(job.sampler, DashboardPlace(listener, token, False, tls), 0.05, 1.0, ready.set))
     await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
     yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     serving.cancel()

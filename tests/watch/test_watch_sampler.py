@@ -4,13 +4,11 @@ import math
 from dataclasses import asdict
 
 import pytest
-from scripted_job import LIVE, ScriptedJob, logged
+from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
 
 from psd.v1 import control_pb2 as pb
 from psd.watch.history import EVENTS_MAX, MOMENTS_MAX
 from psd.watch.sampler import RATE_S
-
-EXPIRED, FINISHED = pb.WORKER_STATE_EXPIRED, pb.WORKER_STATE_FINISHED
 
 
 @pytest.fixture

@@ -297,8 +297,8 @@ class ShardLane(Lane):
         """All frames of a push in one message."""
         message = data_pb2.SmallPush()
         for frame, payload in push_messages(part):
-            frame.payload = b"".join(piece.data for piece in payload)
             message.frames.append(frame)
+            message.frames[-1].payload = b"".join(piece.data for piece in payload)
         self.traffic.sent_bytes += sum(len(frame.payload) for frame in message.frames)
         return message
 

@@ -355,6 +355,8 @@ class Storage:
             arena.sync()
             for store in self.tables:
                 store.sync()
+            if self.vectors is not None:
+                self.vectors.sync()
             self._note_boot(_CLOSED)
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.custom_rules import describe
-from psd.contract.errors import InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
+from psd.contract.errors import CheckpointFailed, InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
 from psd.contract.vector_batches import IncomingBatch, check_places
 from psd.contract.vectors import VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
@@ -24,7 +24,7 @@ from psd.state.locks import Level
 from psd.v1 import vectors_pb2
 from psd_core import vector as store
 from psd_core.arena import ArenaClosed, ArenaFull
-from psd_core.vector import BatchName, VectorSpec, VectorStore
+from psd_core.vector import BatchName, Piece, VectorSnapshot, VectorSpec, VectorStore
 from psd_core.vector_operations import extent
 
 
@@ -41,6 +41,21 @@ class VectorCounts(NamedTuple):
     batches: int
     operations: int
     repeated: int
+
+
+class VectorsCut:
+    """The vectors of a cut. See psd.checkpoint.VectorsPart.
+
+    Attributes:
+        specs: the vectors. sessions: the number of the latest batch of each worker, by session.
+    """
+
+    def __init__(self, snapshot: VectorSnapshot, sessions: dict[int, int]) -> None:
+        self.specs, self.sessions = snapshot.specs, sessions
+        self._snapshot = snapshot
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._snapshot)
 
 
 class _Seat:
@@ -158,6 +173,42 @@ class VectorDesk:
             with suppress(ArenaClosed):
                 specs = list(vectors.vectors().values())
         return VectorCounts(len(specs), self._bytes(specs), self._batches, self._operations, self._repeated)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_vectors(self) -> bool:
+        """True if there is a store of vectors."""
+        return self._core.storage.vectors is not None
+
+    def latest(self) -> dict[int, int]:
+        """The number of the latest batch of each worker that takes part, by session; 0 for one that has sent none."""
+        vectors = self._core.storage.vectors
+        with self._core.lock:
+            sessions = [worker.session for worker in self._core.members.workers if worker.session]
+        if vectors is None:
+            return dict.fromkeys(sessions, 0)
+        known = vectors.sessions()
+        return {session: known.get(session, 0) for session in sessions}
+
+    @contextmanager
+    def snapshot(self) -> Iterator[VectorsCut | None]:
+        """All vectors as they are now, for a checkpoint; None if there are none.
+
+        Raises:
+            CheckpointFailed: the shard goes back to a checkpoint.
+        """
+        vectors = self._core.storage.vectors
+        try:
+            if vectors is None or not vectors.vectors():
+                yield None
+                return
+            latest = self.latest()
+            with vectors.snapshot() as snapshot:
+                known = snapshot.sessions
+                yield VectorsCut(snapshot, {session: known.get(session, 0) for session in latest})
+        except ArenaClosed:
+            raise CheckpointFailed("vectors: the job goes back to a checkpoint") from None
 
     # -- checks ----------------------------------------------------------------------------------------------------------
 

@@ -243,7 +243,7 @@ class Admission:
                     job.arena.set_word("initialized", GIVEN)
                     self._core.become(Life.UNREAD)
                     self._core.initial.on_set(GIVEN)
-        elif job.spec != spec and not spec.is_empty and self._core.life.now is Life.RESTORED:
+        elif job.spec != spec and spec.is_empty <= job.spec.is_empty and self._core.life.now is Life.RESTORED:
             self._redeclare(spec)
 
     def _agree(self, caller: job_pb2.Caller, spec: JobSpec) -> tuple[control_pb2.DeclareReply, Ticket | None]:
