@@ -56,6 +56,9 @@ def script(tmp_path):
         (["--hosts", "a:2,b:2", "--workers", "3", "true"], "--workers: --hosts has 4 workers, got 3"),
         (["--hosts", "a:2", "--nnodes", "2", "true"], "--nnodes: is for psd-run on every host"),
         (["--insecure", "true"], "--insecure: is for shards that other machines reach: --nnodes"),
+        (["--on", "slurm", "true"], "--on slurm: this is no task of srun; write srun psd-run --on slurm"),
+        (["--on", "ray", "--log-dir", "d", "true"], "--log-dir: not with --on ray, where Ray keeps a log of each actor"),
+        (["--on", "ray", "--worker-resources", "GPU", "true"], "--worker-resources: expected NAME=COUNT"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
     ],
 )
