@@ -2,7 +2,7 @@
 
 A call that waits for its round lends its gradients (`Loan`). A round reads two of them in place (`RoundSum`): the first one,
 instead of beginning a sum with a copy of it, and the one that completes the round, in the pass that applies the update. Any of
-the round's calls may do that. Before a call ends it ends its loan, and blocks that still read the memory copy what they need. So:
+the round's calls may do that. Before a call ends it ends its loan, and blocks that still read the memory copy what they need.
 
 1. When `Loan.end` has returned, nothing reads the memory.
 2. A gradient that is lent counts as one that is copied would: once, in the same place of the sum.
