@@ -64,14 +64,14 @@ def _run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 3600:
         args.parser.error(f"--interval: expected 0.1 to 3600 seconds, got {args.interval:g}")
     with Asker(args.servers, args.credentials) as asker:
-        sampler = Sampler(asker)
+        sampler = Sampler(asker, answer_s=args.timeout)
         if args.once or args.json or not (sys.stdout.isatty() and sys.stdin.isatty()):
             return _print_once(sampler, args)
         try:
             from psd.watch.top.app import TopApp
         except ImportError:
             args.parser.error("Textual is not installed, which draws; pip install 'psd[ui]', or use --once")
-        TopApp(sampler, args.interval, args.timeout, args.sort).run()
+        TopApp(sampler, args.interval, args.sort).run()
     return EXIT_OK
 
 
@@ -80,9 +80,9 @@ def _plain(point: CurvePoint) -> dict[str, Any]:
 
 
 def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
-    sampler.look(args.timeout)
+    sampler.look()
     time.sleep(MEASURED_S)
-    now = sampler.look(args.timeout)
+    now = sampler.look()
     if args.json:
         curves = {name: _plain(points[-1]) for name, points in sampler.history.curves.items()}
         print(json.dumps({**asdict(now), "curves": curves}), flush=True)

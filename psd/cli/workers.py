@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
 def measured(args: argparse.Namespace) -> JobSnapshot:
     """The job as two looks show it."""
     with Asker(args.servers, args.credentials) as asker:
-        sampler = Sampler(asker)
-        sampler.look(args.timeout)
+        sampler = Sampler(asker, answer_s=args.timeout)
+        sampler.look()
         time.sleep(MEASURED_S)
-        return sampler.look(args.timeout)
+        return sampler.look()

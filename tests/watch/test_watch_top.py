@@ -83,7 +83,7 @@ def test_top_shows_the_job_live_and_its_keys_sort_pause_and_explain(job):
     """In a terminal of 80 x 24. The test takes the looks: none comes by itself within an hour."""
 
     async def play():
-        app = TopApp(job.sampler, interval_s=3600, timeout_s=1)
+        app = TopApp(job.sampler, interval_s=3600)
         async with app.run_test(size=(80, 24)) as pilot:
             while app._seen is None:
                 await pilot.pause()

@@ -67,7 +67,7 @@ class TopApp(App[None]):
     """A job, live.
 
     Args:
-        interval_s: time between two looks. timeout_s: longest wait for a shard in one. sort: one of SORTS.
+        interval_s: time between two looks. sort: one of SORTS.
     """
 
     TITLE = "psdctl top"
@@ -86,11 +86,10 @@ class TopApp(App[None]):
         Binding("question_mark", "help", "Help"),
     ]
 
-    def __init__(self, sampler: Sampler, interval_s: float, timeout_s: float, sort: str = "rank") -> None:
+    def __init__(self, sampler: Sampler, interval_s: float, sort: str = "rank") -> None:
         super().__init__()
         self._sampler = sampler
         self._interval_s = interval_s
-        self._timeout_s = timeout_s
         self._sort = sort
         self._is_reversed = False
         self._is_paused = False
@@ -113,7 +112,7 @@ class TopApp(App[None]):
 
     def _look_on(self) -> None:
         while not self._ended.is_set():
-            now, history = self._sampler.look(self._timeout_s), self._sampler.history
+            now, history = self._sampler.look(), self._sampler.history
             seen = now, history.moments, history.curves, [*history.events]
             if not self._ended.is_set():
                 self.call_from_thread(self.take, *seen)
