@@ -7,8 +7,8 @@ Each transport runs several times, side by side: the same job with and without -
 which take turns, to and fro. While the one with metrics has its turn, its shard is scraped every second, as Prometheus would.
 psdctl dashboard, with a page open, and psdctl top run on the same machine, and are stopped (SIGSTOP) while others have their
 turns. A round's ratio is that of its two turns' median step times, so that what disturbs the machine for longer than a turn
-cancels; the figure is the median of the rounds' ratios, and beside it the middle half of them. "shard CPU" is the ratio of the CPU
-time per step, "cores" what the watcher itself uses.
+cancels; the figure is the median of the rounds' ratios, and beside it the middle half of them. "shard CPU" is the ratio of the
+CPU time per step, "cores" what psdctl itself uses while the job is at work.
 Numbers are counted in either case: what is compared is the collecting, the web server, and what both keep others from doing.
 
 What each job has computed is verified, to the bit. Exit status: 1 if psd failed or was wrong; the criteria do not decide.
@@ -48,6 +48,8 @@ WATCHERS = ("metrics", "dashboard", "top")
 
 class Scraper:
     """A thread that asks for a shard's metrics every second while in a `with`; does nothing without a port."""
+
+    cpu_s = 0.0  # of this process: not told
 
     def __init__(self, port: int | None) -> None:
         self.seconds: list[float] = []
@@ -157,16 +159,23 @@ def measure(transport: str, args: Namespace) -> list[dict[str, Any]]:
         steps = max(1, int(args.seconds / min(jobs["plain"].seconds)))
         turns: dict[str, list[tuple[float, float]]] = {kind: [] for kind in jobs}
         scrapes: list[float] = []
+        cores: dict[str, list[float]] = {kind: [] for kind in jobs}
         for number in range(args.rounds):
             report.progress(f"{transport}: round {number + 1} of {args.rounds}, {steps} steps each")
             for kind in list(jobs)[:: -1 if number % 2 else 1]:
                 with watchers.get(kind) or Scraper(port if kind == "metrics" else None) as watcher:
+                    begun = time.monotonic(), watcher.cpu_s
                     turns[kind].append(_turn(jobs[kind], steps))
+                    cores[kind].append((watcher.cpu_s - begun[1]) / (time.monotonic() - begun[0]))
                 if kind == "metrics":
                     scrapes += watcher.seconds
         for job in jobs.values():
             job.verify()
-    return [_row(transport, kind, turns, scrapes) for kind in jobs if kind != "plain"]
+    return [
+        {**_row(transport, kind, turns, scrapes), "cores": report.median(cores[kind]) if kind in watchers else None}
+        for kind in jobs
+        if kind != "plain"
+    ]
 
 
 def _turn(job: Contender, steps: int) -> tuple[float, float]:
@@ -224,10 +233,11 @@ def main() -> int:
             *(report.number(1e3 * r[field], 2) for field in ("step_s_plain", "step_s")),
             *(report.number(r[field], 3) for field in ("ratio", "ratio_quarter", "ratio_three_quarters", "shard_cpu")),
             report.number(None if r["scrape_s"] is None else 1e3 * r["scrape_s"], 1),
+            report.number(r["cores"], 3),
         ]
         for r in results
     ]
-    print(report.table(["", "plain", "with", "ratio", "25 %", "75 %", "shard CPU", "ms/scrape"], rows))
+    print(report.table(["", "plain", "with", "ratio", "25 %", "75 %", "shard CPU", "ms/scrape", "cores"], rows))
     checked = [Criterion(5, f"{r['transport']}: step with {r['kind']} / without", r["ratio"], 1.02) for r in results]
     return report.conclude(args.json, {"machine": about, "results": results}, checked, left_out, is_failed=bool(failed))
 
