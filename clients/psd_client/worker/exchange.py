@@ -46,8 +46,6 @@ from psd_client.worker.verdict_search import VerdictSearch
 
 logger = logging.getLogger("psd_client")
 
-CUTS_MAX = 8
-
 
 class ParameterExchange:
     """Moves gradients out and parameters in.
@@ -262,8 +260,7 @@ class ParameterExchange:
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
-        if feed is None:  # else looked at before it began
-            self._session.orders.check_end(self._session.clock)
+        self._session.orders.check_end(self._session.clock, is_begun=feed is not None)
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
@@ -296,8 +293,7 @@ class ParameterExchange:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._await_closed()
         self.buffers.before_push()
-        values = self._session.orders.scaled(scalars, spec.groups, self._session.clock)
-        header = self._requests.header(values, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
+        header = self._requests.header(scalars, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)
@@ -383,9 +379,7 @@ class ParameterExchange:
         sent.is_finished = True
         replies = sent.replies.values()
         self._session.clock = max(self._session.clock, sent.header.clock + 1, *(reply.clock for reply in replies), 0)
-        if 0 in sent.replies:
-            self._session.orders.hear(sent.replies[0].orders)
-        self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
+        self._session.hear(sent.replies)
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""
         self.counts["pushes"] += 1
