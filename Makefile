@@ -20,7 +20,7 @@ INSTALLED_LAUNCHERS := .venv-launchers/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
 
-.PHONY: help setup demo docs test test-keras test-launchers test-install chaos jepsen check-protocol fuzz bench lint clean
+.PHONY: help setup demo docs test test-keras test-launchers test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
+	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
 	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, and for PROTOCOL_SECONDS each with two (an hour)"
@@ -94,6 +95,10 @@ test-launchers: $(INSTALLED_LAUNCHERS)
 # What users install; it needs the package index. The wheel and its contents are looked at here, too.
 test-install: $(INSTALLED)
 	@$(BIN)/python -m pytest --timeout 600 tests/install $(PYTEST_FLAGS)
+
+# A browser is no dependency of psd: without one this skips. PSD_PICTURES=DIR saves pictures of the page.
+test-browser: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/browser $(PYTEST_FLAGS)
 
 # What `make test` has in a short form, at length; every seed is printed.
 chaos: $(INSTALLED)

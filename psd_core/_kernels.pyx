@@ -232,15 +232,19 @@ def first_nonfinite(object x):
     return index
 
 
-def square_sum(object x, int offset):
+def square_sum(object x, int offset, intptr_t width=0):
     cdef _Borrow borrow = _Borrow()
     cdef Py_buffer *view = borrow.take("x", x, c"x", False)
     cdef uint64_t limbs[PSD_LIMBS]
     cdef uint32_t words[PSD_LIMBS]
-    cdef int i, is_finite
+    cdef int i, is_finite = 1
+    cdef intptr_t at = 0, n = view.shape[0], step = width if width > 0 else n
+    assert step == 0 or n % step == 0
     memset(limbs, 0, sizeof(limbs))
     with nogil:
-        is_finite = psd_add_squares(_dtype(view), limbs, view.buf, view.shape[0], offset)
+        while at < n:
+            is_finite &= psd_add_squares(_dtype(view), limbs, <const char *>view.buf + at * view.itemsize, step, offset)
+            at += step
     if not is_finite:
         return None
     for i in range(PSD_LIMBS):

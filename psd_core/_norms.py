@@ -35,6 +35,11 @@ def square_sum(x: GradientArray, offset: int = 0) -> int | None:
     return _kernels.square_sum(x, offset)
 
 
+def square_sum_of_rows(rows: GradientArray) -> int | None:
+    """Return the sum of the squares in ``rows`` (n, dim): that of ``square_sum`` of each, so their order does not matter."""
+    return _kernels.square_sum(rows.reshape(-1), 0, rows.shape[1])
+
+
 def square_root(total: int) -> float:
     """Return the root of a sum of squares, the Euclidean norm; infinity beyond the range of float64.
 

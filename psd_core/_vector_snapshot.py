@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from psd_core._vector_format import VectorPart, VectorSpec
 from psd_core.vector_operations import STRIPE
 
-_PIECE_STRIPES = 1024
+_PIECE_STRIPES = 128
 
 
 class Piece(NamedTuple):
@@ -46,7 +46,7 @@ class VectorSnapshot:
         self._parts, self._copy, self._end = parts, copy, end
 
     def __iter__(self) -> Iterator[Piece]:
-        """Pieces of all vectors, at most 4 million elements each, those of one vector in their order."""
+        """Pieces of all vectors, at most 4 MiB each, those of one vector in their order."""
         for part in self._parts:
             stripes = -(-(part.end - part.begin) // STRIPE)
             for first in range(0, stripes, _PIECE_STRIPES):

@@ -28,8 +28,14 @@ LAYERS = {
 
 # What is not the project's own: who may import it.
 OUTSIDE = {
-    "grpc": ("psd.rim", "psd.cli.ctl", "psd.watch.asking", "psd_client.lanes.grpc_channel", "psd_client.lanes.grpc_errors"),
     "ray": ("psd.cli.ray_shards", "psd.cli.ray_job"),
+    "grpc": (
+        "psd.rim",
+        "psd.cli.shard_calls",
+        "psd.watch.asking",
+        "psd_client.lanes.grpc_channel",
+        "psd_client.lanes.grpc_errors",
+    ),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),

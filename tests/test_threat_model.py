@@ -8,7 +8,7 @@ from typing import Any
 from source_tree import ROOT
 
 from psd.cli.server import LIMITS
-from psd.v1 import bulk_pb2, control_pb2, data_pb2
+from psd.v1 import bulk_pb2, control_pb2, data_pb2, vectors_pb2
 
 TEXT = (ROOT / "docs" / "threat-model.md").read_text()
 FROM_WORKERS = ("BulkHello", "BulkAttach", "BulkCall", "BulkBlocks")
@@ -28,7 +28,7 @@ def fields(descriptor: Any, found: set[str]) -> set[str]:
 
 def test_every_field_that_a_peer_can_send_has_a_limit_in_the_table() -> None:
     found: set[str] = set()
-    for file in (control_pb2, data_pb2):
+    for file in (control_pb2, data_pb2, vectors_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 fields(method.input_type, found)

@@ -130,7 +130,7 @@ class Turn:
         self._step = 0
 
     def following(self) -> Sequence[tuple[Array, Array]]:
-        """What `next` will give."""
+        """Ids and gradients that `next` will return."""
         return self.parts[self._step % BATCHES]
 
     def next(self) -> Sequence[tuple[Array, Array]]:

@@ -48,6 +48,7 @@ from psd.contract.errors import (
     WrongShard,
 )
 from psd.contract.printable import PrintableRecords
+from psd_client import lbfgs as lbfgs
 from psd_client.client import ParameterServer, connect
 from psd_client.custom_rule import CustomRule
 from psd_client.local import LocalCluster, RunFailed, local
@@ -65,6 +66,7 @@ from psd_client.tables import (
 )
 from psd_client.vector_batch import Answer, Batch
 from psd_client.vectors import Matrix, Vector
+from psd_client.worker.orders import Drained
 from psd_core import rules as _rules
 from psd_core.rules import *  # noqa: F403 - a rule stands in one place
 
@@ -100,6 +102,7 @@ __all__ = [
     "CheckpointFailed",
     "CheckpointUnsupported",
     "CutMissed",
+    "Drained",
     "Draining",
     "ForeignRun",
     "InternalError",

@@ -28,7 +28,7 @@ from psd_client.standalone import PrivateShard
 from psd_client.tables import DeclaredTable, Table, gradients_of
 from psd_client.tensors import NamedTensors, check_named, fill, tensor_specs
 from psd_client.vector_batch import Batch
-from psd_client.vectors import Matrix, Vector
+from psd_client.vectors import Matrix, Vector, by_name, matrix_of, vector_of
 from psd_client.worker.flat_calls import FlatCalls
 from psd_core.optimizer import Optimizer
 
@@ -266,8 +266,9 @@ class ParameterServer:
             staleness: async and ssp: treatment of gradients whose parameters have been updated since their worker read
                 them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
                 (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
-            clip_norm: the largest norm that a round's gradient may have, over all parameters and the workers' mean (or sum): a
-                longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's. Implies "exact".
+            clip_norm: the largest norm that a round's gradient may have, over all parameters and rows, and the workers' mean
+                (or sum): a longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's.
+                Implies "exact".
             nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
                 "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.
@@ -372,7 +373,7 @@ class ParameterServer:
             InvalidRequest: an argument is wrong, or above a limit of the shards. UnknownVector: there is none, and no size.
             OutOfSpace: a shard has no room for it.
         """
-        return self._worker.vectors.make(name, size, dtype)
+        return vector_of(self._worker.vectors, name, size, dtype)
 
     def matrix(self, name: str, rows: int | None = None, cols: int | None = None, dtype: str = "float64") -> Matrix:
         """Make a matrix of zeros on the shards, or find the one of that name: a vector with a row length.
@@ -383,12 +384,12 @@ class ParameterServer:
         Raises:
             SpecMismatch, InvalidRequest, UnknownVector, OutOfSpace: as `vector`.
         """
-        return self._worker.vectors.make_matrix(name, rows, cols, dtype)
+        return matrix_of(self._worker.vectors, name, rows, cols, dtype)
 
     @property
     def vectors(self) -> dict[str, Vector]:
         """The vectors and matrices that are on the shards, by name."""
-        return self._worker.vectors.all()
+        return by_name(self._worker.vectors)
 
     def batch(self) -> Batch:
         """Begin a batch of operations on vectors: `with ps.batch() as b: ...`; see Batch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,19 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.config import ClientConfig
-from psd.contract.errors import CutMissed, LayoutMismatch, NotDeclared, WaitTimeout
+from psd.contract.errors import CutMissed, InvalidRequest, LayoutMismatch, NotDeclared, WaitTimeout
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.tables import SparseTableSpec
+from psd.contract.vectors import Operation, spec_of
 from psd.contract.waits import explained
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.shards import RetryPolicy, Shards, transfer_s
 from psd_client.lanes.transport import Call, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth
 from psd_client.tables import as_row_ids
+from psd_client.vectors import Vector, as_vector
 from psd_client.worker.rows import Batches, RowPull
+from psd_client.worker.vector_fetches import Fetches
+from psd_core.reductions import Answer as Found
+from psd_core.vector import VectorSpec
 
 logger = logging.getLogger("psd_client")
 
@@ -76,6 +81,32 @@ class ReadTable:
         return self._read(as_row_ids("ids", ids))
 
 
+class ReadVectors:
+    """A reader's calls for server-side vectors: it pulls, and changes nothing."""
+
+    def __init__(self, fetches: Fetches) -> None:
+        """Take what fetches from the shards; not for programs."""
+        self._fetches = fetches
+
+    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
+        """Refuse: only workers run batches."""
+        raise InvalidRequest(
+            f"batch on {', '.join(vectors)}: {len(operations)} operations are for workers; a reader only pulls"
+        )
+
+    def drop(self, spec: VectorSpec) -> None:
+        """Refuse: only workers drop vectors."""
+        raise InvalidRequest(f"vector {spec.name!r}: is dropped by workers; a reader only pulls")
+
+    def pull(self, spec: VectorSpec, first: int, last: int) -> NDArray[Any]:
+        """Elements of a range."""
+        return self._fetches.stretch(spec, first, last)
+
+    def pull_at(self, spec: VectorSpec, indices: NDArray[np.int64], *, of_rows: bool) -> NDArray[Any]:
+        """Elements at indices (n,), or rows of a matrix by number, end to end."""
+        return self._fetches.at(spec, indices, of_rows=of_rows)
+
+
 class Reader:
     """Reads the parameters of a running job; made by `connect(role="reader")`. A context manager.
 
@@ -104,6 +135,22 @@ class Reader:
         """
         _, layout = self._patiently(self._described)
         return {spec.name: ReadTable(spec, partial(self._rows_of, index)) for index, spec in enumerate(layout.spec.tables)}
+
+    @property
+    def vectors(self) -> dict[str, Vector]:
+        """The job's server-side vectors and matrices by name, to pull from: what each shard has at that moment.
+
+        Raises:
+            NotDeclared: no job within the wait timeout. ShardUnavailable: a shard could not be reached.
+        """
+        replies = self._patiently(self._list_vectors)
+        calls = ReadVectors(Fetches(self._shards, lambda: self._config.run_id, READ_TIMEOUT_S))
+        return {message.name: as_vector(spec_of(message), calls) for message in replies[0].vectors}
+
+    def _list_vectors(self) -> list[vectors_pb2.VectorListReply]:
+        self._describe()  # which says that there is no job yet
+        request = vectors_pb2.VectorListRequest(run_id=self._config.run_id)
+        return self._shards.run(lambda lane, call: lane.list_vectors(request, call), READ_TIMEOUT_S)
 
     def _rows_of(self, table: int, ids: NDArray[Any]) -> NDArray[np.float32]:
         return self._patiently(lambda: self._read_rows(table, ids))

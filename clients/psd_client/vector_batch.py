@@ -5,7 +5,7 @@ Checks names, numbers and shapes while the batch is written, before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
@@ -44,8 +44,8 @@ from psd_core.vector_operations import (
 class Calls(Protocol):
     """What vectors need of the connection: VectorCalls, of a worker; a reader's only pulls."""
 
-    def run(self, batch: Batch) -> list[Found]:
-        """Have all shards run a batch; what its reductions have found in all shards together, in order."""
+    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
+        """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
 
     def drop(self, spec: VectorSpec) -> None:
         """Remove a vector."""
@@ -124,22 +124,19 @@ class Batch:
         UnknownVector: a vector was dropped.
         ShardUnavailable, SessionFenced, ShardRestarted, RolledBack: as `ParameterServer.push`. The same batch may be run again,
             with `run`, and counts once; another batch that follows a failure first completes the one that failed.
-
-    Attributes:
-        operations: what it has noted. vectors: the declarations of their vectors, by name.
     """
 
     def __init__(self, calls: Calls) -> None:
         """Take the connection; not for programs."""
         self._calls = calls
-        self.operations: list[Operation] = []
-        self.vectors: dict[str, VectorSpec] = {}
+        self._operations: list[Operation] = []
+        self._vectors: dict[str, VectorSpec] = {}
         self._answers: list[Answer] = []
         self._has_run = False
 
     def __len__(self) -> int:
         """Number of operations."""
-        return len(self.operations)
+        return len(self._operations)
 
     def __enter__(self) -> Batch:
         return self
@@ -150,8 +147,8 @@ class Batch:
 
     def run(self) -> None:
         """Run the batch, unless it has run: for use without `with`, or after an error. An empty one does nothing."""
-        if not self._has_run and self.operations:
-            found = iter(self._calls.run(self))
+        if not self._has_run and self._operations:
+            found = iter(self._calls.run(self._operations, self._vectors))
             for answer in self._answers:
                 answer.resolve(found)
         self._has_run = True
@@ -262,8 +259,8 @@ class Batch:
             if vector.calls is not self._calls:
                 raise InvalidRequest(f"{kind}: vector {vector.name!r} belongs to another connection")
         check_alike(kind, [vector.spec for vector in vectors])
-        self.operations.append(operation)
-        self.vectors.update((vector.name, vector.spec) for vector in vectors)
+        self._operations.append(operation)
+        self._vectors.update((vector.name, vector.spec) for vector in vectors)
 
     def _reduce(self, kind: str, operation: Operation, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle) -> Answer:
         self._note(kind, operation, *vectors)

@@ -15,14 +15,17 @@ Each method is a batch of one operation (vector_batch.py). Must not know shards 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from psd.contract.errors import InvalidRequest
+from psd.contract.arguments import choice, whole_number, word
+from psd.contract.errors import InvalidRequest, SpecMismatch, UnknownVector
+from psd.contract.vectors import SIZE_MAX, shown
 from psd_client.vector_arguments import as_indices, as_row_numbers, stretch
 from psd_client.vector_batch import Answer, Batch, Calls, VectorHandle
 from psd_core.vector import VectorSpec
+from psd_core.vector_operations import DTYPES
 
 
 class Vector(VectorHandle):
@@ -236,6 +239,56 @@ class Matrix(Vector):
         self._run(lambda b: b.add_rows(self, values, rows))
 
 
+class MakingCalls(Calls, Protocol):
+    """What makes and finds vectors, too."""
+
+    def make(self, spec: VectorSpec) -> None:
+        """Make a vector, unless it is there."""
+
+    def listed(self) -> list[VectorSpec]:
+        """The vectors that there are, by name."""
+
+
 def as_vector(spec: VectorSpec, calls: Calls) -> Vector:
     """The vector, or the matrix, of a declaration."""
     return Matrix(spec, calls) if spec.columns else Vector(spec, calls)
+
+
+def by_name(calls: MakingCalls) -> dict[str, Vector]:
+    """The vectors that there are."""
+    return {spec.name: as_vector(spec, calls) for spec in calls.listed()}
+
+
+def vector_of(calls: MakingCalls, name: Any, size: Any, dtype: Any) -> Vector:
+    """The vector that a program asks for; see ParameterServer.vector."""
+    word(InvalidRequest, "name", name)
+    if size is None:
+        return _found(calls, name)
+    spec = VectorSpec(name, whole_number(InvalidRequest, "size", size), choice(InvalidRequest, "dtype", dtype, DTYPES))
+    calls.make(spec)
+    return Vector(spec, calls)
+
+
+def matrix_of(calls: MakingCalls, name: Any, rows: Any, cols: Any, dtype: Any) -> Matrix:
+    """The matrix that a program asks for; see ParameterServer.matrix."""
+    word(InvalidRequest, "name", name)
+    if rows is None or cols is None:
+        if rows is not cols:
+            raise InvalidRequest(f"rows, cols: expected both or neither, got {rows} and {cols}")
+        found = _found(calls, name)
+        if not isinstance(found, Matrix):
+            raise SpecMismatch(f"vector {name!r} is {shown(found.spec)}, no matrix", vector=name)
+        return found
+    shape = [whole_number(InvalidRequest, what, value) for what, value in (("rows", rows), ("cols", cols))]
+    if min(shape) < 1 or max(shape) > SIZE_MAX:
+        raise InvalidRequest(f"rows, cols: must be 1 to {SIZE_MAX}, got {rows} and {cols}")
+    spec = VectorSpec(name, shape[0] * shape[1], choice(InvalidRequest, "dtype", dtype, DTYPES), shape[1])
+    calls.make(spec)
+    return Matrix(spec, calls)
+
+
+def _found(calls: MakingCalls, name: str) -> Vector:
+    found = by_name(calls).get(name)
+    if found is None:
+        raise UnknownVector(f"name: there is no vector {name!r}, and no size is given to make one", vector=name)
+    return found

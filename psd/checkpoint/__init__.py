@@ -3,6 +3,7 @@
     <url>/timeline-00000-step-000000001200-7f3a/
         shard-00000-of-00002.safetensors     one shard's numbers: a record per block (records.py)
         shard-00000-of-00002.rows            the rows of its tables, in a job that has some (table_records.py)
+        shard-00000-of-00002.vectors         the elements of its server-side vectors, if there are some (vector_records.py)
         shard-00000-of-00002.json            its own manifest: each block's place, version and CRC-32; clocks, client states
         shard-00001-of-00002.safetensors
         shard-00001-of-00002.json
@@ -17,11 +18,11 @@ five. The `.safetensors` files can be opened with the safetensors library; the `
 tensor to a line, and end with a checksum of themselves (sealing.py).
 
     cut.py          what a cut is, and the names of files
-    records.py, table_records.py    how a block lies in a file, and how rows do
+    records.py, table_records.py, vector_records.py    how a block lies in a file, how rows do, and vectors
     safetensors.py  the file format
     sealing.py, manifest.py    the JSON documents
     storage.py      local directories and object stores: whole files or none
-    writing.py, loading.py, reading.py, row_reading.py, row_values.py, export.py, importing.py    the verbs
+    writing.py, loading.py, reading.py, row_reading.py, vector_reading.py, row_values.py, export.py, importing.py    the verbs
     ends.py         what shards hold at the end of a job
     directory.py    CheckpointDirectory, the one class that others use
     plain.py, parquet.py    files as other programs write them
@@ -39,6 +40,7 @@ from psd.checkpoint.parameters import ParameterSource, directory_at, open_parame
 from psd.checkpoint.plain import ValueRows
 from psd.checkpoint.records import BlockPart, RestoredBlock
 from psd.checkpoint.row_reading import StoredTable
+from psd.checkpoint.vector_records import VectorPiece, VectorsPart
 
 __all__ = [
     "CheckpointDirectory",
@@ -53,6 +55,8 @@ __all__ = [
     "RestoredBlock",
     "StoredTable",
     "ValueRows",
+    "VectorPiece",
+    "VectorsPart",
     "CheckpointInfo",
     "CheckpointState",
     "EndNote",

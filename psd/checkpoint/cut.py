@@ -127,6 +127,11 @@ def rows_file(shard_index: int, shard_count: int) -> str:
     return f"shard-{shard_index:05}-of-{shard_count:05}.rows"
 
 
+def vectors_file(shard_index: int, shard_count: int) -> str:
+    """A part's elements of server-side vectors; only where there are some."""
+    return f"shard-{shard_index:05}-of-{shard_count:05}.vectors"
+
+
 def part_file(shard_index: int, shard_count: int) -> str:
     """A part's own manifest, written after its numbers."""
     return f"shard-{shard_index:05}-of-{shard_count:05}.json"

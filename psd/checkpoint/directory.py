@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from psd.checkpoint import ends, writing
+from psd.checkpoint import batch_notes, ends, writing
 from psd.checkpoint.cut import MANIFEST, WHOLE_KEPT, CheckpointInfo, CheckpointState, Cut, CutName
 from psd.checkpoint.ends import EndNote
 from psd.checkpoint.export import ExportProgress, export_tensors
@@ -27,6 +27,8 @@ from psd.checkpoint.records import BlockPart, RestoredBlock
 from psd.checkpoint.row_reading import StoredTable, restored_table, verify_rows
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
 from psd.checkpoint.table_records import TablePart
+from psd.checkpoint.vector_reading import restored_vectors, verify_vectors
+from psd.checkpoint.vector_records import VectorPiece, VectorsPart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 
@@ -92,6 +94,7 @@ class CheckpointDirectory:
         client_states: Mapping[int, bytes] | None = None,
         tables: Sequence[TablePart] = (),
         base: str = "",
+        vectors: VectorsPart | None = None,
     ) -> int:
         """Store one shard's part of a cut, durably. A part that is there already is left as it is.
 
@@ -100,6 +103,7 @@ class CheckpointDirectory:
                 asked for, so that a generator can give a page back as soon as it is written.
             worker_clocks: by rank; the manifest has the smallest of all shards'. client_states: opaque bytes by rank, if this
                 shard has any; where several have, the first shard's hold.
+            vectors: a snapshot of the server-side vectors, if there are any.
             tables: snapshots of exactly the job's tables. base: the valid checkpoint that those build on that are not full.
 
         Returns:
@@ -109,7 +113,7 @@ class CheckpointDirectory:
             CheckpointFailed: the file system refused something, or the blocks are not of one cut. The part does not exist.
         """
         return writing.write_part(
-            self.storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {}, tables, base
+            self.storage, cut, shard_index, blocks, worker_clocks or {}, client_states or {}, tables, base, vectors
         )
 
     def complete(self, cut: Cut) -> bool:
@@ -123,6 +127,20 @@ class CheckpointDirectory:
             CheckpointFailed: the file system refused something.
         """
         return writing.complete(self.storage, cut)
+
+    # -- cuts of vectors: see batch_notes.py ---------------------------------------------------------------------------
+
+    def write_batches(self, cut: Cut, stage: str, shard_index: int, latest: Mapping[int, int]) -> None:
+        """Note that a shard has come to a stage of a cut, and the number of the latest batch of each session there."""
+        batch_notes.write_batches(self.storage, cut, stage, shard_index, latest)
+
+    def read_batches(self, cut: Cut, stage: str) -> list[dict[int, int]] | None:
+        """Notes of all shards about a stage; None while some are missing."""
+        return batch_notes.read_batches(self.storage, cut, stage)
+
+    def remove_batches(self, cut: Cut) -> None:
+        """Remove all notes of a cut, which is complete."""
+        batch_notes.remove_batches(self.storage, cut)
 
     # -- the end of a job: see ends.py ---------------------------------------------------------------------------------
 
@@ -281,6 +299,10 @@ class CheckpointDirectory:
         """The rows of a table that belong to one shard of `layout`. Raises what `read_blocks` does, iterating it likewise."""
         return restored_table(self.storage, manifest, layout, shard_index, table)
 
+    def read_vectors(self, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[VectorPiece]:
+        """The elements of all vectors that belong to one of any number of shards. Raises what `read_blocks` does."""
+        return restored_vectors(self.storage, manifest, shard_index, shard_count)
+
     def verify(self, name: str, progress: Callable[[int, int], None] = _ignore) -> list[str]:
         """Read every byte of a checkpoint, and of the rows of the one that it builds on; return its problems in words.
         `progress`: bytes read, of all."""
@@ -290,7 +312,7 @@ class CheckpointDirectory:
             return [str(error)]
         done = 0
         base = manifest.base
-        total = sum(part.data_bytes + part.rows_bytes for part in manifest.parts)
+        total = sum(part.data_bytes + part.rows_bytes + part.vectors_bytes for part in manifest.parts)
         total += sum(part.rows_bytes for part in base.parts) if base else 0
 
         def advance(nbytes: int) -> None:
@@ -301,6 +323,7 @@ class CheckpointDirectory:
         problems = [problem for part in manifest.parts for problem in verify_part(self.storage, manifest, part, advance)]
         for one in (manifest, base) if base else (manifest,):
             problems += [problem for part in one.parts for problem in verify_rows(self.storage, one, part, advance)]
+        problems += [problem for part in manifest.parts for problem in verify_vectors(self.storage, manifest, part, advance)]
         return problems
 
     def export(self, manifest: Manifest, path: str, progress: ExportProgress = _ignore, table: str = "") -> None:

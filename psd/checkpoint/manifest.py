@@ -21,15 +21,17 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 import psd
-from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file
+from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file, vectors_file
 from psd.checkpoint.records import Record, StoredSpace, stored_spaces
 from psd.checkpoint.safetensors import ITEM_BYTES
-from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, TABLES_VERSION, seal, unseal
+from psd.checkpoint.sealing import FORMAT, FORMAT_VERSION, TABLES_VERSION, VECTORS_VERSION, seal, unseal
 from psd.checkpoint.table_records import Chunk, TableRecord, problem_of
+from psd.checkpoint.vector_records import VectorRun, difference_of, problem_of_vectors
 from psd.contract.errors import CheckpointCorrupt, CheckpointUnsupported, PsdError
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.tables import SparseTableSpec
 from psd.v1 import job_pb2
+from psd_core.vector import VectorSpec
 
 _IDENTITY = ("name", "run_id", "timeline", "step", "created_at", "shard_count", "layout_digest")
 """Fields on which the manifest and all parts must agree."""
@@ -44,6 +46,8 @@ class Part:
         worker_clocks: by rank, as this shard knew them. client_states: opaque bytes by rank; only some shards have any.
         tables: of the job, in its order. chunks: of their rows, in the order of their bytes, `rows_bytes` in all.
         base: name of the checkpoint that those tables build on that are not full; empty: there are none.
+        vectors: server-side ones. vector_runs: of their elements, in the order of the bytes, `vectors_bytes` in all.
+        sessions: the number of the latest batch on these, by session.
     """
 
     shard_index: int
@@ -58,6 +62,10 @@ class Part:
     chunks: tuple[Chunk, ...] = ()
     rows_bytes: int = 0
     base: str = ""
+    vectors: tuple[VectorSpec, ...] = ()
+    vector_runs: tuple[VectorRun, ...] = ()
+    vectors_bytes: int = 0
+    sessions: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +99,19 @@ class Manifest:
         """Number of rows of all tables."""
         return sum(record.rows for part in self.parts for record in part.tables)
 
+    @property
+    def vectors(self) -> tuple[VectorSpec, ...]:
+        """The server-side vectors."""
+        return self.parts[0].vectors
+
 
 # -- writing --
 
 
-def _head(cut: Cut, psd_version: str) -> dict[str, Any]:
+def _head(cut: Cut, psd_version: str, *, has_vectors: bool = False) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "format_version": TABLES_VERSION if cut.spec.tables else FORMAT_VERSION,
+        "format_version": VECTORS_VERSION if has_vectors else TABLES_VERSION if cut.spec.tables else FORMAT_VERSION,
         "psd_version": psd_version,
         "name": cut.name,
         "run_id": cut.run_id,
@@ -121,7 +134,7 @@ def part_document(cut: Cut, part: Part) -> bytes:
     """The text of a part's own manifest."""
     return seal(
         {
-            **_head(cut, part.psd_version),
+            **_head(cut, part.psd_version, has_vectors=bool(part.vectors)),
             "shard_index": part.shard_index,
             "data": {
                 "file": data_file(part.shard_index, cut.shard_count),
@@ -133,6 +146,7 @@ def part_document(cut: Cut, part: Part) -> bytes:
             "client_states": _by_rank(part.client_states),
             "blocks": [dict(zip(Record._fields[1:], record[1:], strict=True)) for record in part.records],
             **(_tables_document(cut, part) if cut.spec.tables else {}),
+            **(_vectors_document(cut, part) if part.vectors else {}),
         }
     )
 
@@ -143,6 +157,15 @@ def _tables_document(cut: Cut, part: Part) -> dict[str, Any]:
         "rows_file": {"file": rows_file(part.shard_index, cut.shard_count), "nbytes": part.rows_bytes},
         "tables": [record._asdict() for record in part.tables],
         "chunks": [chunk._asdict() for chunk in part.chunks],
+    }
+
+
+def _vectors_document(cut: Cut, part: Part) -> dict[str, Any]:
+    return {
+        "vectors_file": {"file": vectors_file(part.shard_index, cut.shard_count), "nbytes": part.vectors_bytes},
+        "vectors": [spec._asdict() for spec in part.vectors],
+        "vector_runs": [run._asdict() for run in part.vector_runs],
+        "vector_batches": _by_rank(part.sessions),
     }
 
 
@@ -162,7 +185,7 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
             states.setdefault(rank, state)
     return seal(
         {
-            **_head(cut, parts[0].psd_version),
+            **_head(cut, parts[0].psd_version, has_vectors=bool(parts[0].vectors)),
             "parts": [
                 {
                     "file": part_file(part.shard_index, cut.shard_count),
@@ -171,6 +194,7 @@ def manifest_document(cut: Cut, parts: Sequence[Part], documents: Sequence[bytes
                     "data_file": data_file(part.shard_index, cut.shard_count),
                     "data_bytes": part.data_bytes,
                     **({"rows_bytes": part.rows_bytes} if spec.tables else {}),
+                    **({"vectors_bytes": part.vectors_bytes} if part.vectors else {}),
                 }
                 for part, document in zip(parts, documents, strict=True)
             ],
@@ -233,6 +257,10 @@ def parse_part(data: bytes, file: str, identity: Mapping[str, Any], shard_index:
             chunks=tuple(Chunk(**chunk) for chunk in document.get("chunks", ())),
             rows_bytes=document["rows_file"]["nbytes"] if "rows_file" in document else 0,
             base=document.get("base", ""),
+            vectors=tuple(VectorSpec(**spec) for spec in document.get("vectors", ())),
+            vector_runs=tuple(VectorRun(**run) for run in document.get("vector_runs", ())),
+            vectors_bytes=document["vectors_file"]["nbytes"] if "vectors_file" in document else 0,
+            sessions={int(session): int(number) for session, number in document.get("vector_batches", {}).items()},
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{file}: has unexpected contents: {error!r}") from error
@@ -245,7 +273,8 @@ def identity_of(cut: Cut) -> dict[str, Any]:
 
 
 class PartEntry(NamedTuple):
-    """A part as the manifest lists it: its document's name, size and SHA-256, its data file's name and size, its rows' size."""
+    """A part as the manifest lists it: its document's name, size and SHA-256, its data file's name and size, the sizes
+    of its rows and of its vectors."""
 
     file: str
     nbytes: int
@@ -253,6 +282,12 @@ class PartEntry(NamedTuple):
     data_file: str
     data_bytes: int
     rows_bytes: int | None = None
+    vectors_bytes: int | None = None
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all files of the part."""
+        return self.nbytes + self.data_bytes + (self.rows_bytes or 0) + (self.vectors_bytes or 0)
 
 
 class BaseEntry(NamedTuple):
@@ -297,6 +332,7 @@ class ManifestDocument:
             records = _tiled(self.file, spaces, parts) if is_known else ()
             for part in parts:
                 self._check_tables(spec, part, base)
+            self._check_vectors(parts)
         except CheckpointCorrupt:
             raise
         except PsdError as error:  # the document's checksum is right
@@ -320,7 +356,7 @@ class ManifestDocument:
             parts=tuple(parts),
             spaces=spaces,
             records=records,
-            nbytes=self.nbytes + sum(entry.nbytes + entry.data_bytes + (entry.rows_bytes or 0) for entry in self.parts),
+            nbytes=self.nbytes + sum(entry.all_bytes for entry in self.parts),
             base=base,
         )
 
@@ -337,6 +373,16 @@ class ManifestDocument:
         there = base.parts[part.shard_index].tables if base.shard_count == self.identity["shard_count"] else ()
         if [(record.width, True) for record in part.tables] != [(record.width, record.is_full) for record in there]:
             raise CheckpointCorrupt(f"{where} builds on checkpoint {base.name}, which has not these tables in full")
+
+    def _check_vectors(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            for spec in part.vectors:
+                spec.check()
+            problem = problem_of_vectors(part.vectors, part.vector_runs, part.vectors_bytes, part.shard_index, len(parts))
+            if problem:
+                raise CheckpointCorrupt(f"{self.file}: part {part.shard_index} {problem}")
+        if difference := difference_of([(part.vectors, part.sessions) for part in parts]):
+            raise CheckpointCorrupt(f"{self.file}: its parts are of different moments: {difference}")
 
 
 def _check_identity(document: Mapping[str, Any], file: str, identity: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from psd.checkpoint.manifest import Manifest, Part
 from psd.checkpoint.records import BlockPart, Record, RestoredBlock, decode
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import Chunk
+from psd.checkpoint.vector_records import VectorRun
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, SpecMismatch
 from psd.contract.jobspec import TensorSpec
 from psd.contract.layout import Block, Layout
@@ -131,7 +132,7 @@ def read_record(storage: FileStore, manifest: Manifest, record: Record) -> bytes
     return read_checked(storage, manifest.name, file, record, f"block {record.offset} of space {record.space}")
 
 
-def read_checked(storage: FileStore, name: str, file: str, place: Record | Chunk, what: str) -> bytes:
+def read_checked(storage: FileStore, name: str, file: str, place: Record | Chunk | VectorRun, what: str) -> bytes:
     """The bytes of a place in a file; CheckpointCorrupt if any has changed since it was written."""
     try:
         data = storage.read(name, file, place.start, place.start + place.nbytes)

@@ -23,6 +23,9 @@ FORMAT = "psd-checkpoint"
 FORMAT_VERSION = 1
 TABLES_VERSION = 2
 """Version of the documents of jobs with tables, which an older psd must not take for jobs without."""
+VECTORS_VERSION = 3
+"""Version of the documents of checkpoints with server-side vectors, likewise."""
+_VERSIONS = (FORMAT_VERSION, TABLES_VERSION, VECTORS_VERSION)
 
 
 def _seal_of(body: bytes) -> bytes:
@@ -56,10 +59,10 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
         del document["checksum"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointCorrupt(f"{file}: is not such a document: {error!r}") from None
-    if document.get("format") != FORMAT or document.get("format_version") not in (FORMAT_VERSION, TABLES_VERSION):
+    if document.get("format") != FORMAT or document.get("format_version") not in _VERSIONS:
         raise CheckpointUnsupported(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "
             f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, "
-            f"versions {FORMAT_VERSION} and {TABLES_VERSION}"
+            f"versions {FORMAT_VERSION} to {VECTORS_VERSION}"
         )
     return document

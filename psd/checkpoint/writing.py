@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import psd
 from psd.checkpoint import manifest as documents
 from psd.checkpoint import safetensors
-from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file
+from psd.checkpoint.cut import MANIFEST, Cut, data_file, part_file, rows_file, vectors_file
 from psd.checkpoint.loading import Incomplete, check_size, load, load_base, read_document
 from psd.checkpoint.manifest import BaseEntry, Manifest, ManifestDocument, Part
 from psd.checkpoint.records import BlockPart, Field, Record, encode, stored_spaces
 from psd.checkpoint.storage import Chunk as Bytes
 from psd.checkpoint.storage import FileStore
 from psd.checkpoint.table_records import Chunk, TablePart, TableRecord, encode_tables
+from psd.checkpoint.vector_records import VectorRun, VectorsPart, difference_of, encode_vectors
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
 from psd.contract.layout import Block
 
@@ -36,6 +37,7 @@ def write_part(
     client_states: Mapping[int, bytes],
     tables: Sequence[TablePart],
     base: str,
+    vectors: VectorsPart | None = None,
 ) -> int:
     """See CheckpointDirectory.write_part."""
     files = storage.files(cut.name)
@@ -59,6 +61,10 @@ def write_part(
     chunks: list[Chunk] = []
     if tables:
         storage.write(cut.name, rows_file(shard_index, cut.shard_count), encode_tables(tables, chunks))
+    runs: list[VectorRun] = []
+    specs = tuple(vectors.specs) if vectors is not None else ()
+    if vectors is not None and specs:
+        storage.write(cut.name, vectors_file(shard_index, cut.shard_count), encode_vectors(vectors, runs))
     part = Part(
         shard_index=shard_index,
         data_bytes=len(header) + sum(record.nbytes for record in records),
@@ -72,10 +78,14 @@ def write_part(
         chunks=tuple(chunks),
         rows_bytes=sum(chunk.nbytes for chunk in chunks),
         base=base,
+        vectors=specs,
+        vector_runs=tuple(runs),
+        vectors_bytes=sum(run.nbytes for run in runs),
+        sessions=vectors.sessions if vectors is not None and specs else {},
     )
     document = documents.part_document(cut, part)
     storage.write(cut.name, part_file(shard_index, cut.shard_count), [document])
-    return part.data_bytes + part.rows_bytes + len(document)
+    return part.data_bytes + part.rows_bytes + part.vectors_bytes + len(document)
 
 
 def _base_of(storage: FileStore, cut: Cut, name: str) -> tuple[BaseEntry, Manifest] | None:
@@ -109,6 +119,8 @@ def _read_part(cut: Cut, shard_index: int, document: bytes, files: Mapping[str, 
     check_size(cut.name, files, data_file(shard_index, cut.shard_count), part.data_bytes)
     if part.tables:
         check_size(cut.name, files, rows_file(shard_index, cut.shard_count), part.rows_bytes)
+    if part.vectors:
+        check_size(cut.name, files, vectors_file(shard_index, cut.shard_count), part.vectors_bytes)
     return part
 
 
@@ -171,6 +183,8 @@ def complete(storage: FileStore, cut: Cut) -> bool:
         return False
     texts = [read_document(storage, cut.name, file) for file, _ in names]
     parts = [_read_part(cut, index, text, files) for index, text in enumerate(texts)]
+    if difference := difference_of([(part.vectors, part.sessions) for part in parts]):
+        raise CheckpointFailed(f"{cut.name}: batches on vectors were under way at the cut: {difference}")
     entry, base = _base_of(storage, cut, next((part.base for part in parts if part.base), "")) or (None, None)
     manifest = documents.manifest_document(cut, parts, texts, entry)
     ManifestDocument(manifest, cut.name).with_parts(parts, base)  # raises unless readers will take it

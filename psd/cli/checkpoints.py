@@ -122,8 +122,6 @@ def add_commands(commands: Commands) -> None:
     """Add `checkpoints`, `verify`, `export` and `import` to psdctl."""
     parser = add_command(commands, "checkpoints", "URL [--json]", _LIST_DESCRIPTION, _LIST_EPILOG)
     _where(parser, None)
-    how = parser.add_argument_group("output")
-    how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of a table")
     _finish(parser, _run_list)
 
     parser = add_command(commands, "verify", "URL [NAME]", _VERIFY_DESCRIPTION, _VERIFY_EPILOG)
@@ -170,6 +168,8 @@ def _guard(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
             show(f"{parser.prog}: error: {error}", is_error=True)
             return EXIT_FAILURE
 
+    how = parser.add_argument_group("output")
+    how.add_argument("--json", action="store_true", help="one JSON object, on one line, instead of text")
     parser.add_information()
     parser.set_defaults(run=guarded, parser=parser)
 
@@ -247,7 +247,7 @@ def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int
     if args.name is None:
         wanted = [info for info in found if info.state is not CheckpointState.INCOMPLETE]
         for info in found:
-            if info.state is CheckpointState.INCOMPLETE:
+            if info.state is CheckpointState.INCOMPLETE and not args.json:
                 show(f"{info.name}: incomplete, passed over")
     else:
         wanted = [info for info in found if info.name == args.name]
@@ -255,16 +255,21 @@ def _run_verify(directory: CheckpointDirectory, args: argparse.Namespace) -> int
         what = "checkpoint that is complete" if args.name is None else f"checkpoint {args.name!r}"
         show(f"psdctl verify: error: there is no {what} in {directory.location}", is_error=True)
         return EXIT_FAILURE
-    status = EXIT_OK
+    outcomes: dict[str, list[str]] = {}
     for info in wanted:
-        problems = directory.verify(info.name, _progress(f"reading {info.name}"))
+        outcomes[info.name] = problems = directory.verify(info.name, _progress(f"reading {info.name}"))
+        if args.json:
+            continue
         for problem in problems:
             show(f"problem: {printable(problem)}")
-        if problems:
-            status = EXIT_FAILURE
-        else:
+        if not problems:
             show(f"{info.name}: every byte of {size(info.nbytes)} is as it was written")
-    return status
+    if args.json:
+        print(
+            json.dumps({"checkpoints": [{"name": name, "problems": problems} for name, problems in outcomes.items()]}),
+            flush=True,
+        )
+    return EXIT_FAILURE if any(outcomes.values()) else EXIT_OK
 
 
 # -- export --
@@ -279,7 +284,12 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
     tables = [args.table] if args.table else [table.name for table in manifest.spec.tables]
     what = "" if args.table else f"{len(manifest.spec.tensors)} tensors"
     what += " and " * bool(what and tables) + (f"table{'s' * (len(tables) > 1)} {', '.join(tables)}" if tables else "")
-    show(f"{args.to}: {what} of step {manifest.step}, from {manifest.name}")
+    if args.json:
+        tensors = 0 if args.table else len(manifest.spec.tensors)
+        done = {"to": args.to, "name": manifest.name, "step": manifest.step, "tensors": tensors, "tables": tables}
+        print(json.dumps(done), flush=True)
+    else:
+        show(f"{args.to}: {what} of step {manifest.step}, from {manifest.name}")
     return EXIT_OK
 
 
@@ -288,7 +298,10 @@ def _run_export(directory: CheckpointDirectory, args: argparse.Namespace) -> int
 
 def _run_import(args: argparse.Namespace) -> int:
     found = import_table(args.source, args.to, args.table, ids=args.ids, rows=args.rows, others=args.others)
-    show(f"{args.to}: table {args.table} with {found.count} rows of {found.dim} numbers, from {args.source}")
+    if args.json:
+        print(json.dumps({"to": args.to, "table": args.table, "rows": found.count, "dim": found.dim}), flush=True)
+    else:
+        show(f"{args.to}: table {args.table} with {found.count} rows of {found.dim} numbers, from {args.source}")
     return EXIT_OK
 
 

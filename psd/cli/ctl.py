@@ -1,5 +1,4 @@
-"""psdctl: looks at a job from outside. Here are `status` and `checkpoint`, which ask the shards; the commands that work on the
-files of checkpoints are in psd/cli/checkpoints.py.
+"""psdctl: looks at a job from outside, and steers it. Here are `status` and `checkpoint`; each other command has a module.
 
 A subcommand is a function that adds its parser and sets `run`, a function from the parsed flags to the exit status; so later
 ones slot in beside. What the shards' answers mean together, and how they look, is psd/cli/report.py's.
@@ -16,38 +15,60 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: what goes wrong is said once, by psdctl
 
-import grpc
-
-from psd.cli import checkpoints, credentials, dashboard, monitoring, plot, top
+from psd.cli import (
+    checkpoints,
+    completion,
+    credentials,
+    dashboard,
+    job_logs,
+    monitoring,
+    orders,
+    plot,
+    top,
+    workers,
+)
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, Parser, add_command, seconds
 from psd.cli.job_arguments import add_where, check, check_seconds
 from psd.cli.report import as_json, as_text
+from psd.cli.shard_calls import CallFailed, call_shard
 from psd.cli.terminal import show
 from psd.contract.printable import printable
 from psd.contract.waits import explained
-from psd.v1 import control_pb2, control_pb2_grpc
-from psd.watch.asking import Asker, dial, why_failed
+from psd.v1 import control_pb2
+from psd.watch.asking import Asker
 from psd.watch.merging import problems
 
 _USAGE = "psdctl COMMAND [options]"
 
 _DESCRIPTION = """\
-Look at a job of psd from outside. It takes no part in the job: run it at any time, from any machine that
-reaches the shards, or the checkpoints."""
+Look at a job of psd from outside, and steer it. It takes no part in the job: run it at any time, from any
+machine that reaches the shards, or the checkpoints."""
 
 _EPILOG = """\
-commands:
+commands that look at a running job:
   status        the shards, the workers, who waits for whom, counters
   top           the same live, with rates, curves and events
-  checkpoint    take a checkpoint of a running job now
-  checkpoints   list the checkpoints in a directory
-  verify        read every byte of checkpoints and compare it with the checksums
-  export        write the parameters of a checkpoint as a plain safetensors file
-  import        make a file to begin a job with of the ids and rows of a table
-  credentials   make a certificate and tokens for a job on Kubernetes
-  dashboard     show the job in a browser, live
+  dashboard     the same in a browser
+  workers       each worker: how far, how fast, who waits for it
+  logs          what its processes have written, from psd-run --log-dir
   plot          draw what workers have logged, and compare runs
+
+commands that change a running job:
+  checkpoint    take a checkpoint now
+  set-lr        scale its learning rate
+  kick          end one worker
+  drain         end the job in order
+
+commands for checkpoints:
+  checkpoints   list those in a directory
+  verify        read every byte and compare it with the checksums
+  export        write the parameters as a plain safetensors file
+  import        make a file to begin a job with of the ids and rows of a table
+
+others:
+  credentials   make a certificate and tokens for a job on Kubernetes
   monitoring    print a Grafana dashboard, or alert rules for Prometheus
+  completion    print a script that completes words in bash, zsh or fish
 
 psdctl COMMAND --help explains each."""
 
@@ -147,23 +168,27 @@ def _show_status(args: argparse.Namespace) -> int:
 
 def _run_checkpoint(args: argparse.Namespace) -> int:
     check(args)
-    server, credentials = args.servers[0], args.credentials
-    with dial(server, credentials) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            with explained(lambda waited_s: show(_CHECKPOINT_WAIT.format(waited_s=waited_s, server=server), is_error=True)):
-                reply = stub.Checkpoint(control_pb2.CheckpointRequest(), timeout=args.timeout, metadata=credentials.metadata())
-        except grpc.RpcError as error:
-            call: grpc.Call = error  # type: ignore[assignment]  # which it is, too
-            show(f"psdctl: error: shard 0 at {server}: {printable(why_failed(server, call, credentials))}", is_error=True)
-            return EXIT_FAILURE
-    show(printable(reply.name))
+    server = args.servers[0]
+
+    def explain(waited_s: float) -> None:
+        show(_CHECKPOINT_WAIT.format(waited_s=waited_s, server=server), is_error=True)
+
+    try:
+        with explained(explain):
+            request = control_pb2.CheckpointRequest()
+            reply = call_shard(0, server, args.credentials, args.timeout, lambda stub: stub.Checkpoint, request)
+    except CallFailed as error:
+        show(f"psdctl: error: {error}", is_error=True)
+        return EXIT_FAILURE
+    show(json.dumps({"name": reply.name}) if args.json else printable(reply.name))
     return EXIT_OK
 
 
 def _add_checkpoint(commands: Commands) -> None:
     parser = add_command(commands, "checkpoint", _CHECKPOINT_USAGE, _CHECKPOINT_DESCRIPTION, _CHECKPOINT_EPILOG)
     add_where(parser, 300.0, "how long to wait until it is complete")
+    how = parser.add_argument_group("output")
+    how.add_argument("--json", action="store_true", help='the name in one JSON object, {"name": ...}')
     parser.add_information()
     parser.set_defaults(run=_run_checkpoint, parser=parser)
 
@@ -178,6 +203,12 @@ def _add_status(commands: Commands) -> None:
     parser.set_defaults(run=_run_status, parser=parser)
 
 
+def _other_parsers() -> dict[str, Parser]:
+    from psd.cli import run_options, server  # which nothing else of psdctl needs
+
+    return {"psd-run": run_options.parser(), "psd-server": server.parser()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     parser = Parser("psdctl", _USAGE, _DESCRIPTION, _EPILOG)
@@ -187,9 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     credentials.add_command(commands)
     monitoring.add_command(commands)
-    dashboard.add_command(commands)
     plot.add_command(commands)
     top.add_command(commands)
+    workers.add_command(commands)
+    orders.add_commands(commands)
+    job_logs.add_command(commands)
+    completion.add_command(commands, _other_parsers)
+    dashboard.add_command(commands)
     parser.add_information()
     args = parser.parse_args(argv)
     try:

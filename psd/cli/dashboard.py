@@ -21,7 +21,7 @@ from psd.watch.asking import Asker
 from psd.watch.sampler import ANSWER_S, Sampler
 
 if TYPE_CHECKING:
-    from psd.watch.dashboard.server import Place
+    from psd.watch.dashboard.server import DashboardPlace
 
 PORT = 8265
 INTERVAL_S = 1.0
@@ -87,17 +87,16 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_FAILURE
 
     def say() -> None:
-        for line in _announcement(args.host, place):
+        for line in announcement(args.host, place):
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
-        sampler = Sampler(asker, answer_s=args.timeout)
-        asyncio.run(server.serve(sampler, place, args.interval, say))
+        asyncio.run(server.serve(Sampler(asker, answer_s=args.timeout), place, args.interval, say))
     return EXIT_OK
 
 
-def _place(args: argparse.Namespace) -> Place:
-    """Where to listen, and what to ask of browsers.
+def _place(args: argparse.Namespace) -> DashboardPlace:
+    """The place to listen at, and what to ask of browsers.
 
     Raises:
         ConfigError: an option is wrong. OSError: the address cannot be listened on.
@@ -124,15 +123,17 @@ def _place(args: argparse.Namespace) -> Place:
         tls = TlsFiles("", args.https_cert, args.https_key, is_server=True, names=names).load()[1]
     port = PORT if args.port is None else args.port
     listener = server.listen(args.host, port, is_firm=args.port is not None)
-    return server.Place(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
+    return server.DashboardPlace(listener, token, is_token_new=token is not None and not args.access_token_file, tls=tls)
 
 
-def _announcement(host: str, place: Place) -> list[str]:
+def announcement(host: str, place: DashboardPlace) -> list[str]:
     """Lines that tell where the dashboard is, and how to get in."""
+    from psd.watch.dashboard.admission import is_loopback
+
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     port = place.listener.getsockname()[1]
     fragment = f"#token={place.token}" if place.is_token_new else ""
     lines = [f"dashboard: {'http' if place.tls is None else 'https'}://{name}:{port}/{fragment}"]
-    if place.token is not None and place.tls is None:
+    if place.tls is None and not is_loopback(host):
         lines.append("dashboard: without --https-cert the token and what the page shows can be read on the network")
     return lines

@@ -26,6 +26,8 @@ _WATCHDOGS_MAX = 4
 _SWEEP_GRACE_S = 2.0
 """Seconds for processes that workers have left behind, once the workers themselves are gone."""
 
+DASHBOARD = Name("dashboard", 0)
+
 CANNOT_START = 126
 """Status of a process that could not be started, as a shell has it."""
 
@@ -71,13 +73,15 @@ class HostProcesses:
 
         Args:
             name: of the process.
-            addresses: for a worker those of all shards; for a shard its own, if it is started again.
+            addresses: for a worker or the dashboard those of all shards; for a shard its own, if it is started again.
         """
         plan = self._plan
         if name.kind == "shard":
             listen = addresses[0] if addresses else f"[{self._host}]:0" if ":" in self._host else f"{self._host}:0"
             command = plan.shard_command(name.number, listen, self._state.shard(name.number))
             environ = plan.shard_environ
+        elif name == DASHBOARD:
+            command, environ = plan.dashboard_command, plan.worker_environ(0, addresses)
         else:
             command, environ = plan.worker_command, plan.worker_environ(name.number, addresses)
         try:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, exit_status
 from psd.cli.display import Display, is_terminal
 from psd.cli.gathering import Gathering
-from psd.cli.host_processes import HostProcesses
+from psd.cli.host_processes import DASHBOARD, HostProcesses
 from psd.cli.log_files import LogFiles
 from psd.cli.output import Lines, Prefixes
 from psd.cli.plan import Plan
@@ -163,6 +163,9 @@ class Launcher:
     def on_exit(self, name: Name, returncode: int) -> None:
         """Handle the end of a process."""
         self._show(name, self._lines[name].end())
+        if name == DASHBOARD:  # the job goes on without it
+            self.say(f"the dashboard has ended with status {returncode}")
+            return
         self._summary.on_exit(name.kind, time.monotonic())
         self._perform(self._policy.on_exit(name, returncode, time.monotonic()))
 
@@ -216,6 +219,10 @@ class Launcher:
     # -- output --
 
     def _show(self, name: Name, lines: Sequence[bytes]) -> None:
+        if name == DASHBOARD:
+            for line in lines:
+                self.say(line.decode(errors="replace"))
+            return
         self._keep(str(name), lines)
         if name.kind == "shard":
             lines = [line for line in lines if not self._is_repeated(line)]
@@ -253,6 +260,9 @@ class Launcher:
     def _say_what_runs(self) -> None:
         servers = ",".join(self._addresses[index] for index in range(self._plan.places.shards))
         self.say(f"run {self._plan.run_id}; to look inside: psdctl status --servers {servers}")
+        if self._plan.dashboard_command and self._processes is not None:
+            self._lines[DASHBOARD] = Lines(is_live=False)
+            self._processes.start(DASHBOARD, servers.split(","))
 
     def say(self, text: str, quote: Name | None = None) -> None:
         """Tell the user; `quote` names the process whose last lines belong to it."""

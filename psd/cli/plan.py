@@ -49,6 +49,7 @@ class Plan:
         kept_run_id: of the run that has left its state there; None: none has.
         shard_command: the command of a shard, by index, address to listen at, and state directory.
         worker_command: the command of every worker.
+        dashboard_command: the command of the dashboard; empty: there is none.
         shard_environ: the environment of the shards.
         worker_environ: the environment of a worker, by rank and the shards' addresses.
     """
@@ -68,6 +69,7 @@ class Plan:
     kept_run_id: str | None
     shard_command: Callable[[int, str, Path], Sequence[str]]
     worker_command: Sequence[str]
+    dashboard_command: Sequence[str]
     shard_environ: Mapping[str, str]
     worker_environ: Callable[[int, Sequence[str]], Mapping[str, str]]
 

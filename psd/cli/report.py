@@ -52,7 +52,7 @@ def _fields(message: Message) -> dict[str, Any]:
 
 def _value(field: Any, value: Any) -> Any:  # a FieldDescriptor, of which there are two unrelated classes
     if field.message_type is not None:
-        return [_fields(item) for item in value]  # all messages in a StatusReply are repeated
+        return _fields(value) if isinstance(value, Message) else [_fields(item) for item in value]
     if field.enum_type is not None:
         return _enum_name(field.enum_type, value)
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -83,6 +83,8 @@ def as_text(answers: Sequence[Answer]) -> str:
         parts.append(_traffic_table(replies))
     if any(reply.tables for reply in replies):
         parts.append(_tables_table(replies))
+    if any(reply.HasField("vectors") for reply in replies):
+        parts.append(_vectors_line(replies))
     if any(reply.ages for reply in replies):
         parts.append(_age_table(replies))
     if stored := [reply for reply in replies if reply.checkpoint_dir]:
@@ -196,6 +198,16 @@ def _tables_table(replies: Sequence[pb.StatusReply]) -> str:
         cells = (size(count) if column == "bytes" else f"{count}" for column, count in total.items())
         rows.append((name, *cells))
     return table(rows, left={0})
+
+
+def _vectors_line(replies: Sequence[pb.StatusReply]) -> str:
+    """The vectors, and what the shards have run: every shard runs every batch."""
+    most = max(replies, key=lambda reply: reply.vectors.batches).vectors
+    repeated = sum(reply.vectors.repeated for reply in replies)
+    return (
+        f"vectors: {max(reply.vectors.number for reply in replies)}, {size(sum(reply.vectors.bytes for reply in replies))}, "
+        f"{most.batches} batches of {most.operations} operations, {repeated} answered again"
+    )
 
 
 def _age_table(replies: Sequence[pb.StatusReply]) -> str:

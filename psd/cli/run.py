@@ -165,6 +165,8 @@ def _plan(
             which.append(f"--metrics-port={args.metrics_port + index}")
         return [*python_command("psd.cli.server"), *which, *shard_flags]
 
+    dashboard = [*python_command("psd.cli.ctl"), "dashboard"] if args.dashboard else []
+    dashboard += ["--port", str(args.dashboard_port)] if args.dashboard_port is not None else []
     return Plan(
         run_id=run_id,
         places=places,
@@ -181,6 +183,7 @@ def _plan(
         kept_run_id=kept,
         shard_command=shard_command,
         worker_command=command,
+        dashboard_command=dashboard,
         shard_environ=shared,
         worker_environ=worker_environ,
     )

@@ -231,7 +231,19 @@ def parser() -> Parser:
     add_options(where, _RAY, _DEFAULTS)
     add_options(found.add_argument_group("on several hosts (see below)"), _HOSTS, _DEFAULTS)
     kubernetes.add_options(found)
-    add_options(found.add_argument_group("watching"), _WATCHING, _DEFAULTS)
+    watching = found.add_argument_group("watching")
+    add_options(watching, _WATCHING, _DEFAULTS)
+    watching.add_argument(
+        "--dashboard",
+        action="store_true",
+        help="show the job in a browser while it runs; the address is printed. Needs the extra ui",
+    )
+    watching.add_argument(
+        "--dashboard-port",
+        type=whole_number,
+        metavar="PORT",
+        help="port of the dashboard, on loopback; as psdctl dashboard's --port",
+    )
     processes = found.add_argument_group("processes")
     processes.add_argument(
         "--env",
@@ -262,6 +274,12 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--max-restarts: nothing is restarted with --on-worker-failure end, got {args.max_restarts}")
     if args.max_shard_restarts is not None:
         check_count("--max-shard-restarts", args.max_shard_restarts, 0, RESTARTS_MAX)
+    if args.dashboard_port is not None:
+        check_count("--dashboard-port", args.dashboard_port, 0, 65535)
+        if not args.dashboard:
+            raise ConfigError("--dashboard-port: is for --dashboard, which was not given")
+    if args.dashboard and (args.hosts or args.on):
+        raise ConfigError("--dashboard: is for psd-run on the shards' machine; elsewhere run psdctl dashboard")
     if args.metrics_port is not None:
         check_count("--metrics-port", args.metrics_port, 1, 65536 - args.shards)
 

@@ -193,6 +193,12 @@ LIMITS: Options = {
     "table_rows_max": Option("N", "rows of one table on this shard", whole_number),
     "push_ids_max": Option("N", "ids of rows in one push, or one pull, at this shard", whole_number),
     "push_bytes_max": Option("N", "ids and gradients of rows in one push at this shard", whole_number),
+    "vectors_max": Option("N", "server-side vectors of the job", whole_number),
+    "vector_bytes_max": Option(
+        "N", "memory for this shard's part of all vectors (default: as much as there is where its state lies)", whole_number
+    ),
+    "batch_operations_max": Option("N", "operations on vectors in one batch", whole_number),
+    "batch_bytes_max": Option("N", "numbers that one batch brings to this shard", whole_number),
     "reads_max": Option(
         "N", "readers that are fetching parameters at a time; each may keep another version of them in memory", whole_number
     ),
@@ -212,17 +218,18 @@ _WATCHING: Options = {
 }
 
 
-def _parser() -> Parser:
-    parser = Parser("psd-server", _USAGE, _DESCRIPTION, _EPILOG)
-    place = parser.add_argument_group("which shard, and where")
+def parser() -> Parser:
+    """The parser of psd-server's arguments."""
+    found = Parser("psd-server", _USAGE, _DESCRIPTION, _EPILOG)
+    place = found.add_argument_group("which shard, and where")
     place.add_argument("--shard", required=True, metavar="INDEX/COUNT", help="which of how many shards, from 0: 0/4 to 3/4")
     add_options(place, _PLACE, SERVER_DEFAULTS)
-    job = parser.add_argument_group("the job")
+    job = found.add_argument_group("the job")
     add_options(job, _JOB, SERVER_DEFAULTS)
     add_rule_option(job)
     add_options(job, _RULE_DIR, SERVER_DEFAULTS)
-    add_checkpoint_options(parser)
-    end = parser.add_argument_group("the end")
+    add_checkpoint_options(found)
+    end = found.add_argument_group("the end")
     add_options(end, _END, SERVER_DEFAULTS)
     end.add_argument("--exit-when-done", action="store_true", help="exit, with status 0, when all workers have left")
     end.add_argument(
@@ -230,14 +237,14 @@ def _parser() -> Parser:
         action="store_true",
         help="exit, with status 0 and at once, when standard input ends: with the program that started this shard for itself",
     )
-    security = parser.add_argument_group("security (files are read again when they change)")
+    security = found.add_argument_group("security (files are read again when they change)")
     add_options(security, _SECURITY, SERVER_DEFAULTS)
     security.add_argument(
         "--insecure", action="store_true", help="listen beyond this machine without TLS, on a network that keeps strangers out"
     )
-    limits = parser.add_argument_group("limits (requests beyond them are refused)")
+    limits = found.add_argument_group("limits (requests beyond them are refused)")
     add_options(limits, LIMITS, vars(Limits()), "--max-")
-    log = parser.add_argument_group("log (standard error)")
+    log = found.add_argument_group("log (standard error)")
     log.add_argument(
         "--log-level",
         choices=logs.LEVELS,
@@ -247,15 +254,15 @@ def _parser() -> Parser:
     log.add_argument(
         "--log-json", action="store_true", help="one JSON object per line: time, level, logger, message, shard, and its fields"
     )
-    add_options(parser.add_argument_group("watching"), _WATCHING, SERVER_DEFAULTS)
-    parser.add_information()
-    return parser
+    add_options(found.add_argument_group("watching"), _WATCHING, SERVER_DEFAULTS)
+    found.add_information()
+    return found
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
     """The configuration and the log settings; a wrong option ends the process with status 2 and one line of explanation."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    given = parser()
+    args = given.parse_args(argv)
     fields = _PLACE | _JOB | _RULE_DIR | CHECKPOINT_OPTIONS | _END | _SECURITY | _WATCHING
     try:
         shard_index, shard_count = parse_shard(args.shard)
@@ -271,7 +278,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ServerConfig, logs.Settings]:
             limits=Limits(**values(args, LIMITS)),
         )
     except ConfigError as error:
-        parser.error(str(error))
+        given.error(str(error))
     return config, logs.Settings(args.log_level, is_json=args.log_json)
 
 

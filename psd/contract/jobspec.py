@@ -149,7 +149,8 @@ class JobSpec:
         quorum: workers whose gradients close a synchronous round; world_size unless there are backup workers.
         reduction: "mean" (weighted by samples) or "sum".
         aggregation: "fast" (as gradients arrive) or "exact" (by rank, the same bits whatever the timing; sync only).
-        clip_norm: the largest norm of a round's gradient, over all trained tensors; 0: any. Without rounds: of each push.
+        clip_norm: the largest norm of a round's gradient, over all that is trained, rows too; 0: any. Without rounds: of each
+            push.
         nan_policy: treatment of NaN and infinity in gradients: "refuse", "skip" (the round, on all shards) or "allow".
         tables: sparse ones; a group has either tensors or tables.
     """
@@ -229,9 +230,6 @@ class JobSpec:
         for tensor in self.tensors:
             if self.groups[tensor.group].rule in TABLE_RULES:
                 raise InvalidTensor(f"tensor {tensor.name!r}: rule {self.groups[tensor.group].rule!r} is for tables only")
-        norms = "clip_norm" if self.clip_norm else next((group.rule for group in self.groups if group.is_layerwise), "")
-        if self.tables and norms:
-            raise InvalidRequest(f"{norms}: needs norms over the whole gradient, and there are none in a job with tables")
 
     @property
     def stored_groups(self) -> tuple[GroupSpec, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.vectors import OPERANDS_MAX, Custom, Operation, check_alike, check_function, spec_message
+from psd.contract.vectors import NUMBERS_MAX, OPERANDS_MAX, Custom, Operation, check_alike, check_function, spec_message
 from psd.v1 import vectors_pb2
 from psd_core import vector_operations as words
 from psd_core.vector import VectorSpec
@@ -195,6 +195,8 @@ class IncomingBatch:
             return self._with_payload(kind, entry, out)
         if kind is words.Copy:
             return words.Copy(out.name, names[0])
+        if len(entry.wholes) + len(entry.numbers) > NUMBERS_MAX:
+            raise InvalidRequest(f"numbers: {len(entry.wholes) + len(entry.numbers)} are above the limit of {NUMBERS_MAX}")
         numbers: Sequence[float] = list(entry.wholes) if out.dtype == "int64" else list(entry.numbers)
         count = len(x) if kind is words.Combine else _NUMBERS.get(kind, len(numbers))
         if len(numbers) != count:

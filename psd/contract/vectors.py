@@ -34,6 +34,12 @@ Operation: TypeAlias = words.Operation | Custom
 OPERANDS_MAX = 64
 """Limit of the vectors that one operation reads, on each side of a gram."""
 
+VECTORS_OF_BATCH_MAX = 512
+"""Limit of the vectors that one batch names."""
+
+NUMBERS_MAX = 64
+"""Limit of the numbers of one operation."""
+
 _DTYPES = {
     "float64": job_pb2.DTYPE_FLOAT64,
     "float32": job_pb2.DTYPE_FLOAT32,

@@ -71,6 +71,10 @@ ROLES: dict[str, frozenset[Role]] = {
     _VECTORS + "Drop": _WORKER,
     # Whoever operates: what takes room and time on a disk.
     _CONTROL + "Checkpoint": _ADMIN,
+    # and what changes the job for all its workers.
+    _CONTROL + "Kick": _ADMIN,
+    _CONTROL + "SetLearningRate": _ADMIN,
+    _CONTROL + "Drain": _ADMIN,
 }
 """Full name of a method -> the roles that may call it."""
 

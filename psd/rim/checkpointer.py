@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from psd.checkpoint import BlockPart, CheckpointDirectory, Cut
 from psd.contract.config import ServerConfig
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, PsdError
+from psd.rim.vector_gate import VectorGate, vectors_of_cut
 from psd.state.durability.cuts import FINAL_ID, Snapshot, new_id
 from psd.state.durability.table_bases import TableBases
 from psd.state.shard import Shard
+from psd.state.vectors.desk import VectorsCut
 from psd.v1 import data_pb2
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Checkpointer:
     """Takes and writes this shard's part of checkpoints.
 
     Args:
-        wall: seconds since 1970.
+        gate: that batches on vectors pass. wall: seconds since 1970.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Checkpointer:
         shard: Shard,
         config: ServerConfig,
         directory: CheckpointDirectory,
+        gate: VectorGate,
         *,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -78,6 +81,7 @@ class Checkpointer:
         self._shard = shard
         self._config = config
         self._directory = directory
+        self._gate = gate
         self._now = now
         self._wall = wall
         self._done = shard.cuts.take_part()
@@ -201,16 +205,18 @@ class Checkpointer:
         )
         started = self._now()
         try:
-            nbytes = self._directory.write_part(
-                cut,
-                self._config.shard_index,
-                self._parts(snapshot),
-                worker_clocks=snapshot.worker_clocks,
-                client_states=snapshot.client_states,
-                tables=snapshot.tables,
-                base=snapshot.cut.base,
-            )
-            if self._config.shard_index == 0:
+            with self._vectors(cut) as vectors:
+                nbytes = self._directory.write_part(
+                    cut,
+                    self._config.shard_index,
+                    self._parts(snapshot),
+                    worker_clocks=snapshot.worker_clocks,
+                    client_states=snapshot.client_states,
+                    tables=snapshot.tables,
+                    base=snapshot.cut.base,
+                    vectors=vectors,
+                )
+            if self._config.shard_index == 0 and vectors is None:
                 # Workers do not push to shards without blocks, which hear of no cut therefore; their parts say just that.
                 for index in range(job.layout.shard_count):
                     if not job.spec.tables and not job.layout.blocks_of(index):
@@ -235,12 +241,23 @@ class Checkpointer:
             )
         facts = {"checkpoint": cut.name, "bytes": nbytes, "took_s": round(took_s, 3)}
         logger.debug("stored this shard's part of a checkpoint", extra=facts)
+        if is_complete and vectors is not None:
+            self._directory.remove_batches(cut)
         if is_complete:  # known to the shard that was last: the job's logs have one line for a checkpoint
             logger.info("stored checkpoint %s", cut.name)
             self._directory.collect_garbage()
         stored = self._asked_for.get(cut.cut_id)
         if stored is not None:
             stored.set_result(cut.name)
+
+    def _vectors(self, cut: Cut) -> AbstractContextManager[VectorsCut | None]:
+        """The vectors of a cut. At the end no batches come any more, and perhaps not all shards to wait for."""
+        shard = self._shard
+        if cut.cut_id == FINAL_ID or shard.is_draining:
+            return shard.vectors.snapshot()
+        return vectors_of_cut(
+            self._gate, shard.vectors, self._directory, cut, self._config.shard_index, pause=self._stopping.wait, now=self._now
+        )
 
     def _discard(self, cut: Cut) -> None:
         """Make room again; the next checkpoint removes what cannot be removed now."""

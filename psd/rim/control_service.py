@@ -12,6 +12,7 @@ from psd.rim import views
 from psd.rim.access import Metadata
 from psd.rim.calls import CallGuard, Waiter, message_parser
 from psd.rim.checkpointer import Checkpointer
+from psd.state.durability.cuts import check_cuts
 from psd.state.shard import Shard
 from psd.v1 import control_pb2
 
@@ -66,6 +67,9 @@ class ControlService:
             "Describe": self.describe,
             "OpenBulk": self.open_bulk,
             "Status": self.status,
+            "Kick": self.kick,
+            "SetLearningRate": self.set_learning_rate,
+            "Drain": self.drain,
             "Log": self.log,
             "Curves": self.curves,
         }
@@ -102,7 +106,10 @@ class ControlService:
     def heartbeat(self, request: control_pb2.HeartbeatRequest, context: grpc.ServicerContext) -> control_pb2.HeartbeatReply:
         """See ControlService.Heartbeat."""
         del context
-        return views.heartbeat_reply(self._shard, self._shard.admission.heartbeat(request))
+        check_cuts(request.cuts)
+        waits = self._shard.admission.heartbeat(request)
+        self._shard.learn(request.cuts)
+        return views.heartbeat_reply(self._shard, waits)
 
     def leave(self, request: control_pb2.LeaveRequest, context: grpc.ServicerContext) -> control_pb2.LeaveReply:
         """See ControlService.Leave."""
@@ -162,6 +169,23 @@ class ControlService:
         del request, context
         progress = self._checkpointer.progress if self._checkpointer is not None else None
         return views.shard_status(self._shard, self._address(), progress)
+
+    def kick(self, request: control_pb2.KickRequest, context: grpc.ServicerContext) -> control_pb2.KickReply:
+        """See ControlService.Kick."""
+        del context
+        return control_pb2.KickReply(has_ended=self._shard.admission.kick(request.rank, request.session))
+
+    def set_learning_rate(
+        self, request: control_pb2.SetLearningRateRequest, context: grpc.ServicerContext
+    ) -> control_pb2.SetLearningRateReply:
+        """See ControlService.SetLearningRate."""
+        del context
+        return control_pb2.SetLearningRateReply(learning_rate=self._shard.scale_learning_rate(request.scale))
+
+    def drain(self, request: control_pb2.DrainRequest, context: grpc.ServicerContext) -> control_pb2.DrainReply:
+        """See ControlService.Drain."""
+        del request, context
+        return control_pb2.DrainReply(ends_at=self._shard.end_job())
 
     def log(self, request: control_pb2.LogRequest, context: grpc.ServicerContext) -> control_pb2.LogReply:
         """See ControlService.Log."""

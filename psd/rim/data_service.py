@@ -184,8 +184,9 @@ class DataService:
             ahead = request.ahead.rows, memoryview(request.ahead.payload), ()
         for item in self._plane.push_pull(_header(first), _blocks(first, frames_in), Waiter(self._shard, context), ahead):
             if isinstance(item, PulledRows):
-                payload = b"".join(rows.values.data for rows in item.rows)
-                answer.ahead.CopyFrom(data_pb2.RowsFrame(rows=parts_of(item.rows), version=item.version, payload=payload))
+                answer.ahead.rows.extend(parts_of(item.rows))
+                answer.ahead.version = item.version
+                answer.ahead.payload = b"".join(rows.values.data for rows in item.rows)
             elif isinstance(item, PulledBlock):
                 try:
                     answer.frames.add(block=item.block, version=item.version, payload=item.values.tobytes())

@@ -23,6 +23,7 @@ from psd.state.shard import Shard
 from psd.state.status import ShardState, ShardStatus
 from psd.state.tables.block import TableCounts
 from psd.state.tickets import WaitKind
+from psd.state.vectors.desk import VectorCounts
 from psd.state.workers.membership import Worker, WorkerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -89,6 +90,7 @@ class _ShardCollector(Collector):
             yield from self._job(now.job)
             if now.job.tables is not None:
                 yield from self._tables(by_table(now.job.tables.counts))
+        yield from self._vectors(self._shard.vectors.status())
         yield from self._checkpoints()
         yield from self._bulk()
 
@@ -278,6 +280,18 @@ class _ShardCollector(Collector):
             *(((t.name, why), getattr(t, why)) for t in tables for why in ("refused", "unadmitted")),
             labels=("table", "reason"),
         )
+
+    def _vectors(self, vectors: VectorCounts) -> Iterator[Metric]:
+        yield self._gauge("psd_vectors", "Server-side vectors.", ((), vectors.number))
+        yield self._gauge("psd_vector_bytes", "Size of this shard's part of all vectors.", ((), vectors.bytes))
+        yield self._counter(
+            "psd_vector_batches_total",
+            "Batches of operations on vectors: those that were run, and those that came again and were only answered.",
+            (("run",), vectors.batches),
+            (("repeated",), vectors.repeated),
+            labels=("result",),
+        )
+        yield self._counter("psd_vector_operations_total", "Operations of the batches that were run.", ((), vectors.operations))
 
     def _checkpoints(self) -> Iterator[Metric]:
         progress = self._progress()

@@ -38,6 +38,7 @@ from psd.rim.metrics_server import PATH, MetricsServer
 from psd.rim.pace import Pace
 from psd.rim.probes import ProbeServer
 from psd.rim.tls import ServerTls
+from psd.rim.vector_gate import VectorGate
 from psd.rim.vector_service import SERVICE as VECTORS
 from psd.rim.vector_service import VectorService
 from psd.state.counts import LANES
@@ -84,10 +85,11 @@ class ShardServer:
         access = Access(config.token_file) if config.token_file else None
         directory = _directory(config, crash_point) if config.checkpoint_dir else None
         self.shard = Shard(config, directory=directory, crash_point=crash_point)
+        self._gate = VectorGate()
         self._checkpointer: Checkpointer | None = None
         self._last_checkpoint: LastCheckpoint | None = None
         if directory is not None:
-            self._checkpointer = Checkpointer(self.shard, config, directory)
+            self._checkpointer = Checkpointer(self.shard, config, directory, self._gate)
             self._last_checkpoint = LastCheckpoint(self.shard, config, directory, self._checkpointer, self._has_workers)
         self._was_told_before = False
         self.done = threading.Event()
@@ -135,7 +137,7 @@ class ShardServer:
             checkpointer=self._checkpointer,
         )
         data = DataService(self.shard, planes["grpc"], guard)
-        vectors = VectorService(self.shard, guard, data.reads)
+        vectors = VectorService(self.shard, guard, data.reads, self._gate)
         self._server.add_generic_rpc_handlers((data.handler(), control.handler(), vectors.handler()))
         shown = Reflection((DATA, CONTROL, VECTORS, health.SERVICE_NAME, reflection.SERVICE_NAME), pace)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, self._server)

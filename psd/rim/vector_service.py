@@ -6,6 +6,7 @@ One function per RPC. Payloads that exceed a message come and go in frames. Must
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from psd.contract.errors import InvalidRequest, Overloaded
 from psd.contract.vectors import spec_message
 from psd.rim.calls import CallGuard, Frame, checked, frame_parser, message_parser
 from psd.rim.strangers import CALLS_MAX, Strangers
+from psd.rim.vector_gate import VectorGate
 from psd.state.shard import Shard
 from psd.v1 import vectors_pb2
 
@@ -29,10 +31,11 @@ class VectorService:
     """The calls for the vectors of one shard.
 
     Args:
-        reads: taken, without waiting, by each call that fetches; shared with readers' other calls.
+        gate: that batches pass. reads: taken, without waiting, by each call that fetches; shared with readers' other calls.
     """
 
-    def __init__(self, shard: Shard, guard: CallGuard, reads: Any) -> None:
+    def __init__(self, shard: Shard, guard: CallGuard, reads: Any, gate: VectorGate) -> None:
+        self._gate = gate
         self._shard = shard
         self._guard = guard
         self._reads = reads
@@ -41,14 +44,12 @@ class VectorService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods, ready to be added to a server."""
         unary, answer = self._guard.unary, vectors_pb2.VectorAnswer.SerializeToString
-        batch, change = vectors_pb2.VectorBatch, vectors_pb2.VectorChange
+        frame, change = frame_parser(vectors_pb2.VectorFrame), vectors_pb2.VectorChange
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Run": grpc.unary_unary_rpc_method_handler(unary(self.run), frame_parser(batch), answer),
-                "RunFrames": grpc.stream_unary_rpc_method_handler(
-                    unary(self.run_frames), frame_parser(vectors_pb2.VectorFrame), answer
-                ),
+                "Run": grpc.unary_unary_rpc_method_handler(unary(self.run), frame, answer),
+                "RunFrames": grpc.stream_unary_rpc_method_handler(unary(self.run_frames), frame, answer),
                 "Create": grpc.unary_unary_rpc_method_handler(unary(self.create), message_parser(change), answer),
                 "Drop": grpc.unary_unary_rpc_method_handler(unary(self.drop), message_parser(change), answer),
                 "List": grpc.unary_unary_rpc_method_handler(
@@ -65,7 +66,10 @@ class VectorService:
     def run(self, request: Frame, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Run."""
         del context
-        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(request.head, request.payload))
+        batch = _batch_of(request)
+        if batch.payload_bytes != len(request.payload):
+            raise InvalidRequest(f"payload: has {len(request.payload)} bytes, payload_bytes is {batch.payload_bytes}")
+        return self._run(batch, request.payload)
 
     def run_frames(self, requests: Iterator[Any], context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.RunFrames."""
@@ -74,9 +78,7 @@ class VectorService:
         if first is None:
             raise InvalidRequest("batch: the stream ended without a frame")
         frame: Frame = checked(first)
-        if not frame.head.HasField("batch"):
-            raise InvalidRequest("batch: the first frame must have it")
-        batch = frame.head.batch
+        batch = _batch_of(frame)
         self._shard.vectors.check_payload(batch.payload_bytes)
         payload, at = np.empty(batch.payload_bytes, np.uint8).data, 0
         while True:
@@ -89,20 +91,31 @@ class VectorService:
             if following is None:
                 break
             frame = checked(following)
+            if frame.head.HasField("batch"):
+                raise InvalidRequest("batch: stands on a frame that is not the first")
         if at != len(payload):
             raise InvalidRequest(f"payload: has {at} bytes, payload_bytes is {len(payload)}")
-        return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
+        return self._run(batch, payload)
+
+    def _run(self, batch: vectors_pb2.VectorBatch, payload: memoryview) -> vectors_pb2.VectorAnswer:
+        with self._passing(batch):
+            return vectors_pb2.VectorAnswer(found=self._shard.vectors.run(batch, payload))
+
+    def _passing(self, named: vectors_pb2.VectorBatch | vectors_pb2.VectorChange) -> AbstractContextManager[None]:
+        return self._gate.passing(named.session or named.caller.session, named.seq)
 
     def create(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Create."""
         del context
-        self._shard.vectors.create(request)
+        with self._passing(request):
+            self._shard.vectors.create(request)
         return vectors_pb2.VectorAnswer()
 
     def drop(self, request: vectors_pb2.VectorChange, context: grpc.ServicerContext) -> vectors_pb2.VectorAnswer:
         """See VectorService.Drop."""
         del context
-        self._shard.vectors.drop(request)
+        with self._passing(request):
+            self._shard.vectors.drop(request)
         return vectors_pb2.VectorAnswer()
 
     def list(self, request: vectors_pb2.VectorListRequest, context: grpc.ServicerContext) -> vectors_pb2.VectorListReply:
@@ -124,3 +137,10 @@ class VectorService:
                 yield frames.join(b"", numbers[at : at + FRAME_BYTES])
         finally:
             self._reads.release()
+
+
+def _batch_of(frame: Frame) -> vectors_pb2.VectorBatch:
+    if not frame.head.HasField("batch"):
+        raise InvalidRequest("batch: the first frame must have it")
+    batch: vectors_pb2.VectorBatch = frame.head.batch
+    return batch

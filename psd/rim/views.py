@@ -48,8 +48,8 @@ def worker_status(shard: Shard, worker: Worker) -> control_pb2.WorkerStatus:
 
 
 def heartbeat_reply(shard: Shard, waits: list[Ticket]) -> control_pb2.HeartbeatReply:
-    """The reply to a heartbeat: the worker's waits and, from shard 0, who is not waited for any more."""
-    reply = control_pb2.HeartbeatReply(waits=[wait_status(shard, ticket) for ticket in waits])
+    """The reply to a heartbeat: the worker's waits, cuts to be carried and, from shard 0, who is not waited for any more."""
+    reply = control_pb2.HeartbeatReply(waits=[wait_status(shard, ticket) for ticket in waits], cuts=shard.cuts.latest())
     if shard.config.shard_index == 0:
         ranks = {Absence.FAILED: reply.failed, Absence.SILENT: reply.silent, Absence.FINISHED: reply.finished}
         for rank, why in shard.absent.items():
@@ -126,6 +126,12 @@ def shard_status(shard: Shard, address: str, progress: CheckpointProgress | None
         if job.tables is not None:
             reply.tables.extend(control_pb2.TableStatus(**counts._asdict()) for counts in job.tables.counts)
         reply.state_dir = str(now.directory)
+    vectors = shard.vectors.status()
+    if vectors.number:
+        reply.vectors.CopyFrom(control_pb2.VectorStatus(**vectors._asdict()))
+    if now.orders is not None:
+        reply.learning_rates.extend(now.orders.learning_rates)
+        reply.ends_at = now.orders.ends_at
     if progress is not None:
         reply.checkpoint_dir = progress.location
         reply.checkpoint_last = progress.last

@@ -35,6 +35,7 @@ from psd.state.durability.storage import Storage
 from psd.state.job import Job
 from psd.state.life import Life, LifeCycle
 from psd.state.locks import Level
+from psd.state.orders import JobOrdersDesk
 from psd.state.tables.block import notes_count
 from psd.state.tables.stores import partition_specs
 from psd.state.tickets import Ticket, Waiting, WaitKind
@@ -106,6 +107,7 @@ class ShardCore:
         self.initial = self.new_initial()
         self.barriers = Barriers(lambda: self.members.at_barriers, self._save_barriers)
         self.loads = Loads(lambda: self.members.at_barriers)
+        self.orders = JobOrdersDesk(storage.save_orders)
         self.gates: list[Ticket] = []
         self.client_states = ClientStates(storage)
         self.timeline = 0
@@ -257,6 +259,8 @@ class ShardCore:
             self.become(life)
         self.initial.choice = arena.word("initialized")
         self.barriers.restore(self.storage.load_barriers())
+        with self.lock:
+            self.orders.restore(self.storage.load_orders())
         self.client_states.recover(self.storage.load_client_states())
         return True
 

@@ -29,7 +29,7 @@ READ_POINTS_MAX = 8192
 """Points of one answer."""
 
 
-class Batch(NamedTuple):
+class PointBatch(NamedTuple):
     """Points of one worker's series, as columns; see LogRequest."""
 
     first: int
@@ -81,7 +81,7 @@ class Curves:
         self._count = 0
         self._trimmed_at = 0  # so many series: those that no point comes for were trimmed, too
 
-    def add(self, rank: int, connection: int, batch: Batch) -> None:
+    def add(self, rank: int, connection: int, batch: PointBatch) -> None:
         """Keep a worker's points, but for those that this connection has sent before.
 
         Raises:

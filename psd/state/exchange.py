@@ -269,6 +269,7 @@ class Exchange:
             overruled = job.agreement.overruled(push.clock, push.worker.rank)
             wants = wants_buffers(job, self._core.members, push.worker)
             same = job.same_gradient_as(push.worker.rank, push.first_gradient)
+            orders = self._core.orders.current()
         self._schedule.announce_due()
         return data_pb2.PushReply(
             clock=max(clock, job.version_max) if late else clock,
@@ -280,6 +281,7 @@ class Exchange:
             overruled=overruled,
             wants_buffers=wants,
             same_gradient_as=same,
+            orders=orders,
         )
 
     # -- pull ----------------------------------------------------------------------------------------------------------

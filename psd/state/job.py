@@ -130,11 +130,12 @@ class Job:
         self.wants_buffers = any(group.is_of_buffers for group in spec.groups) or bool(self.layout.untrained_shards)
         self.wants_all_buffers = any(group.is_of_buffers and "mean" in group.flags for group in spec.groups)
         self._first_gradients: dict[int, bytes] = {}  # digests by rank
-        self.participant = Participant(spec, self._trained, trained_blocks)
+        self.participant = Participant(spec, self._trained)
         self.coordinator: Coordinator | None = None
         if self.is_exact and shard_index == 0:
-            measuring = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
-            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, len(measuring))
+            with_blocks = {self.layout.shard_of(block.index) for block in self.layout.blocks if block.trained}
+            measuring = shard_count if spec.tables else len(with_blocks)
+            self.coordinator = Coordinator(spec, self.policy, membership, self.arena, storage, measuring)
         self.agreement = Agreement(self._infos, lambda: self.version_min)
         self._fit_scalars: Scalars | None = None  # those that were found fit last: mostly the next ones, too
         self._shard_index = shard_index

@@ -11,20 +11,21 @@ gRPC, sockets, flags or the environment.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.errors import CheckpointFailed, Draining, PsdError, WrongShard
+from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError, WrongShard
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.counts import LaneCounts
-from psd.state.curves import Batch, Curves
-from psd.state.durability.cuts import Cuts, Done, Snapshot, check_cuts
+from psd.state.curves import Curves, PointBatch
+from psd.state.durability.cuts import AHEAD, Cuts, Done, Snapshot, check_cuts
 from psd.state.durability.restoration import Restoration
 from psd.state.durability.schedule import CutSchedule
 from psd.state.durability.storage import Storage
@@ -38,6 +39,8 @@ from psd.state.workers.admission import Admission
 from psd.state.workers.membership import Worker, WorkerState
 from psd.v1 import control_pb2, data_pb2, job_pb2
 from psd_core.arena import ArenaClosed
+
+logger = logging.getLogger(__name__)
 
 ABANDONED_LEASES = 6
 """A worker that has been silent for so many leases does not come back; --exit-when-done no longer waits for it."""
@@ -142,6 +145,8 @@ class Shard:
             self._core.counters.leases_expired += len(expired)
             for worker in expired:
                 self._core.on_session_end(worker)
+            if self.schedule.is_left_in_order:
+                self._core.orders.on_ended()
         job = self._core.job
         if expired or (job is not None and job.lacks_space):
             self._core.settle()
@@ -188,6 +193,12 @@ class Shard:
         self.cuts.begin(snapshot)
         return snapshot
 
+    def learn(self, cuts: Sequence[data_pb2.Cut]) -> None:
+        """Take part in cuts that a heartbeat brings, of a job that has its values."""
+        job = self._core.job  # once: asked without the lock
+        if cuts and job is not None and self._core.life.has_values and not self._core.is_tentative:
+            self.cuts.learn(job, cuts)
+
     def _describe(self, snapshot: Snapshot) -> None:
         """Facts of a cut beside its blocks. Runs under a block's lock, and takes no other."""
         members = self._core.members
@@ -222,13 +233,41 @@ class Shard:
                 self.now(), ABANDONED_LEASES * self.config.lease_s
             )
 
+    # -- what an operator orders ---------------------------------------------------------------------------------------
+
+    def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
+        """Scale the job's learning rate; see ControlService.SetLearningRate."""
+        progress, clock = self._next_clock()
+        with self._core.lock:
+            found = self._core.orders.scale_learning_rate(scale, clock, progress)
+        logger.warning("the learning rate is scaled by %g from step %d on, as an operator has ordered", scale, found.clock)
+        return found
+
+    def end_job(self) -> int:
+        """Have all workers end before the pushes of one clock; see ControlService.Drain."""
+        _, clock = self._next_clock()
+        with self._core.lock:
+            ends_at = self._core.orders.end(clock)
+        logger.warning("the job ends at step %d, as an operator has ordered", ends_at)
+        return ends_at
+
+    def _next_clock(self) -> tuple[int, int]:
+        """The job's progress, and the first clock that nobody pushes at before hearing of what is ordered now."""
+        if self.config.shard_index != 0:
+            raise WrongShard(f"orders are given to shard 0, this is shard {self.config.shard_index}")
+        job = self._core.initialized()
+        if not job.trained_count:
+            raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
+        progress = self.schedule.progress
+        return progress, progress + AHEAD if job.policy.has_rounds else 0
+
     # -- curves --------------------------------------------------------------------------------------------------------
 
     def log(self, request: control_pb2.LogRequest) -> None:
         """Keep the points of a worker's series; see ControlService.Log."""
         self._check_keeps_curves()
         worker = self.check_caller(request.caller)
-        batch = Batch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
+        batch = PointBatch(request.first, request.names, request.series, request.steps, request.values, request.ago_s)
         self._curves.add(worker.rank, worker.connection, batch)
 
     def curves(self, after: int) -> control_pb2.CurvesReply:
@@ -312,6 +351,7 @@ class Shard:
                 min_clock=(members.min_clock() or 0) if members is not None else 0,
                 waits=core.waiting.open(),
                 job=job,
+                orders=core.orders.current(),
             )
 
     @property

@@ -11,6 +11,7 @@ from psd.state.job import Job
 from psd.state.life import Life
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Worker
+from psd.v1 import job_pb2
 
 
 class ShardState(enum.Enum):
@@ -56,3 +57,4 @@ class ShardStatus:
     min_clock: int
     waits: list[Ticket]
     job: Job | None
+    orders: job_pb2.JobOrders | None

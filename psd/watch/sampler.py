@@ -234,7 +234,7 @@ class Sampler:
         )
 
     def _new_points(self) -> list[tuple[str, CurvePoint]]:
-        """What workers have reported since the last look."""
+        """Points that workers have reported since the last look."""
         found: list[tuple[str, CurvePoint]] = []
         for _ in range(ANSWERS_MAX):
             reply = self._asker.curves(self._points_read, self._answer_s)

@@ -78,6 +78,10 @@ static int write_row(psd_table *t, const psd_push *p, const psd_row_rule *rule, 
     const float *const old = s->words[k] ? psd_row(t, (uint32_t)*s->words[k] - 1) : NULL;
     float *const to = t->spec.is_half ? row : psd_row(t, place);
     uint32_t clock = p->clock;
+    if (old && !p->whole) {
+        const uint32_t used = __atomic_load_n(&psd_heads(t)[(uint32_t)*s->words[k] - 1].used, __ATOMIC_RELAXED);
+        clock = psd_is_later(used, clock) ? used : clock; /* by a reader that is ahead */
+    }
     int status = 0;
     if (p->own) {
         status = psd_own_rule_add(t, p->own, s->ids[k], old, s->values[k], place, row);

@@ -78,7 +78,8 @@ static int finish_behind(behind *b, psd_table *t, const uint64_t *ids, float *ou
         memcpy(out + (uint64_t)b->numbers[i] * floats, row, floats * sizeof *row);
     }
     pthread_rwlock_rdlock(&t->lock);
-    const int is_there = t->root->log_end - b->past.log_first <= 2 * PSD_LOG_MAX;
+    /* A push under way may be writing one entry more. */
+    const int is_there = t->root->log_end - b->past.log_first < 2 * PSD_LOG_MAX;
     pthread_rwlock_unlock(&t->lock);
     return is_there;
 }

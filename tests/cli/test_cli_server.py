@@ -81,6 +81,7 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
         "--checkpoint-dir s3://bucket/run --checkpoint-secs 60 --checkpoint-steps 1000 --checkpoint-keep 2 "
         "--rule mine:A --rule mine:B --rule-dir /rules --tls-cert c --tls-key k --tls-client-ca ca --token-file t --insecure "
         "--max-tables 13 --max-table-dim 14 --max-table-bytes 15 --max-table-rows 16 --max-push-ids 17 --max-push-bytes 18 "
+        "--max-vectors 20 --max-vector-bytes 21 --max-batch-operations 22 --max-batch-bytes 2097152 "
         "--max-name-bytes 9 --max-calls 10 --max-connections 11 --max-streams 12 --metrics-port 0"
     )
 
@@ -96,6 +97,8 @@ def test_parse_when_all_options_are_given_then_the_configuration_has_them():
     assert (limits.name_bytes_max, limits.calls_max, limits.connections_max, limits.streams_max) == (9, 10, 11, 12)
     assert (limits.tables_max, limits.table_dim_max, limits.table_bytes_max) == (13, 14, 15)
     assert (limits.table_rows_max, limits.push_ids_max, limits.push_bytes_max) == (16, 17, 18)
+    assert (limits.vectors_max, limits.vector_bytes_max) == (20, 21)
+    assert (limits.batch_operations_max, limits.batch_bytes_max) == (22, 2 << 20)
     assert (config.tls_cert, config.tls_key, config.tls_client_ca, config.token_file) == ("c", "k", "ca", "t")
     assert config.insecure
     assert log == ("error", True)

@@ -115,6 +115,14 @@ class FaultyLane(ShardLane):
         with self._faults.around("push_pull", self.shard):
             return super().push_pull(*args)
 
+    def run_vectors(self, *args: Any) -> Any:
+        with self._faults.around("run_vectors", self.shard):
+            return super().run_vectors(*args)
+
+    def change_vectors(self, *args: Any) -> Any:
+        with self._faults.around("change_vectors", self.shard):
+            return super().change_vectors(*args)
+
     def pull_rows(self, *args: Any, **options: Any) -> Any:
         with self._faults.around("pull_rows", self.shard):
             return super().pull_rows(*args, **options)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from client_faults import Thread, until
+from scripted_shard import Conversation, ScriptedShard, ToldLane
 
+from psd.contract.jobspec import GroupSpec, JobSpec
+from psd.contract.layout import Layout
+from psd.contract.rows import TableRows
+from psd.contract.tables import SparseTableSpec
+from psd.v1 import data_pb2, job_pb2
 from psd_client import SGD, Table, connect
 from psd_client.client import worker_of
-from psd_client.lanes import rows_memory
+from psd_client.lanes import patience, rows_memory
+from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.rows_memory import RowsMemory
 from psd_client.lanes.segment import Segment
+from psd_client.lanes.transport import Call, Cancelled, GradientPart, RowsAhead, Scope
 
 F32 = np.dtype(np.float32)
+LAYOUT = Layout(JobSpec(1, (), (GroupSpec("sgd"),), tables=(SparseTableSpec("a", 3),)), 1)
 Start = Callable[..., Any]
 
 
@@ -68,3 +79,48 @@ def test_rows_are_the_same_whether_they_fit_or_travel(cluster: Start, monkeypatc
 
     assert exact[:, 0].tolist() == [-14.0 if i < 100 else -7.0 for i in ids]
     assert rounded[:, 5].tolist() == [-7.0 if i < 7 else 0.0 for i in ids]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["pull", "push_pull"])
+def test_call_when_cancelled_then_a_shard_that_holds_on_writes_no_rows_that_the_worker_sees(
+    scripted: Callable[..., ScriptedShard], told: Callable[..., ToldLane], monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """It may be suspended, and go on later where it was."""
+    monkeypatch.setattr(patience, "PAUSE_S", 0.05)
+    monkeypatch.setattr(patience, "CANCEL_S", 0.1)
+
+    def holds_on(conversation: Conversation) -> None:
+        conversation.welcome()
+        conversation.take_memory()
+        conversation.wait()
+
+    shard, scope = scripted(holds_on, local=True), Scope()
+    lane, segment = told(local_name=shard.local_name, transport="shm"), share_memory(LAYOUT)
+    assert segment is not None
+    gradients, parameters = FlatBuffers(LAYOUT, segment=segment, of_gradients=True), FlatBuffers(LAYOUT, segment=segment)
+    share = lane.prepare(job_pb2.Caller(), Call(30.0, scope))
+    assert share is not None
+    share(gradients, [parameters])
+    (values,) = RowsMemory(segment).arrays([(3000, 3)], [F32])
+    values[:] = 1
+    wanted = [TableRows(0, np.arange(3000, dtype=np.uint64), values)]
+
+    def call() -> None:
+        if is_ahead:
+            part = GradientPart((), gradients, tables_block=0, header=data_pb2.PushHeader())
+            lane.push_pull(part, parameters, Call(30.0, scope), RowsAhead(wanted))
+        else:
+            lane.pull_rows(data_pb2.PullRequest(), wanted, Call(30.0, scope))
+
+    start = segment.where(values)
+    assert start is not None
+    calling = Thread(call)
+    until(lambda: lane._bulk._open is not None and lane._bulk._open._wanted is not None)
+    scope.cancel()
+
+    with pytest.raises(Cancelled):
+        calling.result()
+    assert segment.is_given_up
+    theirs = np.frombuffer(mmap.mmap(shard.conversations[0].memory_fd, segment.nbytes), np.float32)
+    theirs[start // 4 :][: values.size] = 77
+    assert (values == 1).all()

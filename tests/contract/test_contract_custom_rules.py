@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from psd.contract.config import ConfigError, ServerConfig
-from psd.contract.custom_rules import load_rule, load_rules
+from psd.contract.custom_rules import load_listed, load_rule
 from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import GroupSpec, JobSpec, TensorSpec
 from psd.contract.layout import Layout
@@ -103,7 +103,7 @@ def test_a_module_that_fails_is_reported_with_the_place(tmp_path: Any) -> None:
     (tmp_path / "module_that_fails.py").write_text("x = 1\nx / 0\n")
 
     with pytest.raises(ConfigError, match=r"cannot be imported: ZeroDivisionError: .*module_that_fails\.py:2"):
-        load_rules(["module_that_fails:Rule"], str(tmp_path))
+        load_listed(["module_that_fails:Rule"], str(tmp_path))
 
 
 def group(**changes: Any) -> GroupSpec:

@@ -52,6 +52,19 @@ def test_cuts_between_runs_change_nothing(dtype, cuts):
 
 
 @everything
+@pytest.mark.parametrize("dim", [1, 5, 16, 33])
+def test_rows_are_each_an_array_of_its_own_in_any_order(dtype, dim):
+    """So tables have one norm, however their rows are spread."""
+    rows = wide(np.random.default_rng(dim), 40 * dim, dtype).reshape(40, dim)
+
+    total = psd_core.square_sum_of_rows(rows)
+
+    assert total == sum(psd_core.square_sum(row) for row in rows)
+    assert total == psd_core.square_sum_of_rows(np.ascontiguousarray(rows[::-1]))
+    assert psd_core.square_sum_of_rows(rows[:0]) == 0
+
+
+@everything
 @pytest.mark.parametrize("start", [1, 7, 15, 16, 33, 270])
 def test_offset_keeps_a_tensor_on_the_grid(dtype, start):
     """A tensor that begins in the middle of a run, cut between runs: as in one piece."""

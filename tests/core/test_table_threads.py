@@ -91,3 +91,16 @@ def test_rows_that_a_reader_ahead_has_used_are_not_the_oldest(memory_path):
 
     assert store.counters()["evicted"] == 16
     assert store.read_rows(ids[:32])[1].all()
+
+
+def test_a_push_that_is_behind_does_not_make_a_row_older(memory_path):
+    """The marks of pushes, as those of reads, only go forward."""
+    store = TableStore.create(memory_path / "table", TableSpec("t", 4, "sgd", max_bytes=1 << 16, push_max=64))
+    ids = np.arange(8, dtype=np.uint64)
+    store.push(ids, np.ones((8, 4), np.float32), SGD.named, clock=1)
+    store.read(ids, clock=50)
+
+    store.push(ids[:4], np.ones((4, 4), np.float32), SGD.named, clock=20)
+    store.expire(60, 15)
+
+    assert store.read_rows(ids)[1].all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import importlib
 import json
@@ -28,6 +29,7 @@ def example(monkeypatch):
 def run(*command: str) -> str:
     """Standard output of a Python program, which must succeed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
+    environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take the time of other tests
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -178,3 +180,60 @@ def test_file_of_another_format_is_named(example, tmp_path):
 
     with pytest.raises(ValueError, match="other is not a libsvm file: expected lines such as"):
         example("sparse_data").libsvm(tmp_path / "other")
+
+
+@pytest.mark.process
+def test_lbfgs_logistic_reaches_the_objective_of_scipy(example):
+    output = run("-m", "psd.cli.run", "--shards", "1", "--workers", "2", str(EXAMPLES / "lbfgs_logistic.py"))
+
+    logistic, data = example("lbfgs_logistic"), example("sparse_data")
+    _, rows, _ = data.sparse_rows(None, None)
+    loss_and_grad = logistic.logistic_loss(logistic.matrix(rows, 20_001), rows.labels)
+    args = argparse.Namespace(l2=1.0, iterations=500, tolerance=1e-8)
+    assert result(output)["objective"] == pytest.approx(logistic.alone(loss_and_grad, 20_001, args).fun, rel=1e-6)
+    assert result(output)["auc"] > 0.9
+    assert "converged" in output
+
+
+def test_lda_reaches_the_perplexity_of_one_process_with_every_token_counted(example, run_workers, capsys):
+    """And goes on where it was: the same job once more has no token without a topic, and nothing to sample."""
+    lda, data = example("lda"), example("sparse_data").generated_documents()
+    args = argparse.Namespace(topics=20, sweeps=60, alpha=0.1, beta=0.01, report=20, seed=1)
+
+    first, second = run_workers(2, 2, lambda ps: [lda.work(ps, data, args), lda.work(ps, data, args)])
+
+    plain = lda.alone(data, args)["perplexity"]
+    for found in first:
+        assert found["perplexity"] == pytest.approx(plain, rel=0.02)
+        assert (found["counted"], found["is_exact"]) == (24_000, True)
+    assert [found["perplexity"] for found in first] == [found["perplexity"] for found in second]
+    assert len(re.findall(r"worker \d of 2: [\d,]+ tokens/s", capsys.readouterr().out)) == 2
+
+
+def test_topics_are_sampled_as_collapsed_gibbs_sampling_does(example):
+    """The topic of one token, over and over: as often as its probability, given all others."""
+    rng, token, topics = np.random.default_rng(3), 17, 7
+    documents, words = np.sort(rng.integers(5, size=300)), rng.integers(9, size=300)
+    of_token = rng.integers(topics, size=300)
+    sampler = example("topic_sampler").TopicSampler(documents, words, of_token, 9, topics, alpha=0.3, beta=0.2)
+    others = np.arange(300) != token
+    in_document = np.bincount(of_token[others & (documents == documents[token])], minlength=topics)
+    in_word = np.bincount(of_token[others & (words == words[token])], minlength=topics)
+    weights = (in_document + 0.3) * (in_word + 0.2) / (np.bincount(of_token[others], minlength=topics) + 9 * 0.2)
+
+    drawn = np.bincount(sampler.proposed(np.full(50_000, token), rng, rounds=20), minlength=topics)
+
+    np.testing.assert_allclose(drawn / 50_000, weights / weights.sum(), atol=0.01)
+
+
+def test_documents_of_uci_are_read(example, tmp_path):
+    path = tmp_path / "docword.txt.gz"
+    path.write_bytes(gzip.compress(b"2\n5\n3\n1 4 2\n2 1 1\n2 5 1\n"))
+
+    found = example("sparse_data").documents(path)
+
+    assert (found.documents.tolist(), found.words.tolist()) == ([0, 0, 1, 1], [3, 3, 0, 4])
+    assert (found.document_count, found.word_count) == (2, 5)
+    path.write_bytes(gzip.compress(b"2\n5\n3\n1 4 2\n"))
+    with pytest.raises(ValueError, match=r"docword.txt.gz is no bag of words: expected three counts"):
+        example("sparse_data").documents(path)

@@ -245,3 +245,23 @@ def test_reader_of_a_job_with_tables_reads_its_tensors_too(cluster: Callable[...
             ps.push_pull({name: np.ones(3) for name in params}, tables={"t": ([4], np.ones((1, DIM)).tolist())})
             assert {name: value.tolist() for name, value in reader.pull().items()} == {name: [0.0] * 3 for name in params}
             assert reader.tables["t"].pull(4).tolist() == [-1.0] * DIM
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_layer_wise_rule_trains_tensors_beside_tables(cluster: Callable[..., Any], clip_norm: float | None) -> None:
+    """By the norms of the tensors alone; both are clipped together. Rows of another rule move by the clipped gradient."""
+    ids, rows = np.arange(40), np.full((40, DIM), 0.25, np.float32)
+    gradient = np.linspace(-1, 1, 3000, dtype=np.float32)
+    norm = np.sqrt(np.sum(np.square(gradient, dtype=np.float64)) + np.sum(np.square(rows, dtype=np.float64)))
+    scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+
+    def train(tables: list[Table], gradient: Any, **options: Any) -> tuple[Any, Any]:
+        with psd_client.connect(cluster(2).servers, 0, 1) as ps:
+            ps.declare({"w": np.ones(3000, np.float32)}, psd_client.LAMB(lr=0.1, eps=1e-3), tables=tables, **options)
+            params = ps.push_pull({"w": gradient}, tables={"rows": (ids, rows)} if tables else {})
+            return params["w"], ps.tables["rows"].pull(ids) if tables else None
+
+    found, of_table = train([Table("rows", DIM, SGD(lr=1.0))], gradient, clip_norm=clip_norm)
+
+    np.testing.assert_allclose(found, train([], gradient * np.float32(scale))[0], rtol=1e-6)
+    np.testing.assert_allclose(of_table, -0.25 * scale, rtol=1e-6)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from counting import Failure
 from history import Call, Gradient, Histories, Life
@@ -128,6 +129,17 @@ def _is_fault_of_shards_alone(histories: Histories) -> bool:
     return kinds <= {"shard-kill", "shard-stop", "shard-terminate", "disk-full"} and not any(map(_fails, histories.lives))
 
 
+def _statuses(histories: Histories, exit_: dict[str, Any]) -> set[int]:
+    """With which a shard may end: -15 if it was told twice, and 74, without a last checkpoint, if the others went on."""
+    name = exit_["name"]
+    began = max(record["t"] for record in histories.of("start") if record["name"] == name and record["t"] <= exit_["t"])
+    told = [
+        r for r in histories.of("signal") if (r["name"], r["signal"]) == (name, "SIGTERM") and began <= r["t"] <= exit_["t"]
+    ]
+    ends_alone = histories.plan.checkpoint_steps and histories.faults("shard-terminate")
+    return {0, -9} | ({-15} if len(told) > 1 else set()) | ({74} if ends_alone else set())
+
+
 def _shards(histories: Histories) -> Iterator[Failure]:
     outcome = histories.outcome
     for shard, log in enumerate(histories.shard_logs):
@@ -138,7 +150,7 @@ def _shards(histories: Histories) -> Iterator[Failure]:
         if found is not None:
             yield Failure("traceback of a shard", f"shard {shard}: ...{log[max(0, found.start() - 300) :][:3000]}")
     for record in histories.of("exit"):
-        if record["name"].startswith("shard") and record["status"] not in (0, -9):
+        if record["name"].startswith("shard") and record["status"] not in _statuses(histories, record):
             yield Failure("exit status of a shard", f"{record['name']} ended with status {record['status']}")
 
 

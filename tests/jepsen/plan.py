@@ -191,7 +191,7 @@ def draw(seed: int, *, may_mount: bool = False) -> Plan:
         named=source.random() < 0.5,
         small_disk=may_mount and source.random() < 0.1,
     )
-    plan = replace(plan, has_tables=mode != "norm" and random.Random(f"tables {seed}").random() < 0.6)
+    plan = replace(plan, has_tables=random.Random(f"tables {seed}").random() < 0.6)
     plan = replace(plan, styles=tuple(_style(source, barrier_every) for _ in range(workers)))
     faults = [_fault(source, plan) for _ in range(source.choice((0, 1, 1, 2, 3, 4)))]
     if not faults or source.random() < 0.5:

@@ -303,6 +303,24 @@ def test_checks_when_a_worker_does_not_read_its_own_gradient_then_they_find_it(s
     assert story.found() == {"own gradient not read"}
 
 
+@pytest.mark.parametrize(
+    ("status", "signals", "checkpoints", "is_right"),
+    [(-15, 2, 0, True), (-15, 1, 0, False), (74, 1, 5, True), (74, 1, 0, False)],
+)
+def test_checks_when_a_shard_was_told_to_end_then_its_status_says_how(
+    tmp_path: Path, status: int, signals: int, checkpoints: int, is_right: bool
+) -> None:
+    """A second signal ends it at once; while the others go on there is no last checkpoint."""
+    story = Story(tmp_path, checkpoint_steps=checkpoints)
+    story.fault("shard-terminate")
+    for _ in range(signals):
+        story.note("signal", name="shard 1", signal="SIGTERM")
+    story.note("exit", name="shard 1", pid=2, status=status)
+    story.end("fall")
+
+    assert ("exit status of a shard" not in story.found()) == is_right
+
+
 def test_plans_when_drawn_then_a_seed_says_it_all_and_files_keep_it() -> None:
     for seed in range(200):
         plan = draw(seed, may_mount=True)

@@ -36,6 +36,8 @@ MAY = {
     "psd.v1.ControlService/Curves": ALL,
     "psd.v1.DataService/Read": ALL,
     "psd.v1.DataService/ReadRows": ALL,
+    "psd.v1.VectorService/List": ALL,
+    "psd.v1.VectorService/Fetch": ALL,
     "psd.v1.ControlService/Join": TRAINS,
     "psd.v1.ControlService/Declare": TRAINS,
     "psd.v1.ControlService/Heartbeat": TRAINS,
@@ -55,7 +57,14 @@ MAY = {
     "psd.v1.DataService/Initialize": TRAINS,
     "psd.v1.DataService/StoreBuffers": TRAINS,
     "psd.v1.DataService/SetParameters": TRAINS,
+    "psd.v1.VectorService/Run": TRAINS,
+    "psd.v1.VectorService/RunFrames": TRAINS,
+    "psd.v1.VectorService/Create": TRAINS,
+    "psd.v1.VectorService/Drop": TRAINS,
     "psd.v1.ControlService/Checkpoint": {"admin"},
+    "psd.v1.ControlService/Kick": {"admin"},
+    "psd.v1.ControlService/SetLearningRate": {"admin"},
+    "psd.v1.ControlService/Drain": {"admin"},
 }
 """Written down a second time on purpose: a change of the table is a decision."""
 

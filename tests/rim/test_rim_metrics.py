@@ -142,10 +142,23 @@ def expressions() -> dict[str, str]:
     return found | dict(rules)
 
 
-def test_what_dashboard_and_alerts_ask_for_is_there(trained: Any, eventually: Callable[..., None]) -> None:
+def scrape_of_a_table(cluster: Callable[..., Any]) -> dict[str, Metric]:
+    """What a shard has beside that when its job has a table."""
+    shard = cluster(1, metrics_port=0).shards[0]
+    with psd_client.connect(shard.address, 0, 1) as ps:
+        ps.declare({}, tables=[psd_client.Table("user", 3, psd_client.SGD(lr=1.0))])
+        ps.tables["user"].push([1, 2], np.ones((2, 3), np.float32))
+    found = {name: family for name, family in scrape(shard.metrics_port).items() if name.startswith("psd_table")}
+    assert value(found, "psd_table_rows", table="user") == 2
+    return found
+
+
+def test_what_dashboard_and_alerts_ask_for_is_there(
+    trained: Any, cluster: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
     """Every metric and label of every shipped expression exists in a scrape; and what is exported is shown somewhere."""
     eventually(lambda: value(scrape(trained.metrics_port), "psd_checkpoints_total") > 0, "a checkpoint is stored")
-    metrics = scrape(trained.metrics_port)
+    metrics = scrape(trained.metrics_port) | scrape_of_a_table(cluster)
     labels: dict[str, set[str]] = {}
     for family in metrics.values():
         for sample in family.samples:

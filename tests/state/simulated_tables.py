@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,6 +174,20 @@ class SimulatedTables:
         else:
             assert version == len(counted), f"shard {index}, table {table}: version {version}, and {len(counted)} pushes"
             yield [(c.rank, c.weight, c.value + table) for c in counted if c.weight], 1.0
+
+    def squares(self, members: list[tuple[int, Sent]]) -> Fraction:
+        """Of a round's gradient, over all rows: exact, but for the rounding of each row's."""
+        world, found = self.world, Fraction(0)
+        is_mean = world.spec.reduction == "mean"
+        parts = [(rank, sent.weight if is_mean else 1.0, sent.value) for rank, sent in members if sent.weight]
+        total = sum(weight for _, weight, _ in parts) if is_mean else 1.0
+        for index in range(len(world.shards)):
+            block = world.layout.tables_block(index)
+            assert block is not None
+            for table, spec in enumerate(world.spec.tables):
+                of_ranks = [weight * (value + block + table) / total for _, weight, value in parts]
+                found += spec.dim * sum(Fraction(value) ** 2 for value in [*of_ranks, sum(of_ranks)])
+        return found
 
     def check_end(self, everything: set[tuple[int, int]] | None) -> None:
         """What is left when everybody has left. everything: rank and clock of all pushes, if all must count."""

@@ -10,13 +10,13 @@ from shard_driver import Driver
 
 from psd.contract.errors import InvalidRequest, SessionFenced, WrongShard
 from psd.state import curves
-from psd.state.curves import Batch, Curves
+from psd.state.curves import Curves, PointBatch
 from psd.v1 import control_pb2
 
 
-def batch(values: Sequence[float], *, first: int = 0, name: str = "loss", step: int = 0, ago_s: float = 0.0) -> Batch:
+def batch(values: Sequence[float], *, first: int = 0, name: str = "loss", step: int = 0, ago_s: float = 0.0) -> PointBatch:
     count = len(values)
-    return Batch(first, [name], [0] * count, list(range(step, step + count)), values, [ago_s] * count)
+    return PointBatch(first, [name], [0] * count, list(range(step, step + count)), values, [ago_s] * count)
 
 
 def kept(found: Curves, after: int = 0) -> dict[tuple[int, str], list[float]]:
@@ -31,6 +31,7 @@ def kept(found: Curves, after: int = 0) -> dict[tuple[int, str], list[float]]:
 
 
 def test_points_are_kept_by_worker_and_series_and_read_from_where_one_has_stopped():
+    """The shard counts all points, so that a reader asks for what is new."""
     found = Curves(lambda: 100.0, 256)
     found.add(1, 5, batch([0.5, math.inf], ago_s=3.0))
     latest, more, (part,) = found.read(0)
@@ -56,6 +57,7 @@ def test_what_a_connection_sends_again_is_not_kept_twice():
 
 
 def test_memory_is_bounded_for_one_series_and_for_very_many(monkeypatch: pytest.MonkeyPatch):
+    """The last points stay; of each series the fewer, the more series there are, also of those that have ended."""
     monkeypatch.setattr(curves, "POINTS_MAX", 100)
     monkeypatch.setattr(curves, "ALL_POINTS_MAX", 400)
     monkeypatch.setattr(curves, "READ_POINTS_MAX", 50)
@@ -75,15 +77,16 @@ def test_memory_is_bounded_for_one_series_and_for_very_many(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        (Batch(0, ["a"], [0], [1], [], [0.0]), "columns of one length"),
+        (PointBatch(0, ["a"], [0], [1], [], [0.0]), "columns of one length"),
         (batch([0.0] * 4097), "4097 points, the limit is 4096"),
-        (Batch(0, ["a"], [1], [1], [0.0], [0.0]), "series: 1 is not below the number of names, 1"),
-        (Batch(0, ["a\n"], [0], [1], [0.0], [0.0]), "control characters"),
-        (Batch(0, [""], [0], [1], [0.0], [0.0]), "1 to 256 bytes"),
-        (Batch(0, [f"s{i}" for i in range(64)], [], [], [], []), "more than 64 series"),
+        (PointBatch(0, ["a"], [1], [1], [0.0], [0.0]), "series: 1 is not below the number of names, 1"),
+        (PointBatch(0, ["a\n"], [0], [1], [0.0], [0.0]), "control characters"),
+        (PointBatch(0, [""], [0], [1], [0.0], [0.0]), "1 to 256 bytes"),
+        (PointBatch(0, [f"s{i}" for i in range(64)], [], [], [], []), "more than 64 series"),
     ],
 )
-def test_what_does_not_fit_is_refused_whole(bad: Batch, match: str):
+def test_what_does_not_fit_is_refused_whole(bad: PointBatch, match: str):
+    """A worker of another kind may send anything."""
     found = Curves(lambda: 0.0, 256)
     found.add(0, 5, batch([1.0]))
 
@@ -94,6 +97,7 @@ def test_what_does_not_fit_is_refused_whole(bad: Batch, match: str):
 
 
 def test_only_workers_of_the_job_report_and_only_to_shard_0():
+    """A session that has ended does not speak for its rank any more."""
     driver = Driver()
     a, _ = driver.start()
     request = control_pb2.LogRequest(caller=a.caller, names=["loss"], series=[0], steps=[3], values=[0.5], ago_s=[0.0])

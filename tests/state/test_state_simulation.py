@@ -22,7 +22,7 @@ def simulate(seed, mode, *, trouble, kills=0):
     blocks = rng.choice((shards, shards + 1, 2 * shards))
     spec = tables_spec(
         workers,
-        tables=2 if seed % 4 == 1 and "norms" not in mode else 0,
+        tables=2 if seed % 4 == 1 else 0,
         blocks=blocks,
         size=2,
         mode="sync" if is_exact or mode == "quorum" else mode,

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from shard_driver import Driver, job_spec, tables_spec
 
 from psd.contract.config import Limits
@@ -172,3 +173,23 @@ def test_tables_that_do_not_fit_are_refused_at_the_declaration(table, message):
         driver.layout = Layout(driver.spec, 1)
     driver.declare(seat)
     assert driver.initialize(seat)
+
+
+def test_rows_that_come_from_a_file_are_as_old_as_the_job(tmp_path):
+    """Where rows expire by time, those that a job begins with do not go at the first look."""
+    file = tmp_path / "start.safetensors"
+    safetensors.numpy.save_file({"s0.ids": np.arange(5), "s0.rows": np.ones((5, 3), np.float32)}, file)
+    spec = tables_spec(1, tables=1, table={"expire_s": 100})
+    driver = Driver(spec, from_checkpoint=str(file), parameters_only=True)
+    (seat,) = [driver.join(0)]
+    driver.declare(seat)
+
+    driver.shard.tick()
+    assert driver.rows(0, range(5)) == [1.0] * 5
+    driver.pull_rows(seat, 0, 0, [1, 2])
+    driver.time.value += 90
+    driver.pull_rows(seat, 0, 0, [1, 2])
+    driver.time.value += 30
+    driver.shard.tick()
+
+    assert driver.rows(0, range(5)) == [0.0, 1.0, 1.0, 0.0, 0.0]

@@ -254,6 +254,35 @@ def test_without_rounds_prefetching_goes_on_beside_everything_else(run_workers, 
         assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize(("mode", "world_size", "shards"), [("sync", 2, (1, 3)), ("async", 1, (2,))])
+def test_clip_norm_is_over_parameters_and_rows_as_torchs(run_workers, mode, world_size, shards):
+    """As clip_grad_norm_ in one process, rows of repeated ids summed; under sync the same bits on any number of shards."""
+    expected = torch_model(initial_rows(run_workers))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(expected, *batch(step))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.7)))
+        optimizer.step()
+    assert min(norms) < 0.7 < max(norms)
+
+    def worker(ps):
+        model = sharded()
+        given = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = psd.distribute(model, given, ps=ps, consistency=mode, clip_norm=0.7)
+        for step in range(STEPS):
+            share = part(step, ps.rank, world_size)
+            optimizer.zero_grad()
+            backward(model, *share)
+            optimizer.step(batch_size=len(share[0]))
+        return rows_of(model)
+
+    found = [run_workers(world_size, count, worker)[0] for count in shards]
+    check_same(found[0], rows_of(expected))
+    assert all(map(torch.equal, found[0], found[-1]))
+
+
 @pytest.mark.parametrize(
     ("mode", "options"), [("sync", {"quorum": 1}), ("sync", {"quorum": 1, "aggregation": "exact"}), ("ssp:1", {})]
 )

@@ -4,79 +4,11 @@ import math
 from dataclasses import asdict
 
 import pytest
+from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
 
 from psd.v1 import control_pb2 as pb
 from psd.watch.history import EVENTS_MAX, MOMENTS_MAX
-from psd.watch.merging import Answer
-from psd.watch.sampler import RATE_S, Sampler
-
-LIVE, FINISHED, EXPIRED = pb.WORKER_STATE_LIVE, pb.WORKER_STATE_FINISHED, pb.WORKER_STATE_EXPIRED
-
-
-class ScriptedJob:
-    """Shards whose answers the test writes, and the time."""
-
-    def __init__(self, shards=2, workers=2):
-        self.seconds = 0.0
-        self.replies = [
-            pb.StatusReply(
-                shard_index=index,
-                shard_count=shards,
-                state=pb.SHARD_STATE_SERVING,
-                life=pb.LIFE_CYCLE_SERVING,
-                run_id="mnist-1",
-                incarnation=7,
-                consistency="sync",
-                world_size=workers,
-                block_count=2,
-                tensor_count=4,
-                checkpoint_dir="/data",
-                workers=[pb.WorkerStatus(rank=rank, state=LIVE, host="a", pid=10 + rank) for rank in range(workers)],
-                calls=[pb.CallStatus(call="push_pull")],
-            )
-            for index in range(shards)
-        ]
-        self.is_silent = [False] * shards
-        self.asked, self.curve_replies = [], []
-        self.sampler = Sampler(self, lambda: self.seconds, lambda: 1e9 + self.seconds)
-
-    def ask(self, timeout_s):
-        del timeout_s
-        return [
-            Answer(f"host:{7000 + index}", None, "UNAVAILABLE", "failed to connect to all addresses: refused")
-            if silent
-            else Answer(f"host:{7000 + index}", reply)
-            for index, (reply, silent) in enumerate(zip(self.replies, self.is_silent, strict=True))
-        ]
-
-    def curves(self, after, timeout_s):
-        del timeout_s
-        self.asked.append(after)
-        return self.curve_replies.pop(0) if self.curve_replies else None
-
-    def train(self, seconds, steps_per_s=10, slow=None, awaited_share=0.0):
-        """A look each second, with steps in between; the last look."""
-        for _ in range(seconds):
-            self.seconds += 1
-            for reply in self.replies:
-                reply.version_max += steps_per_s
-                reply.cpu_s += 0.5
-                reply.bytes_received += 1000 * steps_per_s
-                reply.calls[0].count += 2 * steps_per_s
-                reply.calls[0].seconds += 0.01 * 2 * steps_per_s
-                for worker in reply.workers:
-                    worker.clock += steps_per_s
-                    worker.awaited_s += awaited_share if worker.rank == slow else 0
-            self.sampler.look()
-        return self.sampler.now
-
-    def look(self):
-        self.seconds += 1
-        return self.sampler.look()
-
-    @property
-    def told(self):
-        return [event.text for event in self.sampler.history.events]
+from psd.watch.sampler import RATE_S
 
 
 @pytest.fixture
@@ -201,11 +133,6 @@ def test_events_are_what_differs_between_two_looks(job):
     assert {event.at for event in job.sampler.history.events} == {1e9 + 3, 1e9 + 4}
 
 
-def logged(incarnation, latest, steps, values, more=False):
-    curve = pb.Curve(rank=1, name="loss", steps=steps, values=values, ago_s=[0.5] * len(steps))
-    return pb.CurvesReply(incarnation=incarnation, latest=latest, more=more, curves=[curve] if steps else [])
-
-
 def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):
     job.curve_replies = [logged(7, 1, [1], [math.nan], more=True), logged(7, 2, [2], [0.5])]
     job.look()
@@ -215,7 +142,7 @@ def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):
     assert job.asked == [0, 1, 2, 0]
     first, second = job.sampler.history.curves["loss"]
     assert math.isnan(first.value)
-    assert (second.step, second.value, second.at) == (2, 0.4, 1e9 + 1.5), "a step that is made again takes the first one's place"
+    assert (second.step, second.value, second.at) == (2, 0.4, 1e9 + 1.5), "a repeated step takes the first one's place"
     assert [name for name, _ in job.sampler.points] == ["loss"]
 
 

@@ -5,7 +5,7 @@ import math
 import sys
 
 import pytest
-from test_watch_sampler import EXPIRED, ScriptedJob
+from scripted_job import EXPIRED, ScriptedJob
 from textual.widgets import DataTable, Static
 
 from psd.cli.ctl import main
@@ -38,10 +38,16 @@ def job():
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_picture_as_text_says_all_in_the_width_there_is(job, width):
-    text = lines.as_text(job.sampler.now, job.sampler.history, "waited for", width)
+    text = lines.as_text(job.sampler.now, job.sampler.history, "waited-for", width)
 
     assert max(map(len, text.splitlines())) <= width
-    for words in ("limit: Others wait for worker 7", "steps/s", "latency", "loss 0.2", "worker 3 waits in round 50 for worker 7"):
+    for words in (
+        "limit: Others wait for worker 7",
+        "steps/s",
+        "latency",
+        "loss 0.2",
+        "worker 3 waits in round 50 for worker 7",
+    ):
         assert words in text
     assert "shard 1 at host:7001 does not answer" in text
     rows = text[text.index("RANK") :].splitlines()
@@ -55,7 +61,7 @@ def test_workers_are_sorted_so_that_those_that_need_attention_come_first(job):
 
     first = {by: sorted_workers(workers, by)[0].rank for by in SORTS}
 
-    assert first == {"rank": 0, "state": 129, "step": 0, "steps/s": 0, "waited for": 7, "seen": 0}
+    assert first == {"rank": 0, "state": 129, "step": 0, "steps/s": 0, "waited-for": 7, "seen": 0}
     assert sorted_workers(workers, "rank", is_reversed=True)[0].rank == 129
 
 

@@ -235,7 +235,7 @@ class BulkClient:
         )
 
     def places(self, rows: Sequence[TableRows]) -> list[int]:
-        """Where the numbers of each of these lie in attached memory; empty if some do not."""
+        """Offsets of the numbers of each of these in attached memory; none if some lie elsewhere."""
         segment = self._attached[0].segment if self._attached is not None else None
         if segment is None:
             return []

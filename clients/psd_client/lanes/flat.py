@@ -8,7 +8,6 @@ machine see, too. Must not know sockets, clocks or frameworks.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -97,12 +96,12 @@ class FlatBuffers:
         present[list(missing)] = False
         return present
 
-    def norm(self) -> float:
-        """The Euclidean norm of all that is trained; infinity beyond the range of float64. What it holds is finite."""
+    def squares(self) -> int | None:
+        """The sum of the squares of all that is trained, see psd_core.square_sum."""
         spaces = zip(self.layout.spaces, self.spaces, strict=True)
         trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
         sums = [psd_core.square_sum(memory) for memory in trained]
-        return math.inf if None in sums else psd_core.square_root(sum(total for total in sums if total is not None))
+        return None if None in sums else sum(total for total in sums if total is not None)
 
     def first_nonfinite(self) -> str | None:
         """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite. Buffers may

@@ -58,7 +58,7 @@ class Segment:
         return self.array(start, size, dtype), start
 
     def reserve(self, nbytes: int) -> int:
-        """Where the next bytes begin, which are the caller's from now on."""
+        """Set bytes aside for the caller; return where they begin."""
         start = self._end
         self._end += aligned(nbytes)
         return start
@@ -69,7 +69,7 @@ class Segment:
         return array
 
     def where(self, array: NDArray[Any]) -> int | None:
-        """Where a C-contiguous array begins in the file, in bytes; None if it lies elsewhere, or the memory was given up."""
+        """Offset of a C-contiguous array in the file, in bytes; None if it lies elsewhere, or the memory was given up."""
         start = array.ctypes.data - self._address
         return start if 0 < start <= self.nbytes - array.nbytes and not self.is_given_up else None
 

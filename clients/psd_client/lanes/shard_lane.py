@@ -265,8 +265,8 @@ class ShardLane(Lane):
         self.traffic.sent_bytes += batch.payload_bytes
         answer = vectors_pb2.VectorAnswer
         if batch.payload_bytes <= VECTORS_AT_ONCE_BYTES_MAX:
-            batch.payload = b"".join(payload_parts(pieces))
-            return self._channel.unary(f"{_VECTORS}Run", batch, answer, call, is_wait=False)
+            frame = vectors_pb2.VectorFrame(batch=batch, payload=b"".join(payload_parts(pieces)))
+            return self._channel.unary(f"{_VECTORS}Run", frame, answer, call, is_wait=False)
         return self._channel.stream_out(f"{_VECTORS}RunFrames", vector_frames(batch, pieces), answer, call, is_wait=False)
 
     def change_vectors(self, kind: str, request: vectors_pb2.VectorChange, call: Call) -> vectors_pb2.VectorAnswer:
@@ -297,8 +297,8 @@ class ShardLane(Lane):
         """All frames of a push in one message."""
         message = data_pb2.SmallPush()
         for frame, payload in push_messages(part):
-            frame.payload = b"".join(piece.data for piece in payload)
             message.frames.append(frame)
+            message.frames[-1].payload = b"".join(piece.data for piece in payload)
         self.traffic.sent_bytes += sum(len(frame.payload) for frame in message.frames)
         return message
 

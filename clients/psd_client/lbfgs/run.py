@@ -19,7 +19,7 @@ from psd_client.lbfgs import state as states
 from psd_client.lbfgs.evaluation import CALLBACK_RAISED, INFINITE_START, Evaluator, LossAndGrad, Shares
 from psd_client.lbfgs.iteration import Iterations
 from psd_client.lbfgs.line_search import NoStep
-from psd_client.lbfgs.state import State, Status, Task
+from psd_client.lbfgs.state import Order, State, Status
 
 LEADER = 0
 
@@ -161,11 +161,11 @@ class _Run:
         while True:
             self._meet()
             state = self._read()
-            if state is None or (state.task == Task.EVALUATE and state.nfev == last):
+            if state is None or (state.order == Order.EVALUATE and state.nfev == last):
                 raise WorkerFailed(f"worker {LEADER}, which leads the minimization {self._name!r}, has left", rank=LEADER)
-            if state.task == Task.FAIL:
+            if state.order == Order.FAIL:
                 raise self._evaluator.failure(state)
-            if state.task == Task.FINISH:
+            if state.order == Order.FINISH:
                 return _result(state, self._vectors(f"x.{state.point}", len(self._start)).pull())
             last = state.nfev
             self._evaluator.evaluate(state)
@@ -177,10 +177,10 @@ class _Run:
         if state is None or not state.recent:
             state = self._problem
             self._vectors("x.0", len(self._start)).put(self._start)
-        if state.task != Task.FINISH:
-            state.task = Task.EVALUATE
+        if state.order != Order.FINISH:
+            state.order = Order.EVALUATE
             state.status = self._iterate(state, max_iterations, tolerance, callback)
-            state.task, state.slots = Task.FINISH, []
+            state.order, state.slots = Order.FINISH, []
             self._control.put(state.pack())
             self._vectors.drop_all_but(states.CONTROL, f"x.{state.point}")
         self._meet()
@@ -222,7 +222,7 @@ class _Run:
 
     def _fail(self, state: State, rank: int, trouble: int) -> Exception:
         """Tell all workers of a worker's trouble; returns what it is on this one."""
-        state.task, state.failed_rank, state.trouble = Task.FAIL, rank, trouble
+        state.order, state.failed_rank, state.trouble = Order.FAIL, rank, trouble
         self._control.put(state.pack())
         self._meet()
         return self._evaluator.failure(state)

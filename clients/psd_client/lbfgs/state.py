@@ -25,8 +25,8 @@ LOOK_BACK = 5
 """Iterations over which the decrease of the objective is judged: a single one may be small by chance."""
 
 
-class Task(IntEnum):
-    """Task of the workers."""
+class Order(IntEnum):
+    """Order to the workers."""
 
     EVALUATE = 1  # the loss and its gradient, at the point `at`
     FINISH = 2
@@ -51,9 +51,9 @@ class State:
     Attributes:
         l1, l2, history: of the problem, fixed. point: number of the current point, 0 or 1; the other is the trial.
         slots: those of the pairs in the history, oldest first. recent: objectives of the last iterations and of now.
-        task, at: what to do, and the number of the point to evaluate.
+        order, at: what to do, and the number of the point to evaluate.
         failed_rank, trouble: of a failure: see evaluation.py.
-        nit, nfev: iterations, and evaluations of the loss, the one in `task` included. step: length of the last one.
+        nit, nfev: iterations, and evaluations of the loss, the one in `order` included. step: length of the last one.
     """
 
     l1: float
@@ -62,7 +62,7 @@ class State:
     point: int = 0
     slots: list[int] = field(default_factory=list)
     recent: list[float] = field(default_factory=list)
-    task: Task = Task.EVALUATE
+    order: Order = Order.EVALUATE
     at: int = 0
     failed_rank: int = 0
     trouble: int = 0
@@ -83,7 +83,7 @@ class State:
 
     def pack(self) -> list[float]:
         """The numbers of the vector."""
-        numbers = [_FORMAT, self.l1, self.l2, self.history, self.point, self.task, self.at, self.failed_rank, self.trouble]
+        numbers = [_FORMAT, self.l1, self.l2, self.history, self.point, self.order, self.at, self.failed_rank, self.trouble]
         numbers += [self.nit, self.nfev, self.gradient_norm, self.step, self.status]
         numbers += [len(self.slots), *self.slots, len(self.recent), *self.recent]
         return [*numbers, *[0.0] * (SIZE - len(numbers))]
@@ -91,13 +91,13 @@ class State:
     @classmethod
     def unpack(cls, numbers: Sequence[float]) -> State | None:
         """The state of the vector's numbers; None: none was stored yet."""
-        form, l1, l2, history, point, task, at, failed_rank, trouble, nit, nfev, gradient_norm, step, status, *lists = numbers
+        form, l1, l2, history, point, order, at, failed_rank, trouble, nit, nfev, gradient_norm, step, status, *lists = numbers
         if not form:
             return None
         count = int(lists[0])
         slots, lists = [int(slot) for slot in lists[1 : 1 + count]], lists[1 + count :]
         return cls(
-            l1, l2, int(history), int(point), slots, list(lists[1 : 1 + int(lists[0])]), Task(int(task)), int(at),
+            l1, l2, int(history), int(point), slots, list(lists[1 : 1 + int(lists[0])]), Order(int(order)), int(at),
             int(failed_rank), int(trouble), int(nit), int(nfev), gradient_norm, step, Status(int(status)),
         )  # fmt: skip
 

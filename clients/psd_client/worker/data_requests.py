@@ -5,8 +5,10 @@ Must not know when they are sent, nor what becomes of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import psd_core
 from psd.contract.layout import Block
 from psd.contract.verdicts import clip_scale
 from psd.v1 import data_pb2
@@ -14,6 +16,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import GradientPart
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.first_gradient import FirstGradient
+from psd_client.worker.rows import RowGradients
 from psd_client.worker.sent_push import SentPush
 from psd_client.worker.session import Session
 from psd_client.worker.verdict_search import VerdictSearch
@@ -46,7 +49,9 @@ class DataRequests:
         self._verdicts = verdicts
         self.rows_read: dict[int, int] = {}
 
-    def header(self, scalars: Sequence[data_pb2.GroupScalars], weight: float, *, is_finite: bool) -> data_pb2.PushHeader:
+    def header(
+        self, scalars: Sequence[data_pb2.GroupScalars], weight: float, rows: RowGradients, *, is_finite: bool
+    ) -> data_pb2.PushHeader:
         """The header of the next push, without its caller."""
         session, spec = self._session, self._layout.spec
         header = data_pb2.PushHeader(
@@ -61,7 +66,9 @@ class DataRequests:
             since=self._attendance.since(session.number, session.clock),
         )
         if spec.clip_norm and not spec.consistency.has_rounds and weight:
-            header.scale = clip_scale(spec.clip_norm, self._gradients.norm())
+            squares = self._gradients.squares(), rows.squares()
+            norm = math.inf if None in squares else psd_core.square_root(sum(each for each in squares if each is not None))
+            header.scale = clip_scale(spec.clip_norm, norm)
         return header
 
     def part(self, shard: int, sent: SentPush, blocks: Sequence[Block], received: Sequence[int]) -> GradientPart:

@@ -25,7 +25,7 @@ from psd.contract import arguments
 from psd.contract.errors import InvalidRequest, RolledBack
 from psd.contract.layout import Block, Layout
 from psd.contract.verdicts import members_mask
-from psd.v1 import control_pb2, data_pb2
+from psd.v1 import control_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
@@ -264,6 +264,8 @@ class ParameterExchange:
         spec = self._layout.spec
         if skip and spec.nan_policy != "skip":
             raise InvalidRequest(f'skip: the job was declared with nan_policy="{spec.nan_policy}", not "skip"')
+        if feed is None:  # else looked at before it began
+            self._session.orders.check_end(self._session.clock)
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
@@ -277,12 +279,12 @@ class ParameterExchange:
             skip = True
             weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
             rows = self.rows.gradients({})
-        values = [data_pb2.GroupScalars(values=group) for group in scalars]
         failed = self._failed
         if failed is not None:
             if feed is not None:
                 feed.wait()
             fed = present if feed is None else feed.present
+            values = self._session.orders.scaled(scalars, spec.groups, failed.header.clock)
             is_same = failed.is_same(values, weight, rows.by_shard if feed is None else feed.tables, skip=skip)
             if is_same and failed.is_unchanged(self._trained, self.gradients, fed):
                 failed.feed = feed
@@ -298,7 +300,8 @@ class ParameterExchange:
             # Whoever made that round may be gone before all shards had its verdict; nobody could push the next one.
             self._await_closed()
         self.buffers.before_push()
-        header = self._requests.header(values, weight, is_finite=feed is None and spec.nan_policy != "allow")
+        values = self._session.orders.scaled(scalars, spec.groups, self._session.clock)
+        header = self._requests.header(values, weight, rows, is_finite=feed is None and spec.nan_policy != "allow")
         self.is_skipped = skip and not self._has_rounds
         self.counts["rounds_skipped"] += self.is_skipped
         return SentPush(self._session.number, header, self.client_state, present, rows, skip, feed, versions_read)
@@ -388,6 +391,8 @@ class ParameterExchange:
         sent.is_finished = True
         replies = sent.replies.values()
         self._session.clock = max(self._session.clock, sent.header.clock + 1, *(reply.clock for reply in replies), 0)
+        if 0 in sent.replies:
+            self._session.orders.hear(sent.replies[0].orders)
         self._session.cuts = list({cut.id: cut for reply in replies for cut in reply.cuts}.values())[-CUTS_MAX:]
         if self.client_state is sent.client_state:  # else it is the next push's, which is being computed
             self.client_state = b""

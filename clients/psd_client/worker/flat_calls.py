@@ -199,6 +199,7 @@ class FlatCalls(WorkerConnection):
 
     def begin_feed(self, feed: Feed) -> None:
         """Reserve the connection, before the thread begins that calls `push_pull_feed`: later calls come after it."""
+        self._session.orders.check_end(self.clock)
         self._turn, self._untold = feed, None
 
     def push_pull_feed(

@@ -4,7 +4,8 @@ Every third of the lease it sends a heartbeat to every shard at once, with the w
 logged once per outage; it is never fatal, because the operation that needs the shard has its own retries and raises the error.
 While a session is being made, the shards that know it already are sent heartbeats for it: another one may stay away for longer
 than a lease. Must not change the session: an operation that finds itself fenced joins again, not this thread; it only lets the
-session resume at a shard that was restarted. Shard 0's answers also say whom nobody waits for any more.
+session resume at a shard that was restarted. Shard 0's answers also say whom nobody waits for any more. Heartbeats carry cuts
+from shard to shard, as pushes do, for workers that push nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from psd.contract.errors import PsdError, SessionFenced, ShardRestarted, ShardUnavailable
 from psd.contract.roster import Absence, Roster
-from psd.v1 import control_pb2
+from psd.v1 import control_pb2, data_pb2
 from psd_client.lanes.shards import RETRIED
 from psd_client.lanes.transport import Call, Cancelled, Lane, Scope
 from psd_client.lanes.waiting import ShardHealth, WaitReporter
@@ -31,6 +32,7 @@ HEARTBEAT_TIMEOUT_MAX_S = 5.0
 AFTER_DEFECT_S = 1.0
 WAITING_BEAT_S = 3.0
 """Longest time between two heartbeats while an operation takes long."""
+CUTS_MAX = 8
 ANSWER_S = 2.5
 """Seconds that a shard may take to answer a heartbeat; with a short lease, half the time to the next one."""
 REPORT_S = 0.7
@@ -59,6 +61,7 @@ class Heartbeats:
         self._resumed_at: dict[int, float] = {}
         self._roster = Roster()
         self._logged: dict[int, str] = {}  # what was last logged of a shard in its present outage
+        self._cuts: list[data_pb2.Cut] = []
         self._wake = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -99,17 +102,23 @@ class Heartbeats:
                 if not membership.incarnations[lane.shard]:
                     continue
                 request = control_pb2.HeartbeatRequest(
-                    caller=membership.caller(lane.shard), clock=clock, leaving=leaving, transport=lane.transport
+                    caller=membership.caller(lane.shard),
+                    clock=clock,
+                    leaving=leaving,
+                    transport=lane.transport,
+                    cuts=self._cuts,
                 )
                 pending.append((lane, lane.begin_heartbeat(request, timeout_s)))
         except Cancelled:
             return []
         waits: list[control_pb2.Wait] = []
+        cuts: dict[str, data_pb2.Cut] = {}
         restarted: dict[Lane, ShardRestarted] = {}
         for lane, reply in pending:
             try:
                 answer = reply()
                 waits += answer.waits
+                cuts |= {cut.id: cut for cut in answer.cuts}
                 if lane.shard == 0:
                     self._on_roster(answer)
             except Cancelled:
@@ -121,7 +130,14 @@ class Heartbeats:
             else:
                 self._on_answer(lane)
         self._resume(restarted, self._clock() + timeout_s)
+        self._carry(list(cuts.values()), bool(restarted))
         return waits
+
+    def _carry(self, cuts: list[data_pb2.Cut], is_restarted: bool) -> None:
+        """Tell all shards with the next heartbeat of the cuts that some know: at once, if there is a new one."""
+        if not {cut.id for cut in cuts} <= {cut.id for cut in self._cuts}:
+            self._next_beat = self._clock()
+        self._cuts = [] if is_restarted else cuts[-CUTS_MAX:]  # what another life of a shard knew is of no use to this one
 
     def _on_answer(self, lane: Lane) -> None:
         self._health.answered(lane.shard)

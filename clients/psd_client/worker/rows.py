@@ -89,6 +89,11 @@ class RowGradients:
         ]
         self.transfer_s = sum(sums.batch.ids.nbytes + sums.values.nbytes for sums in self._sums) / THROUGHPUT_MIN
 
+    def squares(self) -> int | None:
+        """The sum of the squares of all sums, see psd_core.square_sum."""
+        found = [psd_core.square_sum_of_rows(values) for _, _, values in self._sums]
+        return None if None in found else sum(each for each in found if each is not None)
+
     def first_nonfinite(self) -> tuple[str, int] | None:
         """The first table, and the id, whose sum holds NaN or infinity; None if all are finite."""
         for table, batch, values in self._sums:

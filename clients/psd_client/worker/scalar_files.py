@@ -18,7 +18,7 @@ logger = logging.getLogger("psd_client")
 
 
 class LoggedScalars(NamedTuple):
-    """What one call has reported. time: seconds since 1970."""
+    """Scalars that one call has reported. time: seconds since 1970."""
 
     time: float
     rank: int

@@ -22,6 +22,7 @@ from psd_client.lanes.transport import Call, Cancelled, Lane, Scope, Share
 from psd_client.worker.declaration import JobDeclaration
 from psd_client.worker.joining import JOIN_TIMEOUT_S, Entrance
 from psd_client.worker.membership import JobMembership, Memberships
+from psd_client.worker.orders import FollowedOrders
 
 logger = logging.getLogger("psd_client")
 
@@ -48,6 +49,7 @@ class Session:
         has_failed: what it says when it leaves: False: finished. True: its program ends by an error.
         decisions: exact aggregation: the latest that shard 0 has told, for the next push and pull.
         cuts: to be carried to all shards with the next push.
+        orders: an operator's, which it follows.
         stored_state: what a worker of this rank had saved for itself, as of the last declaration.
         rejoins: how often it has become a new session since the first, other than to go back to a checkpoint.
         memberships: for the heartbeats. resume: see Entrance. now: as given.
@@ -69,6 +71,7 @@ class Session:
         self.pushing: int | None = None
         self.decisions: list[job_pb2.Decision] = []
         self.cuts: list[data_pb2.Cut] = []
+        self.orders = FollowedOrders(config.rank)
         self.stored_state = b""
         self.is_leaving = self.has_failed = False
         self.rejoins = 0
@@ -76,6 +79,11 @@ class Session:
     def caller(self, shard: int) -> job_pb2.Caller:
         """The caller of a request to that shard."""
         return self.memberships.held.caller(shard)
+
+    @property
+    def is_declared(self) -> bool:
+        """True if the worker has declared a job, perhaps one of vectors alone."""
+        return self._declaration is not None
 
     @property
     def world_size(self) -> int:
@@ -110,6 +118,7 @@ class Session:
             # Before the session is known to the heartbeats: a clock of the one before could exclude it from rounds.
             self.clock = max(reply.clock for reply in replies)
             self.decisions = list(replies[0].decisions)
+            self.orders.hear(replies[0].orders)
             self._entrance.run_id = self.memberships.complete().run_id
         finally:
             self.memberships.give_up()

@@ -17,26 +17,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from psd.contract.arguments import choice, whole_number, word
 from psd.contract.config import ClientConfig
 from psd.contract.consistency import Consistency
-from psd.contract.errors import InvalidRequest, OutOfSpace, RolledBack, RuleFailed, SpecMismatch, UnknownVector
+from psd.contract.errors import InvalidRequest, OutOfSpace, RolledBack, RuleFailed, SpecMismatch
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.vector_batches import OutgoingBatch, payload_bytes
-from psd.contract.vectors import SIZE_MAX, Custom, Operation, check_same, check_spec, is_custom, shown, spec_message, spec_of
+from psd.contract.vectors import Custom, Operation, check_same, check_spec, is_custom, spec_message, spec_of
 from psd.v1 import vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.shards import THROUGHPUT_MIN, Shards
 from psd_client.lanes.transport import Call, Lane
-from psd_client.vector_batch import Batch
-from psd_client.vector_fetches import Fetches
-from psd_client.vectors import Matrix, Vector, as_vector
 from psd_client.worker.session import Session
+from psd_client.worker.vector_fetches import Fetches
 from psd_core.reductions import Answer as Found
 from psd_core.reductions import unpack_answers
 from psd_core.vector import VectorSpec
-from psd_core.vector_operations import DTYPES
 
 _REFUSALS = (InvalidRequest, OutOfSpace, RuleFailed, SpecMismatch, RolledBack)
 """Errors after which a batch is not completed: shards have refused it, or the job has gone back to before it."""
@@ -47,7 +43,7 @@ class _Sent:
     """A batch that was sent, or is about to be.
 
     Attributes:
-        operations, vectors: as in Batch; or empty for one that makes or drops a vector, as `change` says.
+        operations, vectors: see `run`; empty for one that makes or drops a vector, as `change` says.
         session: under which it was sent first. seq: its number.
     """
 
@@ -100,50 +96,12 @@ class VectorCalls:
 
     # -- vectors ---------------------------------------------------------------------------------------------------------
 
-    def make(self, name: str, size: int | None, dtype: str) -> Vector:
-        """See ParameterServer.vector."""
-        word(InvalidRequest, "name", name)
-        if size is None:
-            return self._found(name)
-        whole_number(InvalidRequest, "size", size)
-        return self._made(VectorSpec(name, int(size), choice(InvalidRequest, "dtype", dtype, DTYPES)))
+    def make(self, spec: VectorSpec) -> None:
+        """Make a vector, unless it is there.
 
-    def make_matrix(self, name: str, rows: int | None, cols: int | None, dtype: str) -> Matrix:
-        """See ParameterServer.matrix."""
-        word(InvalidRequest, "name", name)
-        if rows is None or cols is None:
-            if rows is not cols:
-                raise InvalidRequest(f"rows, cols: expected both or neither, got {rows} and {cols}")
-            found = self._found(name)
-            if not isinstance(found, Matrix):
-                raise SpecMismatch(f"vector {name!r} is {shown(found.spec)}, no matrix", vector=name)
-            return found
-        for what, value in (("rows", rows), ("cols", cols)):
-            if not 1 <= whole_number(InvalidRequest, what, value) <= SIZE_MAX:
-                raise InvalidRequest(f"{what}: must be 1 to {SIZE_MAX}, got {value}")
-        spec = VectorSpec(name, int(rows) * int(cols), choice(InvalidRequest, "dtype", dtype, DTYPES), int(cols))
-        made = self._made(spec)
-        assert isinstance(made, Matrix)
-        return made
-
-    def all(self) -> dict[str, Vector]:
-        """See ParameterServer.vectors."""
-        with self._operation("vectors"):
-            self._join_job()
-            return {spec.name: as_vector(spec, self) for spec in self._listed()}
-
-    def drop(self, spec: VectorSpec) -> None:
-        """See Vector.drop."""
-        with self._operation(f"drop of vector {spec.name!r}"):
-            self._complete(self._named([], {}, ("drop", spec)))
-
-    def _found(self, name: str) -> Vector:
-        found = self.all().get(name)
-        if found is None:
-            raise UnknownVector(f"name: there is no vector {name!r}, and no size is given to make one", vector=name)
-        return found
-
-    def _made(self, spec: VectorSpec) -> Vector:
+        Raises:
+            SpecMismatch: there is another one of that name.
+        """
         check_spec(spec)
         with self._operation(f"vector {spec.name!r}"):
             self._join_job()
@@ -151,10 +109,19 @@ class VectorCalls:
             if spec.name in there:
                 check_same(spec, there[spec.name])
             self._complete(self._named([], {}, ("create", spec)))
-        return as_vector(spec, self)
+
+    def drop(self, spec: VectorSpec) -> None:
+        """Remove a vector."""
+        with self._operation(f"drop of vector {spec.name!r}"):
+            self._complete(self._named([], {}, ("drop", spec)))
+
+    def listed(self) -> list[VectorSpec]:
+        """The vectors that every shard has, by name."""
+        with self._operation("vectors"):
+            self._join_job()
+            return self._listed()
 
     def _listed(self) -> list[VectorSpec]:
-        """The vectors that every shard has."""
         request = vectors_pb2.VectorListRequest(run_id=self._session.memberships.held.run_id)
         replies = self._shards.run(lambda lane, call: lane.list_vectors(request, call), self._config.wait_timeout_s)
         self._functions = [set(reply.functions) for reply in replies]
@@ -163,12 +130,11 @@ class VectorCalls:
 
     # -- batches ---------------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch) -> list[Found]:
-        """Have all shards run a batch; what its reductions have found in all shards together, in order."""
+    def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
+        """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
         with self._operation("batch on vectors"):
-            self._join_job()
-            self._check_functions(batch.operations)
-            return self._complete(self._named(batch.operations, batch.vectors))
+            self._check_functions(operations)
+            return self._complete(self._named(operations, vectors))
 
     def pull(self, spec: VectorSpec, first: int, last: int) -> NDArray[Any]:
         """Elements of a range."""

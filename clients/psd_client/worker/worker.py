@@ -26,6 +26,7 @@ from psd_client.lanes.waiting import ShardHealth, WaitReporter
 from psd_client.worker import ending
 from psd_client.worker.exchange import ParameterExchange
 from psd_client.worker.heartbeat import Heartbeats
+from psd_client.worker.orders import Drained
 from psd_client.worker.scalar_files import ScalarFiles
 from psd_client.worker.scalar_log import ScalarLog
 from psd_client.worker.session import Session
@@ -251,12 +252,15 @@ class WorkerConnection:
 
     def _go_back(self, error: RolledBack) -> RolledBack:
         """Join the timeline that begins at a checkpoint; return the error that tells the program so."""
-        if self._exchange is None:
+        if self._exchange is not None:
+            self._exchange.go_back()
+        elif self._session.is_declared:  # a job of vectors alone
+            self._session.go_back(lambda: None)
+        else:
             return error
-        self._exchange.go_back()
         return RolledBack(
-            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; the parameters "
-            "are those of that step, and client_state is what this worker had saved for it",
+            f"the job went back to a checkpoint at step {self.clock}, because a shard had lost what it held; parameters and "
+            "vectors are those of that step, and client_state is what this worker had saved for it",
             **(error.detail | {"timeline": self._session.memberships.held.timeline, "step": self.clock}),
         )
 
@@ -281,6 +285,9 @@ class WorkerConnection:
                     yield
                 except RolledBack as error:
                     raise self._go_back(error) from None
+                except Drained:
+                    self._last_failed = False
+                    raise
             self._last_failed = False
         except (SessionFenced, SpecMismatch) as error:
             if [worker.seat for worker in ending.remembered()].count(self.seat) < 2:

@@ -193,17 +193,8 @@ class BlockState(Trained):
         gradient = Gradient(None, values, 1.0, part.scale, touched, age=age, backup=backup)
         return Update(gradient, part.scalars, {part.rank: part.session})
 
-    def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
-        """Sums of squares of a decided round, see Round; StateLost if it cannot be completed any more."""
-        with self.lock:
-            if round_ < self.version:
-                return Unmeasured.CLOSED
-            found = Unmeasured.OPEN if round_ > self.version else self._round.measure(self._page, under)
-            if found is Unmeasured.OPEN:
-                error = self._round.loss()
-                if error is not None and not self._on_lost(error):
-                    raise error
-            return found
+    def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
+        return self._round.measure(self._page, under)
 
     def _write(self, update: Update, clock: int) -> int:
         before = self._page

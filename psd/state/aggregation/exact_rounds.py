@@ -173,7 +173,7 @@ class MeasuredRound(ExactRound):
         ratios = None if places is None else np.array(verdict.ratios)[places]
         return whole._replace(gradient=replace(whole.gradient, scale=verdict.scale, ratios=ratios))
 
-    def measure(self, page: Page, under: Verdict | None) -> Squares | Unmeasured:
+    def measure(self, page: Page | None, under: Verdict | None) -> Squares | Unmeasured:
         """See Round."""
         if not super().is_complete():
             return Unmeasured.OPEN
@@ -182,15 +182,19 @@ class MeasuredRound(ExactRound):
             gradient, scalars, _ = self._gathered()
             if under is not None:
                 assert isinstance(setting.rule, Layerwise)
+                assert page is not None
                 judged = replace(gradient, scale=under.scale)
                 found = setting.rule.squares(page, judged, setting.segment_ends, scalars, setting.accumulators)
                 self._squares[of_gradient] = found
             elif gradient.accumulator is None:
                 self._squares[of_gradient] = [0]
             else:
-                total = psd_core.square_sum(gradient.accumulator)
+                total = self._squares_of(gradient.accumulator)
                 self._squares[of_gradient] = None if total is None else [total]
         return self._squares[of_gradient]
+
+    def _squares_of(self, values: Any) -> int | None:
+        return psd_core.square_sum(values)
 
     def end(self) -> None:
         """See Round."""

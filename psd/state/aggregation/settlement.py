@@ -23,7 +23,6 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.jobspec import JobSpec
 from psd.contract.verdicts import Squares, Verdict, judged, measure_message, measures_gradients, members_mask
 from psd.state import locks
-from psd.state.aggregation.block import BlockState
 from psd.state.aggregation.consistency import Policy, ranks_in
 from psd.state.aggregation.rounds import Unmeasured
 from psd.state.aggregation.trained import Trained
@@ -217,13 +216,12 @@ class Participant:
     """Each shard's part: it tells its blocks what has been settled, measures them, and counts pushes as they turn out.
 
     Args:
-        trained: what every push must cover. blocks: of these, those that can be measured.
+        trained: what every push must cover.
     """
 
-    def __init__(self, spec: JobSpec, trained: Sequence[Trained], blocks: Sequence[BlockState]) -> None:
+    def __init__(self, spec: JobSpec, trained: Sequence[Trained]) -> None:
         self._spec = spec
         self._trained = trained
-        self._blocks = blocks
         self._decided_round = self._judged_round = -1
         self._staged: dict[int, int] = {}  # by round, the workers whose whole push has come, and may not count
         self._members: dict[int, int] = {}
@@ -290,7 +288,7 @@ class Participant:
         if not measures_gradients(self._spec, under):
             under = under or Verdict(round_)
         totals: Squares = [0] * (1 if under is None else 2 * len(self._spec.layerwise_tensors))
-        blocks = [block for block in self._blocks if under is None or block.ratio_places is not None]
+        blocks = [block for block in self._trained if under is None or block.ratio_places is not None]
         # Workers that measure at the same time begin at different blocks, and so share the work.
         start = rank * len(blocks) // self._spec.world_size
         for block in blocks[start:] + blocks[:start]:

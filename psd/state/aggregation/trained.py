@@ -18,13 +18,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from psd.contract.errors import OutOfSpace, RuleFailed, StateLost
-from psd.contract.verdicts import Verdict
+from psd.contract.verdicts import Squares, Verdict
 from psd.state import locks
 from psd.state.aggregation.consistency import Policy
 from psd.state.aggregation.lent import Loan
 from psd.state.aggregation.pages import Counted
-from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Update
+from psd.state.aggregation.rounds import Contribution, Outcome, Round, Taken, Unmeasured, Update
 from psd.state.aggregation.rules import rule_failed
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.version_waits import Take, VersionWaits
@@ -61,11 +64,13 @@ class Trained(ABC):
         is_trained: something is pushed to it. False of blocks of static groups.
         times: of its rounds.
         version: updates applied; under SYNC also the number of the open round.
+        ratio_places: see RoundSetting; None unless the rule is layer-wise.
         lacks_space: a round is complete and could not be applied for lack of space; to be settled again when there is some.
         readers: what the workers have read, where there are no rounds.
     """
 
     is_trained = True
+    ratio_places: NDArray[np.intp] | None = None
 
     def __init__(
         self,
@@ -110,6 +115,10 @@ class Trained(ABC):
     @abstractmethod
     def _write(self, update: Update, clock: int) -> int:
         """Write an update, with the sessions whose push of `clock` it counts, and make it current; the version with it."""
+
+    @abstractmethod
+    def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
+        """Sums of squares of the open round, see Round."""
 
     @abstractmethod
     def read(self, version_min: int, reader: int | None = None) -> tuple[int, Page] | tuple[int, None] | None:
@@ -208,6 +217,18 @@ class Trained(ABC):
             if verdict.round == self.version:
                 self._round.judge(verdict)
                 self._settle()
+
+    def measure(self, round_: int, under: Verdict | None) -> Squares | Unmeasured:
+        """Sums of squares of a decided round, see Round; StateLost if it cannot be completed any more."""
+        with self.lock:
+            if round_ < self.version:
+                return Unmeasured.CLOSED
+            found = Unmeasured.OPEN if round_ > self.version else self._measured(under)
+            if found is Unmeasured.OPEN:
+                error = self._round.loss()
+                if error is not None and not self._on_lost(error):
+                    raise error
+            return found
 
     def settle(self) -> None:
         """Close the rounds that are complete now: somebody left, expired or skipped rounds."""

@@ -23,6 +23,7 @@ from psd.checkpoint import (
     RestoredBlock,
     StoredTable,
     ValueRows,
+    VectorPiece,
     directory_at,
     open_parameters,
     parameter_blocks,
@@ -35,6 +36,7 @@ from psd.contract.errors import (
     ForeignRun,
     InvalidRequest,
     NonFiniteGradient,
+    OutOfSpace,
     PsdError,
     RolledBack,
     SpecMismatch,
@@ -51,6 +53,8 @@ from psd.state.tables.filling import WholeRows, as_trained_by_nobody, fill
 from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 from psd_core import first_nonfinite
+from psd_core.arena import ArenaFull
+from psd_core.vector_operations import Put
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +105,8 @@ class Restoration:
         if job.tables is not None:
             shares = table_values(source, job.layout, self._core.config.shard_index)
             for partition, (count, pieces) in zip(job.tables.partitions, shares, strict=True):
-                fill(partition, _checked(partition, pieces, source.location), count)
+                used = int(self._core.wall()) if partition.spec.expire_s else 0
+                fill(partition, _checked(partition, pieces, source.location, used), count)
             job.tables.begin(0)
         logger.info("the job begins with the parameters of %s", source.location)
         return True
@@ -228,6 +233,8 @@ class Restoration:
             for table in self._tables(manifest, layout):
                 for _ in table:
                     pass
+            for _ in self._vectors(manifest):
+                pass
         if members is None:
             members = core.new_members(spec.world_size)
         self._give_up(manifest, timeline, members)
@@ -242,6 +249,7 @@ class Restoration:
                     history = stored.history if stored.history.size else None
                     fill(partition, stored, stored.count, step=stored.step, history=history)
                 job.tables.begin(manifest.step)
+            self._fill_vectors(manifest)
             keeps_states = core.config.shard_index == job.layout.client_state_shard
             core.client_states.begin(manifest.client_states if keeps_states else {})
         except Exception:
@@ -291,6 +299,26 @@ class Restoration:
         directory, index = self._readable(manifest.name), self._core.config.shard_index
         return [directory.read_table(manifest, layout, index, table) for table in range(len(layout.spec.tables))]
 
+    def _vectors(self, manifest: Manifest) -> Iterator[VectorPiece]:
+        """The elements of a checkpoint's vectors that are this shard's."""
+        config = self._core.config
+        return self._readable(manifest.name).read_vectors(manifest, config.shard_index, config.shard_count)
+
+    def _fill_vectors(self, manifest: Manifest) -> None:
+        """Make the vectors of a checkpoint. OutOfSpace: the machine has no room for them."""
+        storage = self._core.storage
+        if not manifest.vectors:
+            return
+        storage.make_vectors()
+        assert storage.vectors is not None
+        try:
+            for spec in manifest.vectors:
+                storage.vectors.create_vector(spec)
+            for piece in self._vectors(manifest):
+                storage.vectors.run([Put(piece.spec.name, piece.start, piece.values)])
+        except ArenaFull as error:
+            raise OutOfSpace(f"{storage.directory} has no room for vectors: {error.strerror}") from error
+
     def _readable(self, checkpoint: str) -> CheckpointDirectory:
         """The directory with a checkpoint of that name."""
         if not self._directories:
@@ -298,11 +326,11 @@ class Restoration:
         return next((directory for directory in self._directories if directory.has(checkpoint)), self._directories[0])
 
 
-def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str) -> Iterator[WholeRows]:
-    """The rows that a table begins with; NonFiniteGradient for one that is not finite."""
+def _checked(partition: Partition, pieces: Iterator[ValueRows], location: str, used: int) -> Iterator[WholeRows]:
+    """The rows that a table begins with, used at that clock; NonFiniteGradient for one that is not finite."""
     for ids, values in pieces:
         element = first_nonfinite(values.reshape(-1))
         if element >= 0:
             name, key = partition.spec.name, ids[element // partition.spec.dim]
             raise NonFiniteGradient(f"the value of table {name!r} in {location} holds NaN or infinity (id {key})", tensor=name)
-        yield as_trained_by_nobody(partition.store, ids, values)
+        yield as_trained_by_nobody(partition.store, ids, values, used)

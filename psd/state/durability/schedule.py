@@ -40,14 +40,15 @@ class CutSchedule:
     def is_training(self) -> bool:
         """True if there is a job, and a part of it here that changes."""
         job = self._job_with_part()
-        return job is not None and job.trained_count > 0
+        return job is not None and (job.trained_count > 0 or self._core.storage.vectors is not None)
 
     def _job_with_part(self) -> Job | None:
         """The job, if there is one, and a part of it here."""
         job = self._core.job  # once: asked without the lock, too
         if job is None or self._core.is_tentative or not self._core.life.has_values:
             return None
-        return job if job.block_count and not job.arena.is_closed else None
+        has_part = job.block_count or self._core.storage.vectors is not None
+        return job if has_part and not job.arena.is_closed else None
 
     @property
     def is_left_in_order(self) -> bool:
@@ -57,9 +58,18 @@ class CutSchedule:
 
     @property
     def progress(self) -> int:
-        """Rounds closed; without rounds, or trained blocks, the clock of the slowest worker, or of the last that has left."""
+        """Rounds closed; without rounds, or trained blocks, the clock of the slowest worker, or of the last that has left, and
+        where nothing is trained the batches on vectors."""
         if self._has_rounds and self._core.declared().trained_count:
             return self._core.declared().version_max
+        return self._clock() + self._batches()
+
+    def _batches(self) -> int:
+        """Number of batches that a job of vectors alone has run; its clocks stand still."""
+        vectors = self._core.storage.vectors
+        return vectors.commits if vectors is not None and not self._core.declared().trained_count else 0
+
+    def _clock(self) -> int:
         with self._core.lock:
             slowest = self._core.members.min_clock()
             return slowest if slowest is not None else max(w.clock for w in self._core.members.workers)

@@ -40,6 +40,7 @@ from psd_core.vector import VectorStore
 logger = logging.getLogger(__name__)
 
 _BARRIERS_NAME = "barriers"
+_ORDERS_NAME = "orders"
 _VERDICT_NAME = "verdict"
 _BOOT_NAME = "boot"
 _VECTORS_NAME = "vectors"
@@ -214,6 +215,8 @@ class Storage:
         """
         if self.vectors is None:
             config = self._config
+            # A shard that was killed while it gave up its arena may have left some.
+            shutil.rmtree(self.directory / _VECTORS_NAME, ignore_errors=True)
             try:
                 self.vectors = VectorStore.create(
                     self.directory / _VECTORS_NAME,
@@ -253,6 +256,14 @@ class Storage:
     def load_barriers(self) -> bytes:
         """The stored barriers; empty if there are none."""
         return self._load(_BARRIERS_NAME)
+
+    def save_orders(self, orders: bytes) -> None:
+        """Keep what the operator has told the job, beside the arena. Raises what `save_barriers` does."""
+        self._save(_ORDERS_NAME, orders)
+
+    def load_orders(self) -> bytes:
+        """The stored orders; empty if there are none."""
+        return self._load(_ORDERS_NAME)
 
     def save_verdict(self, verdict: bytes) -> None:
         """Keep shard 0's latest verdict, beside the arena. Raises what `save_barriers` does."""
@@ -323,7 +334,8 @@ class Storage:
         if self.arena is not None:
             is_removed = self._is_private or not keep
             if is_removed:
-                if self.tables:  # whoever finds the arena without them is to take it for one that was never complete
+                if self.tables or self.vectors is not None:
+                    # Whoever finds the arena without them is to take it for one that was never complete.
                     self.arena.set_word("initialized", 0)
                 _remove_notes(self.directory, but_vectors=keeps_vectors)
             else:
@@ -343,6 +355,8 @@ class Storage:
             arena.sync()
             for store in self.tables:
                 store.sync()
+            if self.vectors is not None:
+                self.vectors.sync()
             self._note_boot(_CLOSED)
         except (PsdError, OSError) as error:
             logger.error(  # noqa: TRY400 - the reason says it all

@@ -22,15 +22,16 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
 from psd.contract.staleness import RATE
 from psd.contract.tables import SparseTableSpec
+from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.pages import Counted
-from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Update, segments
+from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
 from psd.state.aggregation.staleness import Readers
 from psd.state.aggregation.trained import RoundServices, Trained
 from psd.state.counts import RoundTimes
 from psd.state.tables.own_rule import OwnRule, RowsFailed
 from psd.state.tables.pushes import RowChecks
-from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, SumsPool
+from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, SumsPool
 from psd_core.arena import ArenaClosed, ArenaError, ArenaFull
 from psd_core.table import Mark, TableSnapshot, TableStore
 
@@ -156,6 +157,7 @@ class TablesBlock(Trained):
             TableRows(number, _NO_IDS, np.empty((0, table.dim), np.float32)) for number, table in enumerate(spec.tables)
         ]
         kind: type[Round] = ExactRowsRound if spec.aggregation == "exact" else FastRowsRound
+        kind = MeasuredRowsRound if spec.has_verdicts else kind
         setting = RoundSetting(np.ones(1, np.uint32), Static(), services.is_mean, services.policy, self._pool, services.members)
         super().__init__(
             index,
@@ -283,6 +285,9 @@ class TablesBlock(Trained):
         except ArenaFull as error:
             raise OutOfSpace(f"table {spec.name!r}: no room for its state: {error.strerror}") from error
         partition.notes = notes
+
+    def _measured(self, under: Verdict | None) -> Squares | Unmeasured:
+        return self._round.measure(None, under)
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 

@@ -61,8 +61,8 @@ def fill(
         logger.warning("table %r: %d of %d rows have found no room on this shard; %s limit it", name, lost, written, limits)
 
 
-def as_trained_by_nobody(store: TableStore, ids: NDArray[np.uint64], values: NDArray[np.float32]) -> WholeRows:
-    """Rows of these values, with slots as they begin."""
+def as_trained_by_nobody(store: TableStore, ids: NDArray[np.uint64], values: NDArray[np.float32], used: int) -> WholeRows:
+    """Rows of these values, with slots as they begin. used: clock of their last use."""
     layout = store.spec.layout
     rows = np.zeros((len(ids), layout.width), np.float32)
     rows[:, : store.spec.dim] = values
@@ -70,4 +70,4 @@ def as_trained_by_nobody(store: TableStore, ids: NDArray[np.uint64], values: NDA
     ends = [*(at for at, _ in kept[1:]), layout.width - store.spec.catches_up]
     for (at, start), end in zip(kept, ends, strict=False):
         rows[:, at:end] = start
-    return ids, np.zeros(len(ids), np.uint32), rows
+    return ids, np.full(len(ids), used, np.uint32), rows

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import psd_core
 from psd.contract.rows import TableRows
-from psd.state.aggregation.exact_rounds import ExactRound
-from psd.state.aggregation.lent import Sum
+from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
+from psd.state.aggregation.lent import RoundSum
 from psd.state.aggregation.rounds import Contribution, FastRound, Taken
+from psd.state.aggregation.rules import Gradient
 from psd.state.tables.pushes import Gradients
 from psd_core.table import RowSums
 
@@ -27,6 +29,17 @@ class TableSums:
         """Add weighted gradients."""
         for table, ids, values in gradients.values():
             self.tables[table].add(ids, values, weight)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all of them."""
+        for sums in self.tables:
+            values = sums.values.reshape(-1)
+            psd_core.scaled_copy(values, values, factor)
+
+    def squares(self) -> int | None:
+        """The sum of their squares, see psd_core.square_sum; the same whatever the order of the rows."""
+        found = [psd_core.square_sum_of_rows(sums.values) for sums in self.tables]
+        return None if None in found else sum(each for each in found if each is not None)
 
     def clear(self) -> None:
         """Forget them, and keep the memory."""
@@ -51,11 +64,11 @@ class SumsPool:
         self._free.append(lent)
 
 
-class _RowsSum(Sum):
+class _RowsSum(RoundSum):
     """Adds all gradients as they come: rows are not lent."""
 
     def add(self, values: Any, weight: float, loan: object = None) -> None:
-        """See Sum."""
+        """See RoundSum."""
         del loan
         if values is not None:
             if self._sum is None:
@@ -66,7 +79,7 @@ class _RowsSum(Sum):
 class FastRowsRound(FastRound):
     """See FastRound."""
 
-    def _new_sum(self) -> Sum:
+    def _new_sum(self) -> RoundSum:
         return _RowsSum(self._setting.accumulators)
 
     def take(self, part: Contribution) -> Taken:
@@ -98,3 +111,20 @@ class ExactRowsRound(ExactRound):
         for gradients, weight in summands:
             self._sum.add(gradients, weight)
         return self._sum, None, 0.0
+
+
+class MeasuredRowsRound(MeasuredRound, ExactRowsRound):
+    """See MeasuredRound."""
+
+    def _reduced_to_one(self, found: Gradient) -> TableSums | None:
+        """The round's sums, of which each row is multiplied by 1 / the total weight; None if nobody has a gradient."""
+        sums: TableSums | None = found.accumulator
+        if sums is None and found.last is not None:
+            sums = self._sum = self._setting.accumulators.lend()
+            sums.add(found.last, found.weight)
+        if sums is not None:
+            sums.multiply(found.scale)
+        return sums
+
+    def _squares_of(self, values: TableSums) -> int | None:
+        return values.squares()

@@ -8,36 +8,55 @@ next session, is answered and not run again. Must not know messages' carriers, f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.custom_rules import describe
-from psd.contract.errors import InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
+from psd.contract.errors import CheckpointFailed, InvalidRequest, OutOfSpace, RuleFailed, UnknownVector
 from psd.contract.vector_batches import IncomingBatch, check_places
-from psd.contract.vectors import check_same, spec_of
+from psd.contract.vectors import VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.locks import Level
+from psd.state.workers.membership import WorkerState
 from psd.v1 import vectors_pb2
 from psd_core import vector as store
 from psd_core.arena import ArenaClosed, ArenaFull
-from psd_core.vector import BatchName, VectorSpec, VectorStore
+from psd_core.vector import BatchName, Piece, VectorSnapshot, VectorSpec, VectorStore
 from psd_core.vector_operations import extent
 
 
-@dataclass
-class VectorCounts:
-    """What the vectors of a shard have done since it started."""
+class VectorCounts(NamedTuple):
+    """Counts of a shard's vectors.
 
-    batches: int = 0
-    operations: int = 0
-    repeated: int = 0
-    received_bytes: int = 0
-    sent_bytes: int = 0
+    Attributes:
+        number: of vectors. bytes: of this shard's part of them.
+        batches, operations: that were run. repeated: batches that were answered again.
+    """
+
+    number: int
+    bytes: int
+    batches: int
+    operations: int
+    repeated: int
+
+
+class VectorsCut:
+    """The vectors of a cut. See psd.checkpoint.VectorsPart.
+
+    Attributes:
+        specs: the vectors. sessions: the number of the latest batch of each worker, by session.
+    """
+
+    def __init__(self, snapshot: VectorSnapshot, sessions: dict[int, int]) -> None:
+        self.specs, self.sessions = snapshot.specs, sessions
+        self._snapshot = snapshot
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._snapshot)
 
 
 class _Seat:
@@ -49,17 +68,13 @@ class _Seat:
 
 
 class VectorDesk:
-    """Handles the calls of VectorService.
-
-    Attributes:
-        counts: see VectorCounts.
-    """
+    """Handles the calls of VectorService."""
 
     def __init__(self, core: ShardCore) -> None:
         self._core = core
         self._lock = locks.new(Level.LEAF)  # of the counts
         self._seats: dict[int, _Seat] = {}  # by rank
-        self.counts = VectorCounts()
+        self._batches = self._operations = self._repeated = 0
 
     # -- changes ---------------------------------------------------------------------------------------------------------
 
@@ -71,6 +86,8 @@ class VectorDesk:
                 f"operations: must be 1 to {limits.batch_operations_max} (the shard's --max-batch-operations), got "
                 f"{len(request.operations)}"
             )
+        if len(request.vectors) > VECTORS_OF_BATCH_MAX:
+            raise InvalidRequest(f"vectors: {len(request.vectors)} are above the limit of {VECTORS_OF_BATCH_MAX}")
         self.check_payload(len(payload))
         with self._store() as vectors, self._named(vectors, request.caller, request.session, request.seq) as name:
             found = vectors.answer(name)
@@ -79,10 +96,10 @@ class VectorDesk:
                 specs = self._known(vectors, request.vectors)
                 operations = IncomingBatch(request, payload, specs, self._core.functions).operations()
                 found = vectors.run([_named_errors(operation) for operation in operations], name)
-        if is_new:
-            self._count(batches=1, operations=len(request.operations), received_bytes=len(payload))
-        else:
-            self._count(repeated=1)
+        with self._lock:
+            self._batches += is_new
+            self._operations += len(request.operations) * is_new
+            self._repeated += not is_new
         return found
 
     def check_payload(self, nbytes: int) -> None:
@@ -148,17 +165,51 @@ class VectorDesk:
                 if not request.start <= request.stop <= spec.size:
                     raise InvalidRequest(f"start: {request.start} to {request.stop} is no range of {spec.name!r}: {spec.size}")
                 found = vectors.read(spec.name, request.start, request.stop)
-        self._count(sent_bytes=found.nbytes)
         return found
 
-    def totals(self) -> tuple[int, int]:
-        """Number of vectors, and bytes of this shard's part of them, for status."""
+    def status(self) -> VectorCounts:
+        """The vectors that there are, and what was done with them since the shard started."""
+        vectors, specs = self._core.storage.vectors, list[VectorSpec]()
+        if vectors is not None:
+            with suppress(ArenaClosed):
+                specs = list(vectors.vectors().values())
+        return VectorCounts(len(specs), self._bytes(specs), self._batches, self._operations, self._repeated)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_vectors(self) -> bool:
+        """True if there is a store of vectors."""
+        return self._core.storage.vectors is not None
+
+    def latest(self) -> dict[int, int]:
+        """The number of the latest batch of each live worker, by session; 0 for one that has sent none."""
+        vectors = self._core.storage.vectors
+        with self._core.lock:
+            sessions = [worker.session for worker in self._core.members.workers if worker.state is WorkerState.LIVE]
+        if vectors is None:
+            return dict.fromkeys(sessions, 0)
+        known = vectors.sessions()
+        return {session: known.get(session, 0) for session in sessions}
+
+    @contextmanager
+    def snapshot(self) -> Iterator[VectorsCut | None]:
+        """All vectors as they are now, for a checkpoint; None if there are none.
+
+        Raises:
+            CheckpointFailed: the shard goes back to a checkpoint.
+        """
+        vectors = self._core.storage.vectors
         try:
-            vectors = self._core.storage.vectors
-            specs = [] if vectors is None else list(vectors.vectors().values())
+            if vectors is None or not vectors.vectors():
+                yield None
+                return
+            latest = self.latest()
+            with vectors.snapshot() as snapshot:
+                known = snapshot.sessions
+                yield VectorsCut(snapshot, {session: known.get(session, 0) for session in latest})
         except ArenaClosed:
-            specs = []
-        return len(specs), self._bytes(specs)
+            raise CheckpointFailed("vectors: the job goes back to a checkpoint") from None
 
     # -- checks ----------------------------------------------------------------------------------------------------------
 
@@ -241,7 +292,7 @@ class VectorDesk:
             raise UnknownVector("vectors: none was made yet")
         try:
             yield vectors
-        except store.UnknownVector as error:
+        except store.NoSuchVector as error:
             raise UnknownVector(str(error)) from error
         except store.VectorError as error:
             raise InvalidRequest(str(error)) from error
@@ -249,11 +300,6 @@ class VectorDesk:
             raise OutOfSpace(f"{self._core.storage.directory} has no room for this batch: {error.strerror}") from error
         except ArenaClosed:
             raise self._core.gone_back() from None
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for name, value in more.items():
-                setattr(self.counts, name, getattr(self.counts, name) + value)
 
 
 def _named_errors(operation: Any) -> Any:

@@ -53,6 +53,7 @@ class Worker:
         connection: see JoinRequest; 0 if not known. connected_since: the first session of that connection.
         has_failed: the current session's program has ended by an error.
         is_leaving: it leaves when the round of its last push has closed.
+        kicked: the connection whose session an operator has ended; it cannot come back.
         left_at: when it left, by its own clock, in seconds since 1970.
         transport: what it says of its lane to this shard.
         awaited_s: how long others have waited for it: in rounds, from the first gradient of each to its own; else, how long its
@@ -72,6 +73,7 @@ class Worker:
     has_pushed: bool = False
     has_failed: bool = False
     is_leaving: bool = False
+    kicked: int = 0
     left_at: float = 0.0
     transport: str = ""
     awaited_s: float = 0.0
@@ -98,6 +100,10 @@ class Worker:
         if not connection or connection != self.connection:
             self.connection, self.connected_since = connection, self.session
         self.host, self.pid = host, pid
+
+    def kicked_out(self) -> SessionFenced:
+        """The error for who was kicked."""
+        return SessionFenced(f"worker {self.rank} was ended by an operator (psdctl kick)", cause="kicked", rank=self.rank)
 
     def replaced(self, session: int) -> SessionFenced:
         """The reason why an earlier session of the rank has ended. If it was this worker's own it may join again."""
@@ -213,6 +219,8 @@ class Membership:
                 f"{who} {what}, and the shards were told to end the job then (--on-worker-failure end)",
                 rank=None if failed is None else failed.rank,
             )
+        if worker.kicked and worker.kicked == worker.connection:
+            return worker.kicked_out()
         why = "it has left" if worker.state is WorkerState.FINISHED else f"its lease of {self.lease_s:g} s ran out"
         what = f"session {worker.session} of worker {worker.rank} has ended: {why}"
         return SessionFenced(what, cause="expired", rank=worker.rank)
@@ -327,6 +335,12 @@ class Membership:
         self._refresh()
         self._changed(worker)
         return [worker]
+
+    def on_kick(self, worker: Worker) -> None:
+        """End a session that an operator does not want; that ends nobody else's."""
+        worker.state, worker.has_failed, worker.kicked = WorkerState.EXPIRED, True, worker.connection
+        self._refresh()
+        self._changed(worker)
 
     def _fail(self, failed: list[Worker]) -> list[Worker]:
         """End the sessions of workers that have failed or are silent, and of all others if the job is to end then."""

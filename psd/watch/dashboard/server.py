@@ -28,8 +28,8 @@ END_S = 2.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the dashboard is served.
+class DashboardPlace:
+    """The place at which the dashboard is served.
 
     Attributes:
         listener: a socket that listens.
@@ -54,7 +54,7 @@ def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
         return socket.create_server((host, 0), family=family)
 
 
-async def serve(sampler: Sampler, place: Place, interval_s: float, on_ready: Callable[[], None]) -> None:
+async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_ready: Callable[[], None]) -> None:
     """Look and serve until SIGINT or SIGTERM, or until cancelled.
 
     Args:

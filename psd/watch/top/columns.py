@@ -124,10 +124,10 @@ SORTS: dict[str, Callable[[WorkerSnapshot], Any]] = {
     "state": lambda worker: _WORST_FIRST.index(worker.state) if worker.state in _WORST_FIRST else len(_WORST_FIRST),
     "step": lambda worker: worker.clock,
     "steps/s": lambda worker: worker.steps_per_s,
-    "waited for": lambda worker: -worker.awaited_share,
+    "waited-for": lambda worker: -worker.awaited_share,
     "seen": lambda worker: -worker.last_seen_s,
 }
-"""What the workers may be sorted by: those that need attention come first."""
+"""Orders of the workers: those that need attention come first."""
 
 
 def sorted_workers(workers: Sequence[WorkerSnapshot], by: str, *, is_reversed: bool = False) -> list[WorkerSnapshot]:

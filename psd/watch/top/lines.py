@@ -35,7 +35,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def head_lines(now: JobSnapshot, width: int) -> list[str]:
-    """Whether the job trains, how fast, and what limits it."""
+    """Headline: whether the job trains, how fast, and what limits it."""
     kind = " ".join(word for word in (now.consistency, now.reduction, now.aggregation) if word)
     what = f"{len(now.shards)} {'shard' if len(now.shards) == 1 else 'shards'}, {now.world_size} workers"
     speed = f"{rate(now.steps_per_s)} steps/s"
@@ -82,7 +82,7 @@ def _in_two_columns(entries: Sequence[tuple[str, str, Sequence[float]]], width: 
 
 
 def wait_lines(now: JobSnapshot, width: int) -> list[str]:
-    """Who waits for whom; the rest as a number."""
+    """Sentences of who waits for whom; the rest as a number."""
     lines = [_cut(wait, width) for wait in now.waits[:WAITS_MAX]]
     if len(now.waits) > WAITS_MAX:
         lines.append(f"and {len(now.waits) - WAITS_MAX} more waits")

@@ -1,0 +1,76 @@
+"""Orders that an operator has given the job by psdctl, as this worker follows them: a scale for the learning rate, and the end.
+
+Shard 0's replies tell of them. Must not know how they travel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from psd.contract.jobspec import GroupSpec
+from psd.v1 import data_pb2, job_pb2
+
+logger = logging.getLogger("psd_client")
+
+
+class Drained(SystemExit):
+    """The job ends before this step, because an operator has ordered it (psdctl drain).
+
+    As a SystemExit it ends the program in order, with status 0, unless the program catches it to finish in its own way.
+    """
+
+    def __init__(self, clock: int) -> None:
+        super().__init__(0)
+        self.clock = clock
+
+    def __str__(self) -> str:
+        return f"the job ends at step {self.clock}, as an operator has ordered (psdctl drain)"
+
+
+class FollowedOrders:
+    """The orders that one worker follows."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._orders = job_pb2.JobOrders()
+
+    def hear(self, orders: job_pb2.JobOrders) -> None:
+        """Take shard 0's present orders, all of them."""
+        if orders == self._orders:
+            return
+        known = {(rate.clock, rate.scale) for rate in self._orders.learning_rates}
+        for rate in orders.learning_rates:
+            if (rate.clock, rate.scale) not in known:
+                what = "the learning rate is scaled by %g from step %d on, as an operator has ordered"
+                logger.info("psd: worker %d: " + what, self._rank, rate.scale, rate.clock)
+        self._orders = job_pb2.JobOrders()
+        self._orders.CopyFrom(orders)
+
+    def learning_rate_scale(self, clock: int) -> float:
+        """The scale for a push at that clock."""
+        scales = [rate.scale for rate in self._orders.learning_rates if rate.clock <= clock]
+        return scales[-1] if scales else 1.0
+
+    def scaled(
+        self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
+    ) -> list[data_pb2.GroupScalars]:
+        """The scalars of a push at that clock, group by group, with the learning rate scaled."""
+        scale = self.learning_rate_scale(clock)
+        if scale == 1.0:
+            return [data_pb2.GroupScalars(values=values) for values in scalars]
+        return [
+            data_pb2.GroupScalars(
+                values=[
+                    value * scale if name == "lr" else value for name, value in zip(group.info.scalars, values, strict=True)
+                ]
+                if len(values) == len(group.info.scalars)
+                else values  # which the shards refuse
+            )
+            for values, group in zip(scalars, groups, strict=True)
+        ]
+
+    def check_end(self, clock: int) -> None:
+        """Raise Drained if nobody pushes at this clock any more."""
+        if self._orders.ends_at and clock >= self._orders.ends_at:
+            raise Drained(clock)

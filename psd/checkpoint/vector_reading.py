@@ -1,0 +1,53 @@
+"""Reads the vectors of a checkpoint: for the shards of any number, for other programs, and to check every byte.
+
+Must not know where the elements go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+from psd.checkpoint.cut import vectors_file
+from psd.checkpoint.manifest import Manifest, Part
+from psd.checkpoint.reading import Advance, read_ahead, read_checked
+from psd.checkpoint.storage import FileStore
+from psd.checkpoint.vector_records import VectorPiece, VectorRun, decode_run
+from psd.contract.errors import CheckpointCorrupt, CheckpointFailed
+from psd_core.vector_operations import extent
+
+
+def restored_vectors(
+    storage: FileStore, manifest: Manifest, shard_index: int = 0, shard_count: int = 1
+) -> Iterator[VectorPiece]:
+    """See CheckpointDirectory.read_vectors."""
+    for part in manifest.parts:
+        wanted = []
+        for run in part.vector_runs:
+            begin, end = extent(part.vectors[run.vector].size, shard_index, shard_count)
+            if run.first < end and run.first + run.elements > begin:
+                wanted.append(run)
+
+        def read(run: VectorRun, part: Part = part) -> VectorPiece:
+            return decode_run(part.vectors[run.vector], run, _read(storage, manifest, part, run))
+
+        with closing(read_ahead(read, wanted)) as pieces:
+            for spec, start, values in pieces:
+                begin, end = extent(spec.size, shard_index, shard_count)
+                low, high = max(begin, start), min(end, start + len(values))
+                yield VectorPiece(spec, low, values[low - start : high - start])
+
+
+def verify_vectors(storage: FileStore, manifest: Manifest, part: Part, advance: Advance) -> Iterator[str]:
+    """Read every byte of a part's vectors; return the problems in words."""
+    for run in part.vector_runs:
+        try:
+            _read(storage, manifest, part, run)
+        except (CheckpointCorrupt, CheckpointFailed) as error:
+            yield str(error)
+        advance(run.nbytes)
+
+
+def _read(storage: FileStore, manifest: Manifest, part: Part, run: VectorRun) -> bytes:
+    file = vectors_file(part.shard_index, manifest.shard_count)
+    return read_checked(storage, manifest.name, file, run, f"vector {part.vectors[run.vector].name!r}")

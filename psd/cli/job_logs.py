@@ -1,0 +1,107 @@
+"""`psdctl logs`: the files that psd-run --log-dir keeps, one for each process. Must not know who writes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from psd.cli import arguments
+from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, whole_number
+from psd.cli.terminal import show
+
+POLL_S = 0.3
+SUFFIX = ".log"
+
+_DESCRIPTION = """\
+Show what the processes of a job have written last, from the files of psd-run --log-dir."""
+
+_EPILOG = """\
+A PROCESS is worker-3, or just 3; shard-0; or psd-run.
+
+examples:
+  psdctl logs --log-dir logs                       the last lines of all
+  psdctl logs 3 shard-0 --log-dir logs -n 100
+  psdctl logs 3 --log-dir logs --follow
+
+On Kubernetes the cluster keeps the logs: kubectl logs NAME-workers-3-..., as kubectl get pods lists them.
+
+exit status:
+  0     shown
+  1     there are no such files
+  2     the options are wrong"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `logs` to psdctl."""
+    parser = arguments.add_command(commands, "logs", "[PROCESS...] [--log-dir DIR] [options]", _DESCRIPTION, _EPILOG)
+    which = parser.add_argument_group("which logs")
+    which.add_argument("processes", nargs="*", metavar="PROCESS", help="only these (default: all)")
+    which.add_argument(
+        "--log-dir", default=os.environ.get("PSD_LOG_DIR"), metavar="DIR", help="psd-run's --log-dir (default: PSD_LOG_DIR)"
+    )
+    how = parser.add_argument_group("output")
+    how.add_argument("-n", "--lines", type=whole_number, default=20, metavar="N", help="of each (default: %(default)s)")
+    how.add_argument("--follow", action="store_true", help="go on with what is written from now on, until Ctrl-C")
+    how.add_argument("--json", action="store_true", help='for each line an object with "process" and "line"')
+    parser.add_information()
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.log_dir:
+        args.parser.error("--log-dir: expected the directory that psd-run --log-dir was given, here or in PSD_LOG_DIR")
+    if args.lines < 0:
+        args.parser.error(f"--lines: expected 0 or more, got {args.lines}")
+    known = {path.stem: path for path in sorted(Path(args.log_dir).glob(f"*{SUFFIX}"))}
+    names = [f"worker-{name}" if name.isdigit() else name for name in args.processes] or list(known)
+    if not known or (unknown := [name for name in names if name not in known]):
+        have = f"there are {', '.join(known)}" if known else "psd-run --log-dir makes them"
+        what = f"no log of {unknown[0]}" if known else "no logs"
+        show(f"psdctl logs: error: {args.log_dir} has {what}; {have}", is_error=True)
+        return EXIT_FAILURE
+    printer = _Printer(len(names) > 1, is_json=args.json)
+    files = {name: known[name].open(encoding="utf-8", errors="replace") for name in names}
+    try:
+        for name, file in files.items():
+            printer.show(name, deque(_new_lines(file), args.lines))
+        while args.follow:
+            time.sleep(POLL_S)
+            for name, file in files.items():
+                printer.show(name, _new_lines(file))
+    finally:
+        for file in files.values():
+            file.close()
+    return EXIT_OK
+
+
+def _new_lines(file: TextIO) -> Iterator[str]:
+    """The lines that have come; one that is not complete yet is left for the next time."""
+    while True:
+        at = file.tell()
+        line = file.readline()
+        if not line.endswith("\n"):
+            file.seek(at)
+            return
+        yield line
+
+
+class _Printer:
+    """Prints lines, with their process if there are several."""
+
+    def __init__(self, is_named: bool, *, is_json: bool) -> None:
+        self._is_named = is_named
+        self._is_json = is_json
+
+    def show(self, name: str, lines: Iterable[str]) -> None:
+        for line in lines:
+            text = line.rstrip("\r\n")
+            if self._is_json:
+                print(json.dumps({"process": name, "line": text}), flush=True)
+            else:
+                show(f"[{name}] {text}" if self._is_named else text)

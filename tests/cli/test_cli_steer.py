@@ -1,0 +1,153 @@
+"""psdctl: what steers a job, workers, logs, and completion of words in shells."""
+
+import json
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+
+import psd_client
+from psd.cli import job_logs, workers
+from psd.cli.ctl import main
+
+GRADIENT = {"w": np.ones(4, np.float32)}
+
+
+@pytest.fixture
+def job(cluster, monkeypatch):
+    """Two workers that have declared a job on two shards, whose addresses are in PSD_SERVERS."""
+    servers = cluster(2, lease_s=60.0).servers
+    monkeypatch.setenv("PSD_SERVERS", servers)
+    monkeypatch.setattr(workers, "MEASURED_S", 0.0)
+    with psd_client.connect(servers, 0, 2) as first, psd_client.connect(servers, 1, 2) as second:
+        both(lambda ps: ps.declare(GRADIENT, psd_client.SGD(lr=1.0)), first, second)
+        both(step, first, second)
+        monkeypatch.delenv("PSD_SERVERS")
+        yield servers, first, second
+
+
+def both(call, *connections):
+    threads = [threading.Thread(target=call, args=(ps,)) for ps in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def step(ps):
+    ps.push_pull(GRADIENT)
+
+
+def shown(capsys, *words):
+    """What a command prints as JSON."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_operator_scales_the_learning_rate_kicks_a_worker_and_ends_the_job(job, capsys):
+    """Each command twice: the second one changes nothing, and says the same."""
+    servers, first, second = job
+    where = ("--servers", servers)
+    for _ in range(2):
+        assert shown(capsys, "set-lr", "0.5", *where)["step"] == 4
+    assert main(["set-lr", "0.5", *where]) == 0
+    assert capsys.readouterr().out == "the learning rate is scaled by 0.5 from step 4 on\n"
+    assert shown(capsys, "status", *where)["shards"][0]["status"]["learning_rates"] == [{"clock": 4, "scale": 0.5}]
+
+    table = shown(capsys, "workers", *where, "--sort", "step")
+    assert [(worker["rank"], worker["state"], worker["clock"]) for worker in table["workers"]] == [
+        (0, "live", 1),
+        (1, "live", 1),
+    ]
+    assert main(["workers", *where]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["0", "live", "1"]
+
+    assert [shown(capsys, "kick", "1", *where)["has_ended"] for _ in range(2)] == [True, False]
+    with pytest.raises(psd_client.SessionFenced, match="ended by an operator"):
+        second.push_pull(GRADIENT)
+
+    ends_at = shown(capsys, "drain", *where)["step"]
+    assert shown(capsys, "drain", *where)["step"] == ends_at
+    with pytest.raises(psd_client.Drained):
+        while True:
+            first.push_pull(GRADIENT)
+    assert first.clock == ends_at
+
+
+def test_a_command_that_cannot_be_done_says_what_to_type_next(job, capsys):
+    servers, *_ = job
+    for words, message in [
+        (["kick", "7", "--servers", servers], "there is no worker 7 in the job (psdctl workers lists them)"),
+        (["set-lr", "0", "--servers", servers], "scale: expected more than 0 and at most 1e+06, got 0.0"),
+        (["drain", "--servers", "127.0.0.1:1"], "psdctl status shows which shards answer"),
+        (["logs", "--log-dir", "/nowhere"], "/nowhere has no logs; psd-run --log-dir makes them"),
+    ]:
+        assert main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"psdctl {words[0]}: error: ")
+        assert message in line
+
+
+def test_logs_shows_the_last_lines_of_processes_and_what_follows(tmp_path, capsys, monkeypatch):
+    """A line that is still being written is shown when it is complete."""
+    for name in ("worker-0", "worker-1", "shard-0"):
+        (tmp_path / f"{name}.log").write_text("".join(f"{name} line {number}\n" for number in range(5)) + "begun")
+    where = ("--log-dir", str(tmp_path))
+
+    assert main(["logs", "-n", "2", "1", *where]) == 0
+    assert capsys.readouterr().out == "worker-1 line 3\nworker-1 line 4\n"
+    assert main(["logs", "-n", "1", *where, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["process"] for line in found] == ["shard-0", "worker-0", "worker-1"]
+
+    def interrupt(_):
+        if (tmp_path / "worker-1.log").read_text().endswith("begun"):
+            with (tmp_path / "worker-1.log").open("a") as file:
+                file.write(" and done\n")
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(job_logs.time, "sleep", interrupt)
+    assert main(["logs", "worker-1", "shard-0", "-n", "0", "--follow", *where]) == 130
+    assert capsys.readouterr().out == "[worker-1] begun and done\n"
+    assert main(["logs", "worker-9", *where]) == 1
+    assert "no log of worker-9; there are shard-0, worker-0, worker-1" in capsys.readouterr().err
+
+
+ASKED = {
+    "psdctl se": "set-lr",
+    "psdctl top --sort waited": "waited-for",
+    "psdctl completion f": "fish",
+    "psd-run --aggreg": "--aggregation",
+    "psd-server --log-level w": "warning",
+}
+"""What is typed -> the word that it becomes."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_the_words_of_all_three_programs(shell, tmp_path, capsys):
+    assert main(["completion", shell]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    path = shutil.which(shell)
+    if path is None:
+        pytest.skip(f"{shell} is not installed")
+
+    def run(text):
+        return subprocess.run([path, "-c", text], capture_output=True, text=True, timeout=20, check=True).stdout.split()
+
+    subprocess.run([path, "-n", script], timeout=20, check=True)
+    for typed, word in ASKED.items():
+        words = typed.split()
+        if shell == "bash":
+            function = "_" + words[0].replace("-", "_")
+            found = run(
+                f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; {function}; echo ${{COMPREPLY[@]}}"
+            )
+        elif shell == "fish":
+            found = run(f"source {script}; complete -C '{typed}' | cut -f1")
+        else:
+            found = [word] if word in script.read_text() else []  # zsh completes in a terminal only
+        assert found == [word]

@@ -1,0 +1,103 @@
+"""Batches on vectors count once: lost replies, calls made again, shards that are restarted, sessions that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from client_faults import Faults, Restartable, connect_faulty, expire
+
+from psd.contract.errors import ShardUnavailable
+from psd_client import ParameterServer
+
+Start = Callable[..., Any]
+
+SIZE = 10_000  # of both shards
+ACTIONS: dict[str, Callable[[Restartable, int], object]] = {
+    "lost": lambda job, index: None,
+    "restarted": lambda job, index: job.restart(index),
+    "expired": lambda job, index: expire(job.shards[index], 0),
+}
+
+
+def connected(job: Restartable, **config: Any) -> tuple[ParameterServer, Faults]:
+    return connect_faulty(job.servers, wait_timeout_s=20, **config)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("action", list(ACTIONS))
+def test_batch_when_its_reply_is_lost_then_it_is_answered_again_and_counts_once(
+    restartable: Callable[..., Restartable], action: str, index: int
+) -> None:
+    job = restartable()
+    ps, faults = connected(job)
+    with ps:
+        x = ps.vector("x", SIZE)
+        faults.lose_reply("run_vectors", shard=index, after=lambda: ACTIONS[action](job, index))
+        with ps.batch() as b:
+            b.add(x, np.ones(SIZE))
+            d = b.sum(x)
+
+        assert float(d) == SIZE
+        assert x.sum() == SIZE
+        faults.assert_all_fired()
+        assert job.shards[index].shard.vectors.status().repeated == 1
+
+
+@pytest.mark.parametrize("action", ["lost", "restarted"])
+def test_vector_when_the_reply_to_its_making_is_lost_then_it_is_made_once(
+    restartable: Callable[..., Restartable], action: str
+) -> None:
+    job = restartable()
+    ps, faults = connected(job)
+    with ps:
+        faults.lose_reply("change_vectors", shard=1, after=lambda: ACTIONS[action](job, 1))
+        x = ps.vector("x", SIZE)
+        x.fill(1)
+        faults.lose_reply("change_vectors", shard=0, after=lambda: ACTIONS[action](job, 0))
+        x.drop()
+
+        assert ps.vectors == {}
+        faults.assert_all_fired()
+
+
+def test_batch_when_the_program_calls_again_after_a_failure_then_it_counts_once(
+    restartable: Callable[..., Restartable],
+) -> None:
+    """One shard has run the batch, and the other has not heard of it."""
+    job = restartable()
+    ps, faults = connected(job, retry_timeout_s=0)
+    values = np.ones(SIZE)
+    with ps:
+        x = ps.vector("x", SIZE)
+        faults.fail("run_vectors", shard=1, error=ShardUnavailable("gone"))
+        with pytest.raises(ShardUnavailable):
+            x.add(values)
+        values[:] = 1  # the array is the program's again
+        x.add(values)
+
+        assert x.sum() == SIZE
+
+
+def test_batch_when_another_one_follows_its_failure_then_it_is_completed_first(
+    restartable: Callable[..., Restartable],
+) -> None:
+    job = restartable()
+    ps, faults = connected(job, retry_timeout_s=0)
+    values = np.ones(SIZE)
+    with ps:
+        x = ps.vector("x", SIZE)
+        for index in (0, 1):
+            faults.fail("run_vectors", shard=index, error=ShardUnavailable("gone"))
+        with pytest.raises(ShardUnavailable):
+            x.add(values)
+        values[:] = 1e6
+        x.scale(3)
+
+        assert x.pull().tolist() == [3.0] * SIZE
+        faults.lose_reply("run_vectors", shard=1)
+        with pytest.raises(ShardUnavailable):
+            x.scale(2)
+        assert x.pull().tolist() == [6.0] * SIZE

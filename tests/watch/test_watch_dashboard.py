@@ -1,0 +1,142 @@
+"""psdctl dashboard without a browser: what it sends, to whom, and how it ends."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+import ssl
+from importlib import resources
+
+import aiohttp
+import pytest
+from certificates import Authority
+from scripted_job import ScriptedJob, logged
+
+from psd.contract.tls import server_files
+from psd.watch.dashboard import admission
+from psd.watch.dashboard.server import DashboardPlace, listen, serve
+
+TOKEN = "a-token-of-the-dashboard"
+
+
+@contextlib.asynccontextmanager
+async def dashboard(job, token=None, tls=None):
+    """The dashboard of a scripted job, served; its address."""
+    listener = listen("127.0.0.1", 0, is_firm=True)
+    ready = asyncio.Event()
+    serving = asyncio.create_task(serve(job.sampler, DashboardPlace(listener, token, False, tls), 0.05, ready.set))
+    await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def events(reply):
+    """The events of a stream, one after the other: kind and data."""
+    async for line in reply.content:
+        if line.startswith(b"event: "):
+            kind = line[7:].strip().decode()
+        elif line.startswith(b"data: "):
+            yield kind, json.loads(line[6:], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_a_browser_gets_everything_once_and_then_each_look():
+    job = ScriptedJob()
+    job.curve_replies = [logged(7, 2, [1, 2], [math.nan, 0.5])]
+    job.train(3)
+
+    async def watch():
+        async with dashboard(job) as address, aiohttp.ClientSession() as session, session.get(f"{address}/api/stream") as reply:
+            stream = events(reply)
+            first, second = await anext(stream), await anext(stream)
+            async with session.get(f"{address}/api/job") as whole:
+                return first, second, await whole.json()
+
+    (kind, first), (other, look), whole = asyncio.run(watch())
+
+    assert (kind, other) == ("job", "look")
+    assert first["now"]["headline"].startswith("Training, step 30")
+    assert [point[:3] for point in first["curves"]["loss"]] == [[1, 1, None], [1, 2, 0.5]]
+    assert {len(column) for column in first["history"].values()} == {len(first["history"]["at"])}
+    assert look["moment"].keys() == first["history"].keys()
+    assert len(look["moment"]["awaited"]) == 2
+    assert whole.keys() == first.keys()
+
+
+def test_on_loopback_only_names_of_this_machine_are_answered():
+    """A page elsewhere whose name is made to point here is not let in by the browser's own address."""
+
+    async def ask():
+        async with dashboard(ScriptedJob()) as address, aiohttp.ClientSession() as session:
+            found = {}
+            for host in ("127.0.0.1:1", "localhost", "[::1]:9000", "evil.example", "127.0.0.1.evil.example:80"):
+                async with session.get(f"{address}/api/job", headers={"Host": host}) as reply:
+                    found[host] = reply.status
+            return found
+
+    assert [*asyncio.run(ask()).values()] == [200, 200, 200, 403, 403]
+
+
+def test_the_token_is_exchanged_for_a_cookie_over_tls_and_logged_nowhere(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(admission, "REFUSAL_S", 0.0)
+    caplog.set_level(logging.DEBUG)
+    authority = Authority("test")
+    paths = authority.issue("127.0.0.1").write(tmp_path, "dashboard")
+    tls = server_files(paths["tls_cert"], paths["tls_key"], "").load()[1]
+    trusts = ssl.create_default_context(cadata=authority.pem.decode())
+
+    async def visit():
+        jar = aiohttp.CookieJar(unsafe=True)  # which takes cookies of an address, as browsers do
+        async with (
+            dashboard(ScriptedJob(), TOKEN, tls) as address,
+            aiohttp.ClientSession(cookie_jar=jar, connector=aiohttp.TCPConnector(ssl=trusts)) as session,
+        ):
+
+            async def status(path, body=None):
+                call = session.get(address + path) if body is None else session.post(address + path, data=body)
+                async with call as reply:
+                    return reply.status, reply.headers.get("Set-Cookie", "")
+
+            return [
+                await status("/"),
+                await status("/api/job"),
+                await status("/api/stream"),
+                await status("/api/enter", json.dumps({"token": "wrong"})),
+                await status("/api/enter", "[]"),
+                await status("/api/job"),
+                await status("/api/enter", json.dumps({"token": TOKEN})),
+                await status("/api/job"),
+            ]
+
+    found = asyncio.run(visit())
+
+    assert [code for code, _ in found] == [200, 401, 401, 403, 400, 401, 200, 200]
+    cookie = found[6][1]
+    assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Secure"))
+    assert TOKEN not in cookie + caplog.text
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    folder = resources.files("psd.watch.dashboard") / "static"
+    texts = {file.name: file.read_text() for file in folder.iterdir()}
+    named = {name for text in texts.values() for name in re.findall(r'(?:/static/|from "\./)([\w.]+)"', text)}
+
+    assert named | {"index.html"} == texts.keys(), "all is used, and all that is used is there"
+    elsewhere = [address for text in texts.values() for address in re.findall(r"\w+://[\w./]+", text)]
+    assert set(elsewhere) <= {"http://www.w3.org/2000/svg"}
+
+    async def headers():
+        async with (
+            dashboard(ScriptedJob()) as address,
+            aiohttp.ClientSession() as session,
+            session.get(f"{address}/static/app.js") as script,
+            session.get(f"{address}/static/..%2fserver.py") as other,
+        ):
+            return script.headers, script.content_type, other.status
+
+    found, kind, outside = asyncio.run(headers())
+    assert "default-src 'none'; script-src 'self'" in found["Content-Security-Policy"]
+    assert (kind, outside) == ("text/javascript", 404)
