@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
             show(line)
 
     with Asker(args.servers, args.credentials) as asker:
-        asyncio.run(server.serve(Sampler(asker), place, args.interval, args.timeout, say))
+        asyncio.run(server.serve(Sampler(asker, answer_s=args.timeout), place, args.interval, say))
     return EXIT_OK
 
 

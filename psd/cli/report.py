@@ -52,7 +52,7 @@ def _fields(message: Message) -> dict[str, Any]:
 
 def _value(field: Any, value: Any) -> Any:  # a FieldDescriptor, of which there are two unrelated classes
     if field.message_type is not None:
-        return [_fields(item) for item in value]  # all messages in a StatusReply are repeated
+        return _fields(value) if isinstance(value, Message) else [_fields(item) for item in value]
     if field.enum_type is not None:
         return _enum_name(field.enum_type, value)
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -62,7 +62,7 @@ class Sampler:
 
     Args:
         asker: asks the shards.
-        clock: monotonic seconds. wall: seconds since 1970.
+        clock: monotonic seconds. wall: seconds since 1970. answer_s: how long a look waits for a shard.
 
     Attributes:
         history: of all looks so far. now: the last look; None before the first.
@@ -74,12 +74,14 @@ class Sampler:
         asker: Asks,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self.history = History()
         self.now: JobSnapshot | None = None
         self.answers: list[Answer] = []
         self.points: list[tuple[str, CurvePoint]] = []
         self._asker = asker
+        self._answer_s = answer_s
         self._clock = clock
         self._wall = wall
         self._rates = Rates(RATE_S)
@@ -87,13 +89,13 @@ class Sampler:
         self._points_of = 0  # the incarnation of shard 0 that counts points,
         self._points_read = 0  # and the number of the last one read
 
-    def look(self, timeout_s: float = ANSWER_S) -> JobSnapshot:
+    def look(self) -> JobSnapshot:
         """Ask all shards once; the job as it is now."""
-        self.answers = self._asker.ask(timeout_s)
+        self.answers = self._asker.ask(self._answer_s)
         before, now = self.now, self._snapshot(self.answers)
         self._events = events_between(before, now)
         self.history.add(now if before is not None else None, self._events)
-        self.points = self._new_points(timeout_s) if self.answers[0].reply is not None else []
+        self.points = self._new_points() if self.answers[0].reply is not None else []
         self.now = now
         return now
 
@@ -231,11 +233,11 @@ class Sampler:
             waits=printable(wait_text(max(own, key=lambda wait: wait.waited_s))) if own else "",
         )
 
-    def _new_points(self, timeout_s: float) -> list[tuple[str, CurvePoint]]:
+    def _new_points(self) -> list[tuple[str, CurvePoint]]:
         """Points that workers have reported since the last look."""
         found: list[tuple[str, CurvePoint]] = []
         for _ in range(ANSWERS_MAX):
-            reply = self._asker.curves(self._points_read, timeout_s)
+            reply = self._asker.curves(self._points_read, self._answer_s)
             if reply is None:
                 break
             if reply.incarnation != self._points_of:

@@ -107,15 +107,16 @@ def test_table_soak_when_a_shard_is_killed_then_every_sum_and_counter_is_right(t
 
 @pytest.mark.process
 def test_overhead_when_metrics_are_scraped_then_both_jobs_are_timed_in_turns(tmp_path):
-    """One transport, one round; it has a ratio, and there were scrapes."""
-    size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1")
+    """One transport, one round; each has a ratio; there were scrapes, and the dashboard has worked."""
+    size = ("--transports", "shm", "--model", "mlp", "--rounds", "1", "--seconds", "0.1", "--watchers", "metrics,dashboard")
 
     done = run("overhead.py", *size, "--json", str(tmp_path / "figures"))
 
     assert done.returncode == 0, done.stderr
-    (result,) = json.loads((tmp_path / "figures").read_text())["results"]
-    assert len(result["ratios"]) == 1
-    assert result["scrape_s"] > 0
+    metrics, dashboard = json.loads((tmp_path / "figures").read_text())["results"]
+    assert [len(result["ratios"]) for result in (metrics, dashboard)] == [1, 1]
+    assert metrics["scrape_s"] > 0
+    assert dashboard["cores"] > 0
 
 
 @pytest.mark.process

@@ -80,7 +80,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def status(servers: str) -> Any:
     """The job as psdctl status shows it."""
     command = [sys.executable, "-m", "psd.cli.ctl", "status", "--json", "--servers", servers]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 ROW = "[...document.querySelectorAll('section[aria-label={}] tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"

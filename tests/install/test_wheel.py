@@ -57,6 +57,8 @@ def test_the_wheel_has_every_module_the_kernels_and_the_generated_code(unpacked)
         "a third of the size"
     )
     assert not [n for n in names if n.endswith((".c", ".h")) or n.startswith("tests/")]
+    static = {p.relative_to(ROOT).as_posix() for p in (ROOT / "psd/watch/dashboard/static").iterdir()}
+    assert static <= names, "the dashboard's page"
     folders = ("base", "workers", "components", "grafana", "prometheus")
     deploy = {f"psd/cli/{p.relative_to(ROOT)}" for f in folders for p in (ROOT / "deploy" / f).rglob("*.*")}
     assert deploy == {n for n in names if n.startswith("psd/cli/deploy/")}

@@ -26,7 +26,7 @@ async def dashboard(job, token=None, tls=None):
     """The dashboard of a scripted job, served; its address."""
     listener = listen("127.0.0.1", 0, is_firm=True)
     ready = asyncio.Event()
-    serving = asyncio.create_task(serve(job.sampler, DashboardPlace(listener, token, False, tls), 0.05, 1.0, ready.set))
+    serving = asyncio.create_task(serve(job.sampler, DashboardPlace(listener, token, False, tls), 0.05, ready.set))
     await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
     yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     serving.cancel()

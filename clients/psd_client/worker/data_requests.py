@@ -50,7 +50,7 @@ class DataRequests:
         self.rows_read: dict[int, int] = {}
 
     def header(
-        self, scalars: Sequence[data_pb2.GroupScalars], weight: float, rows: RowGradients, *, is_finite: bool
+        self, scalars: Sequence[Sequence[float]], weight: float, rows: RowGradients, *, is_finite: bool
     ) -> data_pb2.PushHeader:
         """The header of the next push, without its caller."""
         session, spec = self._session, self._layout.spec
@@ -58,7 +58,7 @@ class DataRequests:
             clock=session.clock,
             weight=weight,
             layout_digest=self._layout.digest,
-            scalars=scalars,
+            scalars=session.orders.scaled(scalars, spec.groups, session.clock),
             decisions=session.decisions,
             cuts=session.cuts,
             is_finite=is_finite,

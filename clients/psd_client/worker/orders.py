@@ -70,7 +70,7 @@ class FollowedOrders:
             for values, group in zip(scalars, groups, strict=True)
         ]
 
-    def check_end(self, clock: int) -> None:
-        """Raise Drained if nobody pushes at this clock any more."""
-        if self._orders.ends_at and clock >= self._orders.ends_at:
+    def check_end(self, clock: int, *, is_begun: bool = False) -> None:
+        """Raise Drained if nobody pushes at this clock any more; not for a push that has begun, and was looked at then."""
+        if not is_begun and self._orders.ends_at and clock >= self._orders.ends_at:
             raise Drained(clock)

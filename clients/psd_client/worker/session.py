@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from psd.contract.config import ClientConfig
@@ -33,6 +33,8 @@ REJOINS_MAX = 5
 """Rejoins in one operation after its wait timeout; more mean that the lease is too short for this network or this worker."""
 
 REJOIN_PAUSE_S = 0.1
+
+CUTS_MAX = 8
 
 
 class Session:
@@ -291,6 +293,12 @@ class Session:
         lane = self._shards.lanes[0]
         request.caller.CopyFrom(self.caller(lane.shard))
         lane.log(request, Call(timeout_s, Scope()))
+
+    def hear(self, replies: Mapping[int, data_pb2.PushReply]) -> None:
+        """Note what the replies to a push, by shard, say beside its outcome."""
+        if 0 in replies:
+            self.orders.hear(replies[0].orders)
+        self.cuts = list({cut.id: cut for reply in replies.values() for cut in reply.cuts}.values())[-CUTS_MAX:]
 
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""

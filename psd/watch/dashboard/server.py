@@ -54,13 +54,10 @@ def listen(host: str, port: int, *, is_firm: bool) -> socket.socket:
         return socket.create_server((host, 0), family=family)
 
 
-async def serve(
-    sampler: Sampler, place: DashboardPlace, interval_s: float, answer_s: float, on_ready: Callable[[], None]
-) -> None:
+async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_ready: Callable[[], None]) -> None:
     """Look and serve until SIGINT or SIGTERM, or until cancelled.
 
     Args:
-        answer_s: how long a look waits for a shard.
         on_ready: called when pages are answered.
     """
     loop = asyncio.get_running_loop()
@@ -73,7 +70,7 @@ async def serve(
         in_thread = functools.partial(loop.run_in_executor, thread)
 
         def look() -> str:
-            sampler.look(answer_s)
+            sampler.look()
             return feed.look(sampler)
 
         async def keep_looking() -> None:

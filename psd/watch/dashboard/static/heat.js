@@ -54,7 +54,7 @@ export class HeatMap {
     if (!this.data || !this.width || !this.data.ranks.length || !this.data.times.length) return;
     const { ranks, times, rows } = this.data;
     this.ranks = ranks;
-    this.rowHeight = Math.max(3, Math.min(22, Math.floor(150 / ranks.length)));
+    this.rowHeight = Math.max(3, Math.min(34, Math.floor(150 / ranks.length)));
     const height = this.rowHeight * ranks.length + FOOT;
     const ratio = window.devicePixelRatio || 1;
     this.canvas.style.height = `${height}px`;
