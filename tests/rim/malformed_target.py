@@ -24,6 +24,7 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
 from psd.rim.pace import Pace
+from psd.rim.vector_gate import VectorGate
 from psd.rim.vector_service import VectorService
 from psd.state.aggregation.rounds import FastRound
 from psd.state.counts import LANES
@@ -120,7 +121,7 @@ class Target:
         bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
         control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
         data = DataService(self.shard, planes["grpc"], guard)
-        self._handlers = (control, data.handler(), VectorService(self.shard, guard, data.reads).handler())
+        self._handlers = (control, data.handler(), VectorService(self.shard, guard, data.reads, VectorGate()).handler())
         self.layout = Layout(spec, 2)
         self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]
         self.callers = [self._join(rank) for rank in range(WORLD)]
