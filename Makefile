@@ -1,4 +1,4 @@
-# Development commands; `make` lists them. Each sets up .venv first (test-keras: .venv-keras), again only when something that it
+# Development commands; `make` lists them. Each sets up .venv first (test-keras: .venv-keras, and so on), again only when something that it
 # is made of has changed.
 
 PYTHON ?=
@@ -15,16 +15,19 @@ BIN := .venv/bin
 BIN_KERAS := .venv-keras/bin
 INSTALLED := .venv/.psd-installed
 INSTALLED_KERAS := .venv-keras/.psd-installed
+BIN_LAUNCHERS := .venv-launchers/bin
+INSTALLED_LAUNCHERS := .venv-launchers/.psd-installed
 SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 	$(wildcard proto/psd/v1/*.proto psd_core/*.pyx psd_core/_c_headers.py psd_core/rules.py psd_core/csrc/*)
 
-.PHONY: help setup demo docs test test-keras test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
+.PHONY: help setup demo docs test test-keras test-launchers test-install test-browser chaos jepsen check-protocol fuzz bench lint clean
 
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make docs    the pages of docs/ as a site, in build/site"
 	@echo "make test    lint and run all tests but those of the next two"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
+	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
 	@echo "make test-browser   psdctl dashboard in headless Chromium (Debian's package chromium), beside a real job; half a minute"
 	@echo "make chaos   the long recovery tests: dozens of kills, broken connections, full-size memory (a quarter of an hour)"
@@ -82,6 +85,13 @@ test-keras: $(INSTALLED_KERAS)
 	done; \
 	exit $$status
 
+$(INSTALLED_LAUNCHERS): $(SOURCES) .ci/constraints-launchers.txt
+	@PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/setup launchers
+
+# sshd, SLURM and munge are the system's: apt install openssh-server slurmctld slurmd slurm-client munge.
+test-launchers: $(INSTALLED_LAUNCHERS)
+	@$(BIN_LAUNCHERS)/python -m pytest --timeout 300 tests/launchers $(PYTEST_FLAGS)
+
 # What users install; it needs the package index. The wheel and its contents are looked at here, too.
 test-install: $(INSTALLED)
 	@$(BIN)/python -m pytest --timeout 600 tests/install $(PYTEST_FLAGS)
@@ -117,6 +127,6 @@ bench: $(INSTALLED)
 	exit $$status
 
 clean:
-	rm -rf .venv .venv-keras build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-keras .venv-launchers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f psd/v1/*_pb2*.py psd/v1/*_pb2*.pyi psd_core/*.so psd_core/_*.c psd_core/csrc/rules.h psd_core/csrc/rule_templates.h
 	find psd psd_core clients tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -182,7 +182,7 @@ cdef class Vectors:
         return self.vectors.applied[0]
 
     def problem(self):
-        """What is wrong with the record, or None."""
+        """The problem of the record, or None."""
         cdef const char *problem = psd_vector_problem(&self.vectors, <psd_vector_record *>self.vectors.record, self.vectors.record_bytes)
         return None if problem == NULL else problem.decode()
 

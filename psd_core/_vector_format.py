@@ -28,7 +28,7 @@ class VectorError(ValueError):
     """A batch, a declaration or a read that cannot be; nothing has changed. The message names the field and the limit."""
 
 
-class UnknownVector(VectorError):
+class NoSuchVector(VectorError):
     """A name that no vector has."""
 
 
@@ -70,7 +70,7 @@ class VectorSpec(NamedTuple):
 
 
 class VectorPart(NamedTuple):
-    """What a store has of a vector: the elements from `begin` to before `end`, as vector `number` of its files."""
+    """A store's part of a vector: the elements from `begin` to before `end`, as vector `number` of its files."""
 
     spec: VectorSpec
     number: int
@@ -79,7 +79,7 @@ class VectorPart(NamedTuple):
 
 
 class Superblock(NamedTuple):
-    """What a store was made with."""
+    """The numbers that a store was made with."""
 
     shard: int
     shards: int

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd_core import vector_operations as op
-from psd_core._vector_format import UnknownVector, VectorError, VectorPart
+from psd_core._vector_format import NoSuchVector, VectorError, VectorPart
 from psd_core.vector_operations import DTYPES, MAP_FUNCTIONS, STRIPE, ZIP_FUNCTIONS, Operation
 
 INPUTS_MAX = 1024
@@ -107,7 +107,7 @@ def compiled(operations: Sequence[Operation], vectors: Mapping[str, VectorPart],
     """The batch as C runs it. `claim`: slot, session and sequence number; session 0: nobody's.
 
     Raises:
-        VectorError, UnknownVector: naming the operation and its argument.
+        VectorError, NoSuchVector: naming the operation and its argument.
     """
     if len(operations) > OPERATIONS_MAX:
         raise VectorError(f"operations: at most {OPERATIONS_MAX} in a batch, got {len(operations)}")
@@ -201,7 +201,7 @@ def _laid_out(steps: list[_Step], claim: Sequence[int]) -> Program:
 
 
 def calls_of(program: Program) -> Callable[[int, int, Callable[[int, int], bytes]], NDArray[np.uint8]]:
-    """What C calls for a user's function: with the operation's number, the elements, and what gets an argument's bytes."""
+    """A function that C calls for users' functions: with the operation's number, the elements, and how to get an argument."""
 
     def call(number: int, n: int, block: Callable[[int, int], bytes]) -> NDArray[np.uint8]:
         user = program.functions[number]
@@ -236,7 +236,7 @@ def _part(name: str, vector: Any, vectors: Mapping[str, VectorPart], like: Vecto
     try:
         part = vectors[vector]
     except (KeyError, TypeError):
-        raise UnknownVector(f"{name}: there is no vector {vector!r}") from None
+        raise NoSuchVector(f"{name}: there is no vector {vector!r}") from None
     if like is not None and (part.spec.size != like.spec.size or part.spec.dtype != like.spec.dtype):
         raise VectorError(
             f"{name}: expected {like.spec.size} of {like.spec.dtype}, as {like.spec.name!r} has, "

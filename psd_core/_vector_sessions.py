@@ -22,7 +22,7 @@ class BatchName(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Where the answers of a batch will be kept; all 0 for one without a name."""
+    """The place where the answers of a batch will be kept; all 0 for one without a name."""
 
     slot: int = 0
     session: int = 0

@@ -23,7 +23,7 @@ from psd_core import _vector
 from psd_core import _vector_format as form
 from psd_core import _vector_program as programs
 from psd_core._arena_format import ArenaClosed, ArenaCorrupt, ArenaError, align
-from psd_core._vector_format import BatchForgotten, UnknownVector, VectorError, VectorPart, VectorSpec
+from psd_core._vector_format import BatchForgotten, NoSuchVector, VectorError, VectorPart, VectorSpec
 from psd_core._vector_log import LOG_NAME, RECORD_NAME, VectorLog
 from psd_core._vector_sessions import WINDOW, BatchName, VectorSessions
 from psd_core._vector_snapshot import Piece, VectorSnapshot
@@ -35,7 +35,7 @@ __all__ = [
     "BatchForgotten",
     "BatchName",
     "Piece",
-    "UnknownVector",
+    "NoSuchVector",
     "VectorError",
     "VectorSnapshot",
     "VectorSpec",
@@ -209,7 +209,7 @@ class VectorStore:
                 file.close()
 
     def drop_vector(self, vector: str, name: BatchName | None = None) -> None:
-        """Remove a vector. Raises UnknownVector."""
+        """Remove a vector. Raises NoSuchVector."""
         with self._used() as core:
             if self._sessions.kept(name) is not None:
                 return
@@ -230,7 +230,7 @@ class VectorStore:
             return core.commit
 
     def extent(self, vector: str) -> tuple[int, int]:
-        """First element that is here, and the one after the last. Raises UnknownVector."""
+        """First element that is here, and the one after the last. Raises NoSuchVector."""
         with self._used():
             part = self._part(vector)
             return part.begin, part.end
@@ -272,7 +272,7 @@ class VectorStore:
     # Reads. Each returns the elements that are here, in the order in which they are asked for.
 
     def read(self, vector: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Elements of a range of the whole vector; to its end by default. Raises UnknownVector; VectorError: start or stop."""
+        """Elements of a range of the whole vector; to its end by default. Raises NoSuchVector; VectorError: start or stop."""
         with self._used():
             part = self._part(vector)
             stop = part.spec.size if stop is None else stop
@@ -283,7 +283,7 @@ class VectorStore:
             return out
 
     def read_at(self, vector: str, indices: NDArray[Any]) -> NDArray[Any]:
-        """Elements by index, (n,) int64|uint64. Raises UnknownVector; VectorError: an index is out of range."""
+        """Elements by index, (n,) int64|uint64. Raises NoSuchVector; VectorError: an index is out of range."""
         with self._used():
             part = self._part(vector)
             at = programs.whole_numbers("indices", indices, part.spec.size)
@@ -292,7 +292,7 @@ class VectorStore:
     def read_rows(self, vector: str, rows: NDArray[Any]) -> NDArray[Any]:
         """Rows of a matrix by number, as one run of elements; of a row that two shards share, what is here.
 
-        Raises UnknownVector; VectorError: it is no matrix, or has no such row.
+        Raises NoSuchVector; VectorError: it is no matrix, or has no such row.
         """
         with self._used():
             part = self._part(vector)
@@ -347,7 +347,7 @@ class VectorStore:
     def _part(self, vector: str) -> VectorPart:
         part = self._parts.get(vector)
         if part is None:
-            raise UnknownVector(f"vector: there is no {vector!r}")
+            raise NoSuchVector(f"vector: there is no {vector!r}")
         return part
 
     def _run(self, core: _vector.Vectors, operations: Sequence[Operation], name: BatchName | None) -> bytes:

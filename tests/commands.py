@@ -50,17 +50,17 @@ class Process:
         """The output awaited so far."""
         return "\n".join(self.lines)
 
-    def line(self, pattern: str) -> re.Match[str]:
+    def line(self, pattern: str, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
         """Wait for a line that has the pattern."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while (line := self._next(deadline, f"no line {pattern!r} in time")) is not None:
             if match := re.search(pattern, line):
                 return match
         raise AssertionError(f"the output ended without a line {pattern!r}:\n{self.output}")
 
-    def end(self) -> int:
+    def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the end of the output, which is that of psd-run's watchdog, too, and of the process; its exit status."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while self._next(deadline, "did not end in time") is not None:
             pass
         return self._process.wait(TIMEOUT_S)

@@ -22,6 +22,7 @@ LAYERS = {
     "psd_client.lanes": ("psd.contract", "psd.v1", "psd_core"),
     "psd_client.worker": ("psd_client.lanes", "psd.contract", "psd.v1", "psd_core"),
     "psd.v1": (),
+    "psd.ray": ("psd.cli",),
     "psd": (),
 }
 
@@ -34,6 +35,7 @@ OUTSIDE = {
         "psd_client.lanes.grpc_channel",
         "psd_client.lanes.grpc_errors",
     ),
+    "ray": ("psd.cli.ray_shards", "psd.cli.ray_job"),
     "grpc_health": ("psd.rim",),
     "grpc_reflection": ("psd.rim",),
     "prometheus_client": ("psd.rim.metrics",),

@@ -266,9 +266,9 @@ class ParameterServer:
             staleness: async and ssp: treatment of gradients whose parameters have been updated since their worker read
                 them, `age` times. "lr" divides the learning rate by 1 + age; "dc" compensates the delay to first order
                 (DC-ASGD), "dc:0.1" with another strength than 0.04; "dc-adaptive" is DC-ASGD-a. See docs/consistency.md.
-            clip_norm: the largest norm that a round's gradient may have, over all parameters and rows, and the workers' mean (or
-                sum): a longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's. Implies
-                "exact".
+            clip_norm: the largest norm that a round's gradient may have, over all parameters and rows, and the workers' mean
+                (or sum): a longer one is scaled down, as torch.nn.utils.clip_grad_norm_ does. Without rounds: each push's.
+                Implies "exact".
             nan_policy: treatment of NaN and infinity in gradients: "refuse", an error that names worker, parameter and step;
                 "skip", the round changes nothing on any shard (see `is_skipped`), implies "exact"; "allow".
             groups: like torch's param_groups: {"params": [names], "lr": ..., ...}; what is not given is the optimizer's.

@@ -135,7 +135,7 @@ class CheckpointDirectory:
         batch_notes.write_batches(self.storage, cut, stage, shard_index, latest)
 
     def read_batches(self, cut: Cut, stage: str) -> list[dict[int, int]] | None:
-        """What all shards have noted of a stage; None while some have not."""
+        """Notes of all shards about a stage; None while some are missing."""
         return batch_notes.read_batches(self.storage, cut, stage)
 
     def remove_batches(self, cut: Cut) -> None:

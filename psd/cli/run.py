@@ -25,13 +25,15 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from psd.cli import kubernetes, malloc, rendezvous, run_options, slurm, ssh
+from psd.cli import kubernetes, malloc, ray_job, rendezvous, run_options, slurm, ssh
 from psd.cli.arguments import CHECKPOINT_OPTIONS, EXIT_FAILURE, values
 from psd.cli.kubernetes import Deployment
 from psd.cli.launcher import Launcher
 from psd.cli.node_places import NodePlaces
 from psd.cli.plan import Meeting, Plan
+from psd.cli.ray_job import RayPlan
 from psd.cli.state import kept_run_id, private_path
 from psd.cli.terminal import show
 from psd.contract.config import ConfigError, Limits, ServerConfig
@@ -46,7 +48,7 @@ CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
 
 def parse(
     argv: Sequence[str] | None, environ: Mapping[str, str], run_id: str | None = None, node: int | None = None
-) -> Plan | Deployment:
+) -> Plan | Deployment | RayPlan:
     """The plan; a wrong option ends the process with status 2 and one line of explanation.
 
     Args:
@@ -90,6 +92,10 @@ def parse(
         if args.on == "kubernetes":
             return kubernetes.deployment(args, words, {**malloc.environment(), **for_workers, **for_all})
         kubernetes.check_absent(args)
+        if args.on == "ray":
+            return ray_job.ray_plan(
+                args, words, _run_id(words), _ray_options(args), {**malloc.environment(), **for_workers, **for_all}
+            )
         return _plan(args, _worker_command(words), places, environ, for_all, for_workers, run_id, node)
     except InvalidRequest as error:
         parser.error(f"--{error}")
@@ -183,6 +189,14 @@ def _plan(
     )
 
 
+def _ray_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of psd-server for shards that Ray starts."""
+    names = ("lease_s", "grace_s", *CHECKPOINT_OPTIONS, "parameters_only", "insecure", "tls_cert", "tls_key", "token_file")
+    found = {name.removesuffix("_s"): getattr(args, name) for name in names if getattr(args, name) != ""}
+    failure = "continue" if args.on_worker_failure == "continue" else "wait"
+    return {**found, "rule": args.rules, "on_worker_failure": failure, "log_level": args.log_level, "exit_when_done": True}
+
+
 def _meeting(args: argparse.Namespace, node: int | None, command: Sequence[str], for_all: Mapping[str, str]) -> Meeting | None:
     """The way in which hosts meet; None: there is one."""
     if not args.hosts and (args.nnodes or 1) == 1:
@@ -244,8 +258,9 @@ def _module_dir(command: Sequence[str]) -> Path:
 
 def _run_id(command: Sequence[str]) -> str:
     """A unique name that tells the program."""
-    python = command[0] == sys.executable
-    what = command[3 if command[2] == "-m" else 2] if python else command[0]
+    if command[0] == sys.executable:
+        command = command[2:]
+    what = command[1] if command[0] == "-m" else command[0]
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(what).stem)[:32]
     return f"{stem}-{secrets.token_hex(6)}"
 
@@ -269,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     plan = parse(argv, os.environ)
-    if isinstance(plan, Deployment):
+    if not isinstance(plan, Plan):
         return plan.run()
     if plan.meeting is None:
         return Launcher(plan).run()

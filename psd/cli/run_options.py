@@ -189,7 +189,14 @@ _HOSTS: Options = {
     "token_file": Option("FILE", "the shards' list of tokens; workers have theirs from PSD_TOKEN_FILE"),
 }
 
+_RAY: Options = {
+    "address": Option("ADDRESS", "Ray: of the cluster"),
+    "worker_resources": Option("NAME=N,...", "Ray: what each worker needs, such as CPU=4,GPU=1"),
+}
+
 _DEFAULTS = {
+    "address": "auto",
+    "worker_resources": "CPU=1",
     "ssh": "ssh",
     "remote_python": "",
     "rendezvous": "",
@@ -217,10 +224,11 @@ def parser() -> Parser:
     where = found.add_argument_group("on a cluster")
     where.add_argument(
         "--on",
-        choices=("kubernetes", "slurm"),
-        help="who runs the job: Kubernetes, by kubectl; or SLURM, whose srun starts psd-run as often as there are tasks (see "
-        "below)",
+        choices=("kubernetes", "slurm", "ray"),
+        help="who runs the job: Kubernetes, by kubectl; SLURM, whose srun starts psd-run as often as there are tasks; or Ray "
+        "(see below)",
     )
+    add_options(where, _RAY, _DEFAULTS)
     add_options(found.add_argument_group("on several hosts (see below)"), _HOSTS, _DEFAULTS)
     kubernetes.add_options(found)
     watching = found.add_argument_group("watching")

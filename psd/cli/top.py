@@ -8,13 +8,16 @@ import shutil
 import sys
 import time
 from dataclasses import asdict
+from typing import Any
 
 from psd.cli import arguments
 from psd.cli.arguments import EXIT_FAILURE, EXIT_OK, Commands, seconds
 from psd.cli.job_arguments import add_where, check
 from psd.cli.terminal import show
+from psd.contract.scalars import as_json
 from psd.watch.asking import Asker
 from psd.watch.sampler import Sampler
+from psd.watch.snapshot import CurvePoint
 from psd.watch.top.columns import SORTS
 from psd.watch.top.lines import as_text
 
@@ -72,12 +75,16 @@ def _run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _plain(point: CurvePoint) -> dict[str, Any]:
+    return {**asdict(point), **as_json({"value": point.value})}
+
+
 def _print_once(sampler: Sampler, args: argparse.Namespace) -> int:
     sampler.look()
     time.sleep(MEASURED_S)
     now = sampler.look()
     if args.json:
-        curves = {name: asdict(points[-1]) for name, points in sampler.history.curves.items()}
+        curves = {name: _plain(points[-1]) for name, points in sampler.history.curves.items()}
         print(json.dumps({**asdict(now), "curves": curves}), flush=True)
     else:
         show(as_text(now, sampler.history, args.sort, shutil.get_terminal_size((100, 24)).columns))

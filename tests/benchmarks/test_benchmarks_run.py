@@ -194,3 +194,12 @@ def test_verification_when_one_number_is_wrong_then_it_is_named(monkeypatch):
     values[1] += 1
 
     assert work.difference(values, [3, 3]).startswith("1 of 4 parameters are wrong; number 1 is 1.72")
+
+
+@pytest.mark.process
+def test_vectors_when_the_job_is_small_then_results_are_compared_and_every_operation_has_a_ratio():
+    """NumPy has the same sums; the figures of so few elements mean nothing."""
+    done = run("vectors.py", "--elements", "20000", "--history", "2", "--rounds", "1")
+
+    assert done.returncode == 0, done.stderr
+    assert "4. two loops: bandwidth, psd / NumPy" in done.stdout

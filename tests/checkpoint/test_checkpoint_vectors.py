@@ -16,10 +16,6 @@ SPECS = (
     VectorSpec("counts", 7, "int64"),
     VectorSpec("m", 2 * STRIPE, "float32", columns=64),
 )
-    VectorSpec("x", 300 * STRIPE + 5),
-    VectorSpec("counts", 7, "int64"),
-    VectorSpec("m", 2 * STRIPE, "float32", columns=64),
-)
 
 
 @pytest.fixture

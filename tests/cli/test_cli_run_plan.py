@@ -59,6 +59,9 @@ def script(tmp_path):
         (["--dashboard", "--dashboard-port", "65536", "true"], "--dashboard-port: expected 0 to 65535, got 65536"),
         (["--dashboard", "--hosts", "a:1", "true"], "--dashboard: is for psd-run on the shards' machine"),
         (["--insecure", "true"], "--insecure: is for shards that other machines reach: --nnodes"),
+        (["--on", "slurm", "true"], "--on slurm: this is no task of srun; write srun psd-run --on slurm"),
+        (["--on", "ray", "--log-dir", "d", "true"], "--log-dir: not with --on ray, where Ray keeps a log of each actor"),
+        (["--on", "ray", "--worker-resources", "GPU", "true"], "--worker-resources: expected NAME=COUNT"),
         (["--unknown", "true"], "unrecognized arguments: --unknown"),
     ],
 )

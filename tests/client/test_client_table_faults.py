@@ -178,10 +178,6 @@ def test_calls_when_arguments_are_wrong_then_nothing_has_happened(cluster: Start
         ):
             with pytest.raises(error, match=match):
                 ps.declare({}, tables=arguments[0])  # type: ignore[arg-type]
-        with pytest.raises(
-            ValueError, match="clip_norm: needs norms over the whole gradient, and there are none in a job with"
-        ):
-            declare(ps, clip_norm=1.0)
         declare(ps)
         with pytest.raises(ValueError, match="tables: no table 'x' was declared; there are t"):
             ps.push_pull({}, tables={"x": rows(1)})

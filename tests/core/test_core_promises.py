@@ -5,6 +5,7 @@ import doctest
 import itertools
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +16,9 @@ import pytest
 from helpers_rules import cases
 
 import psd_core
+from psd_core.reductions import unpack_answers
+from psd_core.vector import VectorSpec, VectorStore
+from psd_core.vector_operations import MAP_FUNCTIONS, STRIPE, ZIP_FUNCTIONS, Axpy, Dot, Map, Put, Zip
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "psd_core" / "csrc"
@@ -207,6 +211,38 @@ def test_every_instruction_set_widens_all_halves_to_the_same_bits(library, code,
 
     assert wide.tobytes() == psd_core.widened(half).tobytes()
     assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_instruction_set_gives_the_same_bits_of_vectors(library, dtype, memory_path, rng):
+    """Functions, combinations and sums of server-side vectors, over all of a stripe but one element."""
+    n, suffix = STRIPE - 1, {"float64": "f64", "float32": "f32"}[dtype]
+    x, y = wild_numbers(rng, n, dtype), tame_numbers(rng, n, dtype)
+    store = VectorStore.create(memory_path / "vectors", shard=0, shards=1, sessions_max=1)
+    for name, values in (("x", x), ("y", y), ("z", x)):
+        store.create_vector(VectorSpec(name, n, dtype))
+        store.run([Put(name, 0, values)])
+
+    for code, function, operation in (
+        (3, 0, Axpy("z", 0.3, "y")),
+        *((6, number, Map("z", name, "y")) for number, name in enumerate(MAP_FUNCTIONS) if not MAP_FUNCTIONS[name]),
+        *((7, number, Zip("z", name, "x", "y")) for number, name in enumerate(ZIP_FUNCTIONS) if not ZIP_FUNCTIONS[name]),
+    ):
+        store.run([Put("z", 0, x), operation])
+        inputs = {3: (x, y), 6: (y,), 7: (x, y)}[code]
+        pointers = (ctypes.c_void_p * 2)(*map(address, inputs))
+        packed = struct.pack("=8I5Q2d", code, 0, function, 0, 0, len(inputs), 0, 0, *[0] * 5, 0.3, 0)
+        theirs = np.empty(n, dtype)
+        compute = library[f"psd_vector_compute_{suffix}"]
+        compute(packed, ctypes.c_void_p(address(theirs)), pointers, None, ctypes.c_ssize_t(n), ctypes.c_uint64(0))
+        assert same_bits(store.read("z"), theirs), operation
+
+    (dot,) = unpack_answers(store.run([Dot("y", "y")]))
+    partial, pointers = np.empty(3), (ctypes.c_void_p * 1)(address(y))
+    dots = library[f"psd_vector_dots_{suffix}"]
+    dots(ctypes.c_void_p(address(y)), pointers, ctypes.c_ssize_t(1), ctypes.c_ssize_t(n), ctypes.c_void_p(address(partial)))
+    assert dot.round() == partial[0]
+    store.close(remove=True)
 
 
 # -- the build

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psd_core.arena import ArenaBusy, ArenaClosed, ArenaCorrupt, ArenaError
-from psd_core.vector import BatchName, UnknownVector, VectorError, VectorSpec, VectorStore
+from psd_core.vector import BatchName, NoSuchVector, VectorError, VectorSpec, VectorStore
 from psd_core.vector_operations import (
     Add,
     AddAt,
@@ -114,7 +114,7 @@ def test_reads_and_names_that_cannot_be_are_refused(store):
         with pytest.raises(VectorError, match=re.escape(message)):
             call()
     for call in (lambda: store.read("w"), lambda: store.drop_vector("w"), lambda: store.extent("w")):
-        with pytest.raises(UnknownVector, match="vector: there is no 'w'"):
+        with pytest.raises(NoSuchVector, match="vector: there is no 'w'"):
             call()
     for session in (1, 2):
         store.run([], BatchName(session, 1))

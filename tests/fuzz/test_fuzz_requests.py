@@ -18,11 +18,11 @@ from psd.contract.errors import PsdError
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.verdicts import Verdict, judged
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 
 METHODS = [
     method
-    for file in (control_pb2, data_pb2)
+    for file in (control_pb2, data_pb2, vectors_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]

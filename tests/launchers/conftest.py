@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from commands import Process
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 90.0
 
 TRAINING = """
 import os, signal, sys, time
@@ -29,10 +29,11 @@ with psd_client.connect() as ps:
         params = ps.push_pull({"w": np.full(50_000, ps.rank + 1, np.float32)})
         if ps.clock == 3:
             print("trains", flush=True)
+            open(sys.argv[3] + str(ps.rank), "w").close() if sys.argv[3:] else None
         time.sleep(pause_s)
 print("trained to", params["w"][0], params["w"][-1])
 """
-"""So many steps, with a pause after each: the mean gradient of two workers is 1.5."""
+"""So many steps, with a pause after each; makes a file when it trains. The mean gradient of two workers is 1.5."""
 
 
 def free_port() -> int:

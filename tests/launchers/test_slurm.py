@@ -49,7 +49,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 BATCH = """\
 #!/bin/sh
 #SBATCH --nodes=2 --ntasks-per-node=2 --requeue --open-mode=append
-srun {python} -m psd.cli.run --on slurm --shards 2 --grace 10 --checkpoint-dir {checkpoints} --checkpoint-steps 20 {script} {steps} {pause}
+srun {python} -m psd.cli.run --on slurm --shards 2 --checkpoint-dir {checkpoints} --checkpoint-steps 20 {script} {steps} {pause}
 """
 
 

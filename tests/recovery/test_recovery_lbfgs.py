@@ -98,3 +98,51 @@ def test_lbfgs_ends_in_the_same_bits_and_topics_add_up_when_shards_are_killed(ru
     assert whole.nit == 30
     assert (counted["counted"], counted["is_exact"]) == (len(data.words), True)
     assert counted["perplexity"] == pytest.approx(lda.alone(data, topics)["perplexity"], rel=0.02)
+
+
+def test_lbfgs_and_topics_go_on_from_a_checkpoint_with_other_numbers_of_shards_and_workers(
+    run_workers, cluster, tmp_path, monkeypatch
+):
+    """L-BFGS ends in the same bits as one that went through. Topics are of all tokens, also with one worker in place of two."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    lda, data = importlib.import_module("lda"), importlib.import_module("sparse_data").generated_documents()
+    topics = {"topics": 20, "alpha": 0.1, "beta": 0.01, "report": 1000, "seed": 1}
+    problem = {"x0": np.zeros(SIZE), "l2": 1e-4, "max_iterations": 20}
+    whole, _ = run_workers(2, 1, lambda ps: psd_client.lbfgs.minimize(ps, loss_and_grad, **problem))
+    checkpoints = str(tmp_path / "checkpoints")
+
+    def interrupted(ps):
+        calls = iter(range(12))
+
+        def breaking(x):
+            next(calls)
+            return loss_and_grad(x)
+
+        with pytest.raises((RuntimeError, StopIteration, psd_client.WorkerFailed)):
+            psd_client.lbfgs.minimize(ps, breaking if ps.rank == 1 else loss_and_grad, **problem)
+        return lda.work(ps, data, argparse.Namespace(sweeps=10, **topics))
+
+    def resumed(ps):
+        return psd_client.lbfgs.minimize(ps, loss_and_grad, **problem)
+
+    first = cluster(2, checkpoint_dir=checkpoints)
+    (early, _) = run(first.servers, interrupted)
+    end(first)
+    second = cluster(3, checkpoint_dir=checkpoints)
+    results = run(second.servers, resumed)
+    end(second)
+    third = cluster(1, checkpoint_dir=checkpoints)
+    with psd_client.connect(third.servers, 0, 1) as ps:
+        late = lda.work(ps, data, argparse.Namespace(sweeps=30, **topics))
+
+    assert {result.x.tobytes() for result in results} == {whole.x.tobytes()}
+    assert (results[0].fun, results[0].nit) == (whole.fun, whole.nit)
+    assert (early["counted"], early["is_exact"]) == (late["counted"], late["is_exact"]) == (len(data.words), True)
+    assert late["perplexity"] < early["perplexity"]
+
+
+def end(running):
+    """Have the shards of a job that has ended store what they hold."""
+    for shard in running.shards:
+        assert shard.done.wait(20)
+        shard.drain(5)

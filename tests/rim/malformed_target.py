@@ -24,6 +24,7 @@ from psd.rim.control_service import ControlService
 from psd.rim.data_plane import DataPlane
 from psd.rim.data_service import DataService
 from psd.rim.pace import Pace
+from psd.rim.vector_service import VectorService
 from psd.state.aggregation.rounds import FastRound
 from psd.state.counts import LANES
 from psd.state.shard import Shard
@@ -118,7 +119,8 @@ class Target:
         guard = CallGuard(self.shard, Pace())
         bulk = BulkServer(self.shard, planes, guard, self.shard._core.config)
         control = ControlService(self.shard, guard, address=str, on_leave=int, open_bulk=bulk.open).handler()
-        self._handlers = (control, DataService(self.shard, planes["grpc"], guard).handler())
+        data = DataService(self.shard, planes["grpc"], guard)
+        self._handlers = (control, data.handler(), VectorService(self.shard, guard, data.reads).handler())
         self.layout = Layout(spec, 2)
         self.scalars = [*SCALARS, SCALARS[1]][: len(spec.groups)]
         self.callers = [self._join(rank) for rank in range(WORLD)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psd.state.aggregation.lent import Loan, Sum
+from psd.state.aggregation.lent import Loan, RoundSum
 
 
 class Arrays:
@@ -52,7 +52,7 @@ def total(sum_):
 
 def test_the_first_and_the_last_gradient_are_read_in_place(arrays):
     """Nothing is copied, and no memory is taken."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
     first, first_loan = lent(sum_, 1.0, 2.0, 3.0)
     last, last_loan = lent(sum_, 4.0, 5.0, 6.0)
 
@@ -66,7 +66,7 @@ def test_the_first_and_the_last_gradient_are_read_in_place(arrays):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_when_a_loan_has_ended_its_memory_is_not_read_any_more(arrays, order):
     """In whichever order the calls end."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
     gradients = [lent(sum_, 1.0, 2.0, 3.0), lent(sum_, 4.0, 5.0, 6.0)]
     sum_.add(gradients[0][0], 1.0, gradients[0][1])
     sum_.complete(gradients[1][0], 2.0, gradients[1][1])
@@ -84,7 +84,7 @@ def test_when_a_loan_has_ended_its_memory_is_not_read_any_more(arrays, order):
 
 def test_one_loan_may_be_of_the_only_gradient(arrays):
     """It completes its round alone."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
     values, loan = lent(sum_, 4.0, 5.0, 6.0)
     sum_.complete(values, 1.0, loan)
 
@@ -100,7 +100,7 @@ def test_one_loan_may_be_of_the_only_gradient(arrays):
 )
 def test_a_sum_that_cannot_begin_with_a_gradient_as_it_is_borrows_nothing(arrays, values, weight):
     """It is weighted, widened, or empty."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
 
     sum_.add(values, weight, Loan())
 
@@ -109,7 +109,7 @@ def test_a_sum_that_cannot_begin_with_a_gradient_as_it_is_borrows_nothing(arrays
 
 def test_a_gradient_between_the_first_and_the_last_is_added_at_once(arrays):
     """And so is the first one then."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
     gradients = [lent(sum_, value, value, value) for value in (1.0, 2.0)]
 
     for values, loan in gradients:
@@ -123,7 +123,7 @@ def test_a_gradient_between_the_first_and_the_last_is_added_at_once(arrays):
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_when_there_is_no_memory_for_a_copy_then_nothing_has_changed(arrays, which):
     """The same call succeeds when there is some."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
     values, loan = lent(sum_, 1.0, 2.0, 3.0)
     if which == "first":
         sum_.add(values, 1.0, loan)
@@ -144,7 +144,7 @@ def test_when_there_is_no_memory_for_a_copy_then_nothing_has_changed(arrays, whi
 
 def test_what_another_call_has_lent_stays_where_it_is(arrays):
     """A loan ends alone."""
-    sum_ = Sum(arrays)
+    sum_ = RoundSum(arrays)
     values, loan = lent(sum_, 1.0, 2.0, 3.0)
     sum_.add(values, 1.0, loan)
 

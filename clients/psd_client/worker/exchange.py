@@ -29,7 +29,7 @@ from psd.v1 import control_pb2
 from psd_client.lanes.feed import Feed
 from psd_client.lanes.flat import FlatBuffers, share_memory
 from psd_client.lanes.shards import Shards, transfer_s
-from psd_client.lanes.transport import Call, Lane, Share
+from psd_client.lanes.transport import Call, GradientPart, Lane, Share
 from psd_client.worker.attendance import Attendance
 from psd_client.worker.buffers import BufferKeeper
 from psd_client.worker.data_requests import DataRequests
@@ -215,17 +215,15 @@ class ParameterExchange:
         feed: Feed | None = None,
         versions_read: Sequence[int] | None = None,
     ) -> None:
-        """Send the gradients and fetch the parameters of the clock after them.
+        """Send the gradients and fetch the parameters of the clock after them, and the rows that `rows` is to have ahead.
 
-        feed: gives the blocks, and which tensors have a gradient, and the rows; the shards look for NaN. versions_read: see
-            SentPush.
+        feed: gives blocks and rows, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
         ahead = self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
-            part = self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
-            reply = lane.push_pull(part, self.parameters, call, ahead.at.get(lane.shard))
+            reply = lane.push_pull(self._part(lane, sent), self.parameters, call, ahead.at.get(lane.shard))
             self._counts.on_reply(sent, lane.shard, reply)
 
         self.parameters = self.places.renew()
@@ -243,8 +241,8 @@ class ParameterExchange:
             for attempt in self._session.attempts() if behind else ():
                 with attempt:
                     self._pull(behind)
-            if not behind and (pull := ahead.result) is not None:
-                self.counts["rows_pulled"] += self.rows.came(pull)
+            if not behind:
+                self.counts["rows_pulled"] += self.rows.came(ahead)
                 self._requests.rows_read |= ahead.versions
 
     # -- a push, from its beginning to its end -------------------------------------------------------------------------
@@ -269,15 +267,13 @@ class ParameterExchange:
         weight = arguments.real_number(InvalidRequest, "weight", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidRequest(f"weight: must be finite and at least 0, got {weight}")
-        self.rows.forget()
         rows, clock = self.rows.gradients(gradients or {}), self._session.clock
         name = check_finite(self.gradients, present, rows, self._rank, clock) if feed is None else None
         if name is not None and not skip:
             what = "the gradient of %s at step %d holds NaN or infinity; the round is skipped"
             logger.warning("psd: worker %d: " + what, self._rank, name, clock)
         if skip or name is not None:
-            skip = True
-            weight, present = 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
+            skip, weight, present = True, 0.0, np.zeros(len(self._layout.spec.tensors), np.bool_)
             rows = self.rows.gradients({})
         failed = self._failed
         if failed is not None:
@@ -375,11 +371,7 @@ class ParameterExchange:
         def push_at(lane: Lane, call: Call) -> None:
             incarnation = self._session.incarnation(lane.shard)
             if sent.incarnations.get(lane.shard) != incarnation:
-                self._counts.on_reply(
-                    sent,
-                    lane.shard,
-                    lane.push(self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions), call),
-                )
+                self._counts.on_reply(sent, lane.shard, lane.push(self._part(lane, sent), call))
                 sent.incarnations[lane.shard] = incarnation
 
         self._shards.run(push_at, self._timeout_s + sent.rows.transfer_s, self._lanes, is_bulk=True)
@@ -406,6 +398,9 @@ class ParameterExchange:
         if late and sent.session != self._session.number:
             sent.warn_expired(self._rank, late, self._trained_count)
 
+    def _part(self, lane: Lane, sent: SentPush) -> GradientPart:
+        return self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions)
+
     def _push_again(self, lane: Lane, call: Call) -> None:
         """Send the last push again to a shard that has lost it: it was killed before the round had closed."""
         sent = self._unconfirmed
@@ -414,7 +409,7 @@ class ParameterExchange:
         incarnation = self._session.incarnation(lane.shard)
         if sent.incarnations[lane.shard] == incarnation:
             return
-        reply = lane.push(self._requests.part(lane.shard, sent, self._blocks[lane.shard], self.parameters.versions), call)
+        reply = lane.push(self._part(lane, sent), call)
         self._counts.on_reply(sent, lane.shard, reply)
         sent.incarnations[lane.shard] = incarnation
         if reply.blocks_late:

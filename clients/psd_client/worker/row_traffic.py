@@ -44,7 +44,9 @@ class PullAhead:
 
     @property
     def versions(self) -> dict[int, int]:
-        """Versions of the shards' tables."""
+        """Versions of the shards' tables, if all of it has come."""
+        if self.result is None:
+            return {}
         return {shard: rows.version for shard, rows in self.at.items() if rows.version is not None}
 
 
@@ -64,7 +66,8 @@ class RowTraffic:
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def gradients(self, gradients: Gradients) -> RowGradients:
-        """Gradients of rows as a push sends them."""
+        """Gradients of rows as the next push sends them; what has come ahead is dropped, since rows change."""
+        self.forget()
         return RowGradients(self._batches, gradients, self._pushed)
 
     def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:
@@ -79,8 +82,11 @@ class RowTraffic:
         """What the push_pull that begins now is to fetch besides, from these shards."""
         return PullAhead(self.pull(self._wanted) if self._wanted else None, shards)
 
-    def came(self, pull: RowPull) -> int:
-        """Keep what has come of it; the number of rows."""
+    def came(self, ahead: PullAhead) -> int:
+        """Keep what has come of it, if all has; the number of rows."""
+        pull = ahead.result
+        if pull is None:
+            return 0
         self._ids, self._wanted = {table: ids.tobytes() for table, ids in self._wanted.items()}, {}
         self._rows = pull.results()
         return pull.rows

@@ -1,14 +1,14 @@
 """Gradients that are lent: they are not copied, but read where they lie, in memory that shard and worker share.
 
-A call that waits for its round lends its gradients (`Loan`). A round reads two of them in place (`Sum`): the first one, instead
-of beginning a sum with a copy of it, and the one that completes the round, in the pass that applies the update. Any of the
-round's calls may do that. Before a call ends it ends its loan, and blocks that still read the memory copy what they need. So:
+A call that waits for its round lends its gradients (`Loan`). A round reads two of them in place (`RoundSum`): the first one,
+instead of beginning a sum with a copy of it, and the one that completes the round, in the pass that applies the update. Any of
+the round's calls may do that. Before a call ends it ends its loan, and blocks that still read the memory copy what they need.
 
 1. When `Loan.end` has returned, nothing reads the memory.
 2. A gradient that is lent counts as one that is copied would: once, in the same place of the sum.
 3. If there is no memory for a copy, the sum is as it was, and still reads the gradient where it lies.
 
-`Sum` is used under its block's lock. Must not know rounds, blocks or workers.
+`RoundSum` is used under its block's lock. Must not know rounds, blocks or workers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Lent(NamedTuple):
     loan: Loan
 
 
-class Sum:
+class RoundSum:
     """The weighted sum of a block's gradients. Two of them may be lent: the first one, and the last one.
 
     The first is read in place if a sum could begin with it as it is: it is not widened, and its weight is 1.

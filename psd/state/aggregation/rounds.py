@@ -20,7 +20,7 @@ from psd.contract.errors import StateLost
 from psd.contract.verdicts import Squares, Verdict
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.consistency import Policy
-from psd.state.aggregation.lent import Loan, Sum
+from psd.state.aggregation.lent import Loan, RoundSum
 from psd.state.aggregation.pages import Lender
 from psd.state.aggregation.rules import Gradient, Rule
 from psd.state.workers.membership import Membership
@@ -251,8 +251,8 @@ class FastRound(Round):
         self._total_weight = 0.0
         self._sum = self._new_sum()
 
-    def _new_sum(self) -> Sum:
-        return Sum(self._setting.accumulators)
+    def _new_sum(self) -> RoundSum:
+        return RoundSum(self._setting.accumulators)
 
     def standing(self, part: Contribution) -> Outcome | None:
         """See Round. What an earlier session of the rank has pushed stays; a rank has no second gradient in a round."""

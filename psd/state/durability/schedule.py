@@ -65,7 +65,7 @@ class CutSchedule:
         return self._clock() + self._batches()
 
     def _batches(self) -> int:
-        """What a job of vectors alone has done since its vectors were made; its clocks stand still."""
+        """Number of batches that a job of vectors alone has run; its clocks stand still."""
         vectors = self._core.storage.vectors
         return vectors.commits if vectors is not None and not self._core.declared().trained_count else 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import psd_core
 from psd.contract.rows import TableRows
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
-from psd.state.aggregation.lent import Sum
+from psd.state.aggregation.lent import RoundSum
 from psd.state.aggregation.rounds import Contribution, FastRound, Taken
 from psd.state.aggregation.rules import Gradient
 from psd.state.tables.pushes import Gradients
@@ -64,11 +64,11 @@ class SumsPool:
         self._free.append(lent)
 
 
-class _RowsSum(Sum):
+class _RowsSum(RoundSum):
     """Adds all gradients as they come: rows are not lent."""
 
     def add(self, values: Any, weight: float, loan: object = None) -> None:
-        """See Sum."""
+        """See RoundSum."""
         del loan
         if values is not None:
             if self._sum is None:
@@ -79,7 +79,7 @@ class _RowsSum(Sum):
 class FastRowsRound(FastRound):
     """See FastRound."""
 
-    def _new_sum(self) -> Sum:
+    def _new_sum(self) -> RoundSum:
         return _RowsSum(self._setting.accumulators)
 
     def take(self, part: Contribution) -> Taken:

@@ -21,6 +21,7 @@ from psd.contract.vectors import VECTORS_OF_BATCH_MAX, check_same, spec_of
 from psd.state import locks
 from psd.state.core import ShardCore, check_begun_as
 from psd.state.locks import Level
+from psd.state.workers.membership import WorkerState
 from psd.v1 import vectors_pb2
 from psd_core import vector as store
 from psd_core.arena import ArenaClosed, ArenaFull
@@ -182,10 +183,10 @@ class VectorDesk:
         return self._core.storage.vectors is not None
 
     def latest(self) -> dict[int, int]:
-        """The number of the latest batch of each worker that takes part, by session; 0 for one that has sent none."""
+        """The number of the latest batch of each live worker, by session; 0 for one that has sent none."""
         vectors = self._core.storage.vectors
         with self._core.lock:
-            sessions = [worker.session for worker in self._core.members.workers if worker.session]
+            sessions = [worker.session for worker in self._core.members.workers if worker.state is WorkerState.LIVE]
         if vectors is None:
             return dict.fromkeys(sessions, 0)
         known = vectors.sessions()
@@ -291,7 +292,7 @@ class VectorDesk:
             raise UnknownVector("vectors: none was made yet")
         try:
             yield vectors
-        except store.UnknownVector as error:
+        except store.NoSuchVector as error:
             raise UnknownVector(str(error)) from error
         except store.VectorError as error:
             raise InvalidRequest(str(error)) from error

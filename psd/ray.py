@@ -1,0 +1,15 @@
+"""psd under Ray: the shards of a job as actors of a cluster, for programs that are Ray's own, such as those of Ray Train.
+
+    import psd.ray
+
+    shards = psd.ray.start(shards=2, checkpoint_dir="s3://bucket/run-7", checkpoint_steps=1000)
+    trainer = TorchTrainer(train, train_loop_config={"servers": shards.servers, "run_id": shards.run_id}, ...)
+    trainer.fit()
+    shards.stop()
+
+A worker connects with these, and with its rank: `psd_client.connect(**config, rank=..., world_size=...)`.
+"""
+
+from psd.cli.ray_shards import RayShards, start
+
+__all__ = ["RayShards", "start"]
