@@ -42,6 +42,9 @@ from psd.contract.errors import InvalidRequest
 from psd.contract.launching import python_command
 from psd.contract.scalars import tensorboard_module
 
+_OF_EACH_HOST = ("node_rank", "log_dir", "state_dir", "env", "dashboard", "dashboard_port")
+"""Options that may differ between the hosts of a job."""
+
 CREDENTIALS = ("PSD_TLS_CA", "PSD_TLS_CERT", "PSD_TLS_KEY", "PSD_TOKEN_FILE")
 """Variables for shards elsewhere: psd-run's own shards have neither TLS nor tokens, and serve this machine alone."""
 
@@ -201,7 +204,7 @@ def _meeting(args: argparse.Namespace, node: int | None, command: Sequence[str],
     """The way in which hosts meet; None: there is one."""
     if not args.hosts and (args.nnodes or 1) == 1:
         return None
-    alike = {name: value for name, value in vars(args).items() if name not in ("node_rank", "log_dir", "state_dir", "env")}
+    alike = {name: value for name, value in vars(args).items() if name not in _OF_EACH_HOST}
     words = [*command[command[0] == sys.executable :]]
     return Meeting(
         rendezvous=args.rendezvous,

@@ -43,14 +43,15 @@ psd-run [options] script.py [args ...]
 _DESCRIPTION = """\
 Run a training job on this machine: start the shards of a parameter server and the workers that train
 with them, show all output, each line with the name of its process, and end with the workers' status. A
-script.py is run by this Python; anything else is executed as a command. With --on kubernetes, run the job
-on a cluster."""
+script.py is run by this Python; anything else is executed as a command. With --nnodes or --hosts, run the
+job on several hosts; with --on, on a cluster."""
 
 _EPILOG = """\
 examples:
   psd-run --shards 2 --workers 4 train.py --epochs 3
   psd-run --workers 2 --consistency async -m my.package.train
   psd-run --workers 8 --consistency ssp:3 --max-restarts 2 train.py
+  psd-run --hosts a:4,b:4 --shards 2 --insecure train.py
   psd-run --on kubernetes --image registry/psd:1 --shards 2 --workers 4 train.py --epochs 3
 
 Each worker finds the defaults of psd_client.connect() and psd.distribute() in its environment,
@@ -86,6 +87,21 @@ when something dies or is told to end:
                        seconds
   the watchdog dies    psd-run says so and starts another
   all workers end      the shards end, too, by themselves or, if a worker did not leave, by SIGTERM
+
+On several hosts:
+  --nnodes, --rendezvous  the same command on every host. The one with the rendezvous' address is node 0,
+                       which leads and shows all output; ranks are given out host by host, shards go round
+  --hosts a:4,b:4      this psd-run starts the others over ssh, which must not have to ask anything, and
+                       leads them: 4 workers each. The same directory and Python must be there
+  a host is lost       (its connection ends, or is silent for 30 s) its processes end; the job is stopped, or,
+                       if there were workers alone, goes on with --on-worker-failure continue
+  Ctrl-C on any host   ends the job on all
+Shards that other machines reach need --tls-cert and --tls-key (and --token-file, with PSD_TLS_CA and
+PSD_TOKEN_FILE for the workers), or --insecure on a network that keeps strangers out. The connection between
+the psd-runs has no commands and no secrets in it, but outputs; with --rendezvous it is not encrypted.
+
+--on slurm: srun starts psd-run once per task, with a worker each. --on ray: shards and workers are actors,
+which Ray starts again. docs/launchers.md has a table of what each does when something dies.
 
 The shards keep their state in memory (a private directory under /dev/shm, or, where there is none, among
 temporary files); it is removed at the end in any case. With --state-dir it is kept there, and removed only
