@@ -64,7 +64,7 @@ from psd_client.tables import (
     Zeros,
     hash_ids,
 )
-from psd_client.vector_batch import Answer, Batch
+from psd_client.vector_batch import Batch, BatchAnswer
 from psd_client.vectors import Matrix, Vector
 from psd_client.worker.orders import Drained
 from psd_core import rules as _rules
@@ -90,7 +90,7 @@ __all__ = [
     "Vector",
     "Matrix",
     "Batch",
-    "Answer",
+    "BatchAnswer",
     "local",
     "LocalCluster",
     "RunFailed",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from psd.contract.arguments import refuse, whole_number
 from psd.contract.errors import InvalidRequest
-from psd.contract.vectors import Custom, Operation, check_alike, check_function, is_custom
+from psd.contract.vectors import Operation, UserFunction, check_alike, check_function, is_custom
 from psd_client.vector_arguments import as_indices, as_number, as_row_numbers, as_stretch, as_values
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorSpec
@@ -73,7 +73,7 @@ class VectorHandle:
         self.calls = calls
 
 
-class Answer:
+class BatchAnswer:
     """What one operation of a batch has found: `value`, `float(...)` or `int(...)`, once the batch has run."""
 
     def __init__(self, what: str, take: Callable[[Iterator[Any]], Any]) -> None:
@@ -104,7 +104,7 @@ class Answer:
         return int(self.value)
 
     def __repr__(self) -> str:
-        return f"Answer({self._what}{'' if self._value is None else f' = {self._value!r}'})"
+        return f"BatchAnswer({self._what}{'' if self._value is None else f' = {self._value!r}'})"
 
 
 class Batch:
@@ -131,7 +131,7 @@ class Batch:
         self._calls = calls
         self._operations: list[Operation] = []
         self._vectors: dict[str, VectorSpec] = {}
-        self._answers: list[Answer] = []
+        self._answers: list[BatchAnswer] = []
         self._has_run = False
 
     def __len__(self) -> int:
@@ -220,11 +220,11 @@ class Batch:
 
     # -- what finds something out about vectors --------------------------------------------------------------------------
 
-    def dot(self, y: VectorHandle, x: VectorHandle) -> Answer:
+    def dot(self, y: VectorHandle, x: VectorHandle) -> BatchAnswer:
         """Take the sum of products of x and y."""
         return self._reduce("dot", Dot(_name(y), _name(x)), _sum(y), y, x)
 
-    def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> Answer:
+    def gram(self, ys: Sequence[VectorHandle], xs: Sequence[VectorHandle] | None = None) -> BatchAnswer:
         """Take all dot products of several vectors, in one pass: an array of `ys[i].dot(xs[j])`, or of `ys[i].dot(ys[j])`."""
         if not ys or (xs is not None and not xs):
             raise InvalidRequest("gram: expected at least one vector, got none")
@@ -232,23 +232,23 @@ class Batch:
         operation = Gram([_name(y) for y in ys], others)
         return self._reduce("gram", operation, partial(_products, len(ys), len(others), _sum(ys[0])), *ys, *(xs or ()))
 
-    def norm2(self, y: VectorHandle) -> Answer:
+    def norm2(self, y: VectorHandle) -> BatchAnswer:
         """Take the Euclidean norm, the root of the sum of squares."""
         return self._reduce("norm2", Norm2(_name(y)), lambda found: next(found).root(), y)
 
-    def sum(self, y: VectorHandle) -> Answer:
+    def sum(self, y: VectorHandle) -> BatchAnswer:
         """Take the sum of the elements."""
         return self._reduce("sum", Sum(_name(y)), _sum(y), y)
 
-    def min(self, y: VectorHandle) -> Answer:
+    def min(self, y: VectorHandle) -> BatchAnswer:
         """Take the smallest element; NaN if there is one."""
         return self._reduce("min", Min(_name(y)), lambda found: next(found).value, y)
 
-    def max(self, y: VectorHandle) -> Answer:
+    def max(self, y: VectorHandle) -> BatchAnswer:
         """Take the largest element; NaN if there is one."""
         return self._reduce("max", Max(_name(y)), lambda found: next(found).value, y)
 
-    def argmax(self, y: VectorHandle) -> Answer:
+    def argmax(self, y: VectorHandle) -> BatchAnswer:
         """Take the index of the largest element, the lowest of several, or of the first NaN."""
         return self._reduce("argmax", Max(_name(y)), lambda found: next(found).index, y)
 
@@ -262,9 +262,11 @@ class Batch:
         self._operations.append(operation)
         self._vectors.update((vector.name, vector.spec) for vector in vectors)
 
-    def _reduce(self, kind: str, operation: Operation, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle) -> Answer:
+    def _reduce(
+        self, kind: str, operation: Operation, take: Callable[[Iterator[Any]], Any], *vectors: VectorHandle
+    ) -> BatchAnswer:
         self._note(kind, operation, *vectors)
-        self._answers.append(Answer(f"{kind}({', '.join(vector.name for vector in vectors)})", take))
+        self._answers.append(BatchAnswer(f"{kind}({', '.join(vector.name for vector in vectors)})", take))
         return self._answers[-1]
 
     def _apply(self, kind: str, y: VectorHandle, name: str, of: Sequence[VectorHandle], arguments: Sequence[float]) -> None:
@@ -272,7 +274,7 @@ class Batch:
         check_function(kind, name, len(arguments), _spec(y).dtype)
         numbers = [as_number(f"arguments[{place}]", value, y.spec) for place, value in enumerate(arguments)]
         if is_custom(name):
-            operation: Operation = Custom(y.name, name, names, numbers)
+            operation: Operation = UserFunction(y.name, name, names, numbers)
         elif kind == "map":
             operation = Map(y.name, name, names[0], numbers)
         else:

@@ -23,7 +23,7 @@ from psd.contract.arguments import choice, whole_number, word
 from psd.contract.errors import InvalidRequest, SpecMismatch, UnknownVector
 from psd.contract.vectors import SIZE_MAX, shown
 from psd_client.vector_arguments import as_indices, as_row_numbers, stretch
-from psd_client.vector_batch import Answer, Batch, Calls, VectorHandle
+from psd_client.vector_batch import Batch, BatchAnswer, Calls, VectorHandle
 from psd_core.vector import VectorSpec
 from psd_core.vector_operations import DTYPES
 
@@ -176,7 +176,7 @@ class Vector(VectorHandle):
         note(batch)
         batch.run()
 
-    def _value(self, note: Callable[[Batch], Answer]) -> float:
+    def _value(self, note: Callable[[Batch], BatchAnswer]) -> float:
         batch = Batch(self.calls)
         answer = note(batch)
         batch.run()

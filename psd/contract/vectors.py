@@ -20,7 +20,7 @@ NAME_BYTES_MAX = 256
 SIZE_MAX = 1 << 48
 
 
-class Custom(NamedTuple):
+class UserFunction(NamedTuple):
     """out = function(piece of x[0], ..., *arguments), by a user's function that the operator of the shards has allowed."""
 
     out: str
@@ -29,7 +29,7 @@ class Custom(NamedTuple):
     arguments: Sequence[float] = ()
 
 
-Operation: TypeAlias = words.Operation | Custom
+Operation: TypeAlias = words.Operation | UserFunction
 
 OPERANDS_MAX = 64
 """Limit of the vectors that one operation reads, on each side of a gram."""
