@@ -227,7 +227,7 @@ class _RayJob:
         self._lives[self._actors[rank].run.remote(list(plan.command), plan.script, environ)] = rank
 
     def _failure(self, life: Any) -> tuple[str, int] | None:
-        """What has become of a program, and the status for that; None: it has finished."""
+        """Tell what has become of a program, and the status for that; None: it has finished."""
         try:
             status = self._ray.get(life)
         except self._ray.exceptions.RayActorError:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from commands import Process
 TIMEOUT_S = 90.0
 
 TRAINING = """
-import os, signal, sys, time
+import os, sys, threading
 import numpy as np
 import psd_client
 
@@ -30,7 +31,7 @@ with psd_client.connect() as ps:
         if ps.clock == 3:
             print("trains", flush=True)
             open(sys.argv[3] + str(ps.rank), "w").close() if sys.argv[3:] else None
-        time.sleep(pause_s)
+        threading.Event().wait(pause_s)
 print("trained to", params["w"][0], params["w"][-1])
 """
 """So many steps, with a pause after each; makes a file when it trains. The mean gradient of two workers is 1.5."""
@@ -48,7 +49,7 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
 
 
 def is_open(port: int) -> bool:
