@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from psd.contract.arguments import refuse, whole_number
 from psd.contract.errors import InvalidRequest
-from psd.contract.vectors import Operation, UserFunction, check_alike, check_function, is_custom
+from psd.contract.vectors import ListedFunction, Operation, check_alike, check_function, is_custom
 from psd_client.vector_arguments import as_indices, as_number, as_row_numbers, as_stretch, as_values
 from psd_core.reductions import Answer as Found
 from psd_core.vector import VectorSpec
@@ -274,7 +274,7 @@ class Batch:
         check_function(kind, name, len(arguments), _spec(y).dtype)
         numbers = [as_number(f"arguments[{place}]", value, y.spec) for place, value in enumerate(arguments)]
         if is_custom(name):
-            operation: Operation = UserFunction(y.name, name, names, numbers)
+            operation: Operation = ListedFunction(y.name, name, names, numbers)
         elif kind == "map":
             operation = Map(y.name, name, names[0], numbers)
         else:

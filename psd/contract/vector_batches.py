@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psd.contract.errors import InvalidRequest
-from psd.contract.vectors import NUMBERS_MAX, OPERANDS_MAX, Operation, UserFunction, check_alike, check_function, spec_message
+from psd.contract.vectors import NUMBERS_MAX, OPERANDS_MAX, ListedFunction, Operation, check_alike, check_function, spec_message
 from psd.v1 import vectors_pb2
 from psd_core import vector_operations as words
 from psd_core.vector import VectorSpec
@@ -30,7 +30,7 @@ _OPERATORS: dict[type, int] = {
     words.Random: vectors_pb2.VECTOR_OPERATOR_RANDOM,
     words.Map: vectors_pb2.VECTOR_OPERATOR_MAP,
     words.Zip: vectors_pb2.VECTOR_OPERATOR_ZIP,
-    UserFunction: vectors_pb2.VECTOR_OPERATOR_CUSTOM,
+    ListedFunction: vectors_pb2.VECTOR_OPERATOR_CUSTOM,
     words.Put: vectors_pb2.VECTOR_OPERATOR_PUT,
     words.Add: vectors_pb2.VECTOR_OPERATOR_ADD,
     words.AddAt: vectors_pb2.VECTOR_OPERATOR_ADD_AT,
@@ -109,7 +109,7 @@ class OutgoingBatch:
             numbers = operation.a
         elif isinstance(operation, words.Random):
             numbers, entry.seed = (operation.low, operation.high), operation.seed
-        elif isinstance(operation, (words.Map, words.Zip, UserFunction)):
+        elif isinstance(operation, (words.Map, words.Zip, ListedFunction)):
             numbers, entry.function = operation.arguments, operation.function
         if numbers:
             is_whole = self._specs[has.out].dtype == "int64"
@@ -179,7 +179,7 @@ class IncomingBatch:
         expected = 1 if kind in _ONE_OPERAND else 2 if kind in (words.Zip, words.Dot) else None
         if expected is not None and len(x) != expected:
             raise InvalidRequest(f"x: expected {expected} vectors, got {len(x)}")
-        if kind in (words.Combine, UserFunction, words.Gram) and not x:
+        if kind in (words.Combine, ListedFunction, words.Gram) and not x:
             raise InvalidRequest("x: expected at least one vector, got none")
         if kind in _READ_ONLY:
             check_alike("x", [*x, *y])
@@ -213,7 +213,7 @@ class IncomingBatch:
                 raise InvalidRequest(f"numbers: expected low below high, got {numbers[0]} and {numbers[1]}")
             return words.Random(out.name, entry.seed, *numbers)
         check_function("map" if kind is words.Map else "zip", entry.function, len(numbers), out.dtype)
-        if kind is UserFunction:
+        if kind is ListedFunction:
             return words.Apply(out.name, self._function(entry.function, numbers), names)
         return kind(out.name, entry.function, *names, numbers)
 

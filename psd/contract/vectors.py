@@ -20,7 +20,7 @@ NAME_BYTES_MAX = 256
 SIZE_MAX = 1 << 48
 
 
-class UserFunction(NamedTuple):
+class ListedFunction(NamedTuple):
     """out = function(piece of x[0], ..., *arguments), by a user's function that the operator of the shards has allowed."""
 
     out: str
@@ -29,7 +29,7 @@ class UserFunction(NamedTuple):
     arguments: Sequence[float] = ()
 
 
-Operation: TypeAlias = words.Operation | UserFunction
+Operation: TypeAlias = words.Operation | ListedFunction
 
 OPERANDS_MAX = 64
 """Limit of the vectors that one operation reads, on each side of a gram."""
