@@ -49,7 +49,7 @@ class InProcess:
         self.pairs = [(np.roll(base, 1 + i), np.roll(base, 100 + i)) for i in range(history)]
 
     def both(self, call: Callable[[slice], Any]) -> list[Any]:
-        """What both halves give, side by side."""
+        """Results of both halves, side by side."""
         return list(self._pool.map(call, self._halves))
 
     def dot(self, x: Any, y: Any) -> float:

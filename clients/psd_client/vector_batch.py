@@ -42,7 +42,7 @@ from psd_core.vector_operations import (
 
 
 class Calls(Protocol):
-    """What vectors need of the connection: VectorCalls, of a worker; a reader's only pulls."""
+    """The part of a connection that vectors need: VectorCalls, of a worker; a reader's only pulls."""
 
     def run(self, operations: list[Operation], vectors: Mapping[str, VectorSpec]) -> list[Found]:
         """Have all shards run a batch on these vectors; what its reductions have found in all shards together, in order."""
@@ -58,7 +58,7 @@ class Calls(Protocol):
 
 
 class VectorHandle:
-    """What names a vector of a connection.
+    """The name of a vector of a connection.
 
     Attributes:
         name, size, dtype: as declared. dtype is a string.
@@ -74,7 +74,7 @@ class VectorHandle:
 
 
 class BatchAnswer:
-    """What one operation of a batch has found: `value`, `float(...)` or `int(...)`, once the batch has run."""
+    """The answer to one operation of a batch: `value`, `float(...)` or `int(...)`, once the batch has run."""
 
     def __init__(self, what: str, take: Callable[[Iterator[Any]], Any]) -> None:
         """Take a description of the operation, and what makes its value of what is found; not for programs."""
@@ -110,6 +110,8 @@ class BatchAnswer:
 class Batch:
     """Operations that travel together, made by `ParameterServer.batch`: one round trip per shard, and only scalars come back.
 
+    ::
+
         with ps.batch() as b:
             b.axpy(y, 0.5, x)
             d = b.dot(x, y)        # sees the y that the axpy has made
@@ -119,8 +121,9 @@ class Batch:
     batch runs at the end of the `with` block, in order, as one transaction on each shard: all of it or nothing, once, and seen
     whole by others. If the block raises, nothing runs. Arrays that are given must not be changed before it has run.
 
-    Raises, at the end of the block:
-        InvalidRequest: it has more operations or bytes than the shards take, or they refuse one; nothing was changed.
+    Raises:
+        InvalidRequest: at the end of the block, as all of these: it has more operations or bytes than the shards take, or they
+            refuse one; nothing was changed.
         UnknownVector: a vector was dropped.
         ShardUnavailable, SessionFenced, ShardRestarted, RolledBack: as `ParameterServer.push`. The same batch may be run again,
             with `run`, and counts once; another batch that follows a failure first completes the one that failed.
@@ -294,7 +297,7 @@ def _name(vector: VectorHandle) -> str:
 
 
 def _sum(y: VectorHandle) -> Callable[[Iterator[Any]], float]:
-    """What makes a number of an exact sum: as it is for int64, else rounded once."""
+    """Function that makes a number of an exact sum: as it is for int64, else rounded once."""
     return (lambda found: next(found).whole()) if y.dtype == "int64" else (lambda found: next(found).round())
 
 

@@ -240,7 +240,7 @@ class Matrix(Vector):
 
 
 class MakingCalls(Calls, Protocol):
-    """What makes and finds vectors, too."""
+    """A connection that makes and finds vectors, too."""
 
     def make(self, spec: VectorSpec) -> None:
         """Make a vector, unless it is there."""

@@ -106,7 +106,7 @@ def _imported(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Listed:
-    """What an operator has listed with --rule: classes are update rules, by path; functions are for server-side vectors."""
+    """The paths that an operator has listed with --rule: classes are update rules, by path; functions are for server-side vectors."""
 
     rules: dict[str, ListedRule]
     functions: dict[str, Callable[..., Any]]

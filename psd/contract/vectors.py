@@ -83,7 +83,7 @@ def check_same(asked: VectorSpec, found: VectorSpec) -> None:
 
 
 def shown(spec: VectorSpec) -> str:
-    """What a vector is, in words."""
+    """Description of a vector, in words."""
     if spec.columns:
         return f"a matrix of {spec.size // spec.columns} x {spec.columns} {spec.dtype}"
     return f"a vector of {spec.size} {spec.dtype}"

@@ -13,15 +13,15 @@ import pytest
 from client_faults import Thread, connect_faulty
 
 import psd_client
-from psd.contract.errors import PsdError
+from psd.contract.errors import PsdError, ShardUnavailable
 from psd_client import DeclaredTable, ParameterServer, Reader, ReadTable
 
 NOBODY = "127.0.0.1:9"
 IMPATIENT = {"wait_timeout": 0.9, "retry_timeout": 0.6, "report_after": 0.2}
 GRADIENT = {"w": np.ones(3, np.float32)}
 
-NOT_WAITING = {"stats", "save_client_state"}
-"""Methods that ask no shard."""
+NOT_WAITING = {"stats", "save_client_state", "log", "DeclaredTable.prefetch"}
+"""Methods that ask no shard, or leave that to another thread, or to a later call."""
 
 
 def connect(servers: str, rank: int = 0) -> ParameterServer:
@@ -83,6 +83,25 @@ def reading_from_nobody(_: str) -> None:
     reading(NOBODY)
 
 
+def with_vectors(method: str, calls: Callable[[ParameterServer], object]) -> Callable[[str], None]:
+    """The shard cannot be reached by calls of this method."""
+
+    def run(servers: str) -> None:
+        ps, faults = connect_faulty(servers, wait_timeout_s=0.9, retry_timeout_s=0.6, report_after_s=0.2)
+        with ps:
+            for _ in range(100):
+                faults.fail(method, shard=0, error=ShardUnavailable("cut"))
+            calls(ps)
+
+    return run
+
+
+def filled(ps: ParameterServer) -> None:
+    vector = ps.vector("v", 3)
+    with ps.batch() as batch:
+        batch.fill(vector, 1.0)
+
+
 def in_call(name: str, *before: str) -> Callable[[str], None]:
     def run(servers: str) -> None:
         with in_the_job(servers, *before) as ps:
@@ -102,6 +121,9 @@ WAITS: dict[str, tuple[Callable[[str], None], str]] = {
     "DeclaredTable.pull": (in_call("DeclaredTable.pull", "push"), "worker 0: step 0: waiting for worker 1"),
     "barrier": (in_call("barrier"), "worker 0: barrier 'b': waiting for worker 1"),
     "close": (in_call("close", "push"), "worker 0: step 0: waiting for worker 1"),
+    "vector": (with_vectors("change_vectors", lambda ps: ps.vector("v", 3)), "worker 0: step 0: vector 'v' has taken 0 s"),
+    "matrix": (with_vectors("change_vectors", lambda ps: ps.matrix("m", 2, 3)), "worker 0: step 0: vector 'm' has taken 0 s"),
+    "batch": (with_vectors("run_vectors", filled), "worker 0: step 0: batch on vectors has taken 0 s"),
     "Reader.pull": (reading, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
     "ReadTable.pull": (reading_rows, "reader: pull has taken 0 s: no job has been declared on this shard yet"),
     "Reader.pull, of nobody": (reading_from_nobody, f"reader: pull has taken 0 s: {NOBODY_ANSWERS}"),

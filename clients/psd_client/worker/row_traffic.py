@@ -19,7 +19,7 @@ from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
 
 
 class PullAhead:
-    """What one push_pull is to fetch besides, perhaps nothing.
+    """Rows that one push_pull is to fetch besides, perhaps none.
 
     Attributes:
         at: what to ask of each shard.
@@ -79,7 +79,7 @@ class RowTraffic:
         self._wanted |= {table: ids.copy() for table, ids in wanted.items()}
 
     def pull_ahead(self, shards: Sequence[int]) -> PullAhead:
-        """What the push_pull that begins now is to fetch besides, from these shards."""
+        """Rows that the push_pull that begins now is to fetch besides, from these shards."""
         return PullAhead(self.pull(self._wanted) if self._wanted else None, shards)
 
     def came(self, ahead: PullAhead) -> int:

@@ -222,7 +222,7 @@ class VectorCalls:
 
 
 def _merged(parts: Sequence[bytes]) -> list[Found]:
-    """What all shards have found together."""
+    """The findings of all shards, put together."""
     found = unpack_answers(parts[0])
     for part in parts[1:]:
         found = [one.merge(other) for one, other in zip(found, unpack_answers(part), strict=True)]  # type: ignore[arg-type]

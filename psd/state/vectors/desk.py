@@ -146,7 +146,7 @@ class VectorDesk:
         return list(self._core.functions)
 
     def fetch(self, request: vectors_pb2.VectorFetch) -> NDArray[Any]:
-        """What the shard has of what is asked for; see VectorService.Fetch."""
+        """The elements that are asked for, as far as the shard has them; see VectorService.Fetch."""
         self._core.check_run(request.run_id)
         with self._store() as vectors:
             (spec,) = self._known(vectors, [request.vector])

@@ -1,4 +1,4 @@
-"""Admission to the dashboard: on loopback whoever is on this machine; beyond it, who has shown the token.
+"""Doorkeeper to the dashboard: on loopback whoever is on this machine; beyond it, who has shown the token.
 
 The token is shown once, in the body of a request, and exchanged for a cookie; it is in no address, and so in no log. On
 loopback the name in the request must be a loopback name, so that no page of another site, whose name was made to point here,
@@ -42,7 +42,7 @@ class TooManyTries(Exception):
     """Too many wrong tokens are being answered."""
 
 
-class Admission:
+class Doorkeeper:
     """Decides who is let in.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from aiohttp import web
 
-from psd.watch.dashboard.admission import VISIT_S, Admission, TooManyTries
+from psd.watch.dashboard.admission import VISIT_S, Doorkeeper, TooManyTries
 
 STREAMS_MAX = 64
 LATE_MAX = 16
@@ -90,7 +90,7 @@ class Pages:
     """
 
     def __init__(
-        self, admission: Admission, streams: Streams, whole: Callable[[], Awaitable[str]], *, is_https: bool, cookie: str
+        self, admission: Doorkeeper, streams: Streams, whole: Callable[[], Awaitable[str]], *, is_https: bool, cookie: str
     ) -> None:
         self._admission = admission
         self._streams = streams

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from psd.watch.dashboard import feed
-from psd.watch.dashboard.admission import Admission
+from psd.watch.dashboard.admission import Doorkeeper
 from psd.watch.dashboard.pages import Pages, Streams
 from psd.watch.sampler import Sampler
 
@@ -83,7 +83,7 @@ async def serve(sampler: Sampler, place: DashboardPlace, interval_s: float, on_r
             return await in_thread(feed.whole, sampler)
 
         port = place.listener.getsockname()[1]
-        admission = Admission(place.token)
+        admission = Doorkeeper(place.token)
         pages = Pages(admission, streams, whole, is_https=place.tls is not None, cookie=f"psd-dashboard-{port}")
         runner = web.AppRunner(pages.app(), access_log=None, handle_signals=False, shutdown_timeout=END_S)
         await runner.setup()
