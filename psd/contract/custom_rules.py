@@ -106,7 +106,7 @@ def _imported(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Listed:
-    """The paths that an operator has listed with --rule: classes are update rules, by path; functions are for server-side vectors."""
+    """Classes and functions that an operator has listed with --rule: update rules, by path, and functions for vectors."""
 
     rules: dict[str, ListedRule]
     functions: dict[str, Callable[..., Any]]
