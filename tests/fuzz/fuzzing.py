@@ -55,6 +55,9 @@ def ends_in(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable
 _NUMBERS = {
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_SINT64: st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_ENUM: st.integers(-(2**31), 2**31 - 1),
 }
 _SCALARS: dict[int, st.SearchStrategy[Any]] = {

@@ -8,7 +8,7 @@ from fuzzing import messages
 from hypothesis import strategies as st
 from malformed_target import ID, LENGTH, ME, STATIC, TABLES_BLOCK, TRAINED, WORLD, Target
 
-from psd.v1 import data_pb2, job_pb2
+from psd.v1 import data_pb2, job_pb2, vectors_pb2
 
 IDS = ID.to_bytes(8, "little") * 3
 ROWS = [
@@ -16,7 +16,15 @@ ROWS = [
     data_pb2.RowsPart(table=1, rows=2, dtype=job_pb2.DTYPE_FLOAT16),
 ]
 """Of so many ids, and of as many bytes as the gradient of the block that is trained."""
+VECTORS = [
+    {"name": "v", "size": 9000, "dtype": job_pb2.DTYPE_FLOAT64},
+    {"name": "m", "size": 9000, "dtype": job_pb2.DTYPE_FLOAT64, "columns": 3},
+]
 PAYLOADS = [IDS + bytes(4 * LENGTH - len(IDS)), IDS, b""]
+
+
+OF_VECTORS = {"seq": st.integers(1, 9), "rows": st.sampled_from([b"", (5).to_bytes(8, "little")])}
+"""Fields of requests of vectors that have the names of others, of another type or use."""
 
 
 def known_fields(target: Target) -> dict[str, Any]:
@@ -62,6 +70,19 @@ def known_fields(target: Target) -> dict[str, Any]:
         "pull": {},
         "read": {},
         "push": {"scalars": [data_pb2.GroupScalars(values=values) for values in target.scalars], "scale": st.none()},
+    }
+    known |= {
+        "vectors": [vectors_pb2.VectorSpec(**spec) for spec in VECTORS],
+        "vector": st.sampled_from([*VECTORS, {"name": "new", "size": 9, "dtype": job_pb2.DTYPE_INT64}]),
+        "operator": st.integers(1, 19),
+        "function": st.sampled_from(["abs", "add", "clip", "os:remove"]),
+        "out": st.sampled_from([0, 0, 1, 7]),
+        "x": st.sampled_from([[0], [0, 1], [], [9]]),
+        "y": st.sampled_from([[], [1], [0, 0]]),
+        "numbers": st.sampled_from([[0.5], [0.5, 1.0], []]),
+        "start": st.sampled_from([0, 0, 1, 6000]),
+        "count": st.sampled_from([0, 1, 3]),
+        "payload_bytes": st.sampled_from([0, 0, 24]),
     }
     known["frames"] = messages(data_pb2.PushFrame, known).map(lambda frame: [frame])
     return known

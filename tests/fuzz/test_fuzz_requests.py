@@ -11,18 +11,18 @@ from fuzzing import ends_in, fuzzed, messages
 from google.protobuf import message_factory
 from hypothesis import given
 from hypothesis import strategies as st
-from known_fields import known_fields
+from known_fields import OF_VECTORS, known_fields
 from malformed_target import LIMITS, SPEC, WORLD, Aborted, Request, Target
 
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
 from psd.contract.verdicts import Verdict, judged
-from psd.v1 import control_pb2, data_pb2, job_pb2
+from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
 
 METHODS = [
     method
-    for file in (control_pb2, data_pb2)
+    for file in (control_pb2, data_pb2, vectors_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
@@ -40,7 +40,8 @@ def test_requests(method: Any, target: Callable[..., Target], data: st.DataObjec
     """Whatever a message says, or whatever bytes stand in its place; in a job of either aggregation."""
     shard = target(is_exact)
     kind = message_factory.GetMessageClass(method.input_type)
-    made = messages(kind, known_fields(shard)).map(lambda message: message.SerializeToString())
+    known = known_fields(shard) | (OF_VECTORS if method.containing_service.name == "VectorService" else {})
+    made = messages(kind, known).map(lambda message: message.SerializeToString())
     one = st.one_of(*[made] * 7, st.binary(max_size=60))
     sent = data.draw(st.lists(one, max_size=3) if method.client_streaming else st.tuples(one).map(list))
 
