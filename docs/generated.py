@@ -109,8 +109,8 @@ def help_text(name: str, *arguments: str) -> str:
 
 def subcommands(name: str) -> list[str]:
     """Names of a command's subcommands, as its help lists them."""
-    listed = help_text(name).partition("\ncommands:\n")[2].partition("\n\n")[0]
-    return [line.split()[0] for line in listed.splitlines()]
+    lists = help_text(name).partition("--version")[2].partition(f"\n{name} COMMAND")[0]
+    return re.findall(r"^  (\S+)  ", lists.partition("\n")[2], re.MULTILINE)
 
 
 def helps(argument: str) -> str:

@@ -63,6 +63,6 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
         raise CheckpointUnsupported(
             f"{file}: is of format {document.get('format')!r}, version {document.get('format_version')!r}, written by psd "
             f"{document.get('psd_version')}; this is psd {psd.__version__}, which reads {FORMAT!r}, "
-            f"versions {FORMAT_VERSION} to {VECTORS_VERSION}"
+            f"versions {min(_VERSIONS)} to {max(_VERSIONS)}"
         )
     return document

@@ -81,7 +81,9 @@ def test_the_reference_says_what_the_commands_and_the_environment_are(site):
         said = subprocess.run([sys.executable, "-m", f"psd.cli.{module}", "--help"], capture_output=True, text=True, check=True)
         assert said.stdout.strip() in text(site / f"reference/{name}.html")
     psdctl = text(site / "reference/psdctl.html")
-    commands = "status top workers logs plot checkpoint set-lr kick drain checkpoints verify export import credentials"
+    commands = (
+        "status top dashboard workers logs plot checkpoint set-lr kick drain checkpoints verify export import credentials"
+    )
     for command in [*commands.split(), "monitoring", "completion"]:
         assert f"usage: psdctl {command}" in psdctl
     assert [name for name in VARIABLES if name not in text(site / "reference/environment.html")] == []
