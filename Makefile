@@ -25,7 +25,7 @@ SOURCES := pyproject.toml setup.py .ci/setup .ci/constraints.txt \
 help:
 	@echo "make demo    train the MNIST example synchronously and asynchronously on 2 shards x 2 workers"
 	@echo "make docs    the pages of docs/ as a site, in build/site"
-	@echo "make test    lint and run all tests but those of the next two"
+	@echo "make test    lint and run all tests but those of the next four; ten minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-launchers   jobs over ssh, under SLURM and on Ray, as far as these are installed; Ray in .venv-launchers; ten minutes"
 	@echo "make test-install   sdist and wheel, installed into an empty environment of each Python that is here; a minute each"
@@ -65,11 +65,12 @@ lint: $(INSTALLED)
 	[ -z "$$failed" ] || { echo "lint failed:$$failed"; exit 1; }
 
 # Two files of tests at a time: many of them wait for processes to start.
+# Three processes on two cores: a third of the time the tests wait, for processes to start and for connections to fail.
 test: $(INSTALLED)
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=$$?; \
 	echo "== pytest"; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS) || status=$$?; \
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(PYTEST_FLAGS) || status=$$?; \
 	exit $$status
 
 $(INSTALLED_KERAS): $(SOURCES) .ci/constraints-keras.txt
