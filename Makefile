@@ -64,8 +64,7 @@ lint: $(INSTALLED)
 	done; \
 	[ -z "$$failed" ] || { echo "lint failed:$$failed"; exit 1; }
 
-# Two files of tests at a time: many of them wait for processes to start.
-# Three processes on two cores: a third of the time the tests wait, for processes to start and for connections to fail.
+# Three files of tests at a time, on two cores: they often wait, for processes to start and for connections to fail.
 test: $(INSTALLED)
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=$$?; \

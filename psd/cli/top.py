@@ -26,7 +26,7 @@ MEASURED_S = 1.0
 
 _DESCRIPTION = """\
 Look at a job live: whether it trains, how fast, what limits it; its shards, its workers, who waits for whom,
-and what has happened. ? explains keys and columns. The job does not notice: it is asked once a second."""
+and what has happened. ? explains keys and columns. The job hardly notices: it is asked every two seconds."""
 
 _EPILOG = """\
 examples:
@@ -50,7 +50,7 @@ def add_command(commands: Commands) -> None:
     add_where(parser, 2.0, "how long to wait for each shard")
     how = parser.add_argument_group("output")
     how.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="SECONDS", help="time between looks (default: %(default)g)"
+        "--interval", type=seconds, default=2.0, metavar="SECONDS", help="time between looks (default: %(default)g)"
     )
     how.add_argument("--sort", choices=SORTS, default="rank", help="order of the workers (default: %(default)s)")
     how.add_argument("--once", action="store_true", help="print one picture as plain text, and end")
