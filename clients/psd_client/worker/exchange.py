@@ -221,7 +221,8 @@ class ParameterExchange:
         ahead = self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
-            reply = lane.push_pull(self._part(lane, sent), self.parameters, call, ahead.at.get(lane.shard))
+            rows = ahead.at.get(lane.shard) if ahead is not None else None
+            reply = lane.push_pull(self._part(lane, sent), self.parameters, call, rows)
             self._counts.on_reply(sent, lane.shard, reply)
 
         self.parameters = self.places.renew()
@@ -239,7 +240,7 @@ class ParameterExchange:
             for attempt in self._session.attempts() if behind else ():
                 with attempt:
                     self._pull(behind)
-            if not behind:
+            if ahead is not None and not behind:
                 self.counts["rows_pulled"] += self.rows.came(ahead)
                 self._requests.rows_read |= ahead.versions
 

@@ -19,17 +19,16 @@ from psd_client.worker.rows import Batches, Gradients, RowGradients, RowPull
 
 
 class PullAhead:
-    """Rows that one push_pull is to fetch besides, perhaps none.
+    """Rows that one push_pull is to fetch besides.
 
     Attributes:
         at: what to ask of each shard.
     """
 
-    def __init__(self, pull: RowPull | None, shards: Sequence[int]) -> None:
+    def __init__(self, pull: RowPull, shards: Sequence[int]) -> None:
         self._pull = pull
         self.at: dict[int, RowsAhead] = {}
-        for shard in shards if pull is not None else ():
-            assert pull is not None
+        for shard in shards:
             portion, *others = pull.at(shard)
             if others:  # too much for one round trip
                 self.at = {}
@@ -61,6 +60,7 @@ class RowTraffic:
         shared = segment if layout.spec.tables else None
         self._batches = Batches(layout)
         self._pushed, self._pulled = RowsMemory(shared), RowsMemory(shared)
+        self._no_gradients = RowGradients(self._batches, {}, self._pushed)
         self._wanted: dict[int, NDArray[Any]] = {}
         self._ids: dict[int, bytes] = {}
         self._rows: dict[int, NDArray[np.float32]] = {}
@@ -68,7 +68,7 @@ class RowTraffic:
     def gradients(self, gradients: Gradients) -> RowGradients:
         """Gradients of rows as the next push sends them; what has come ahead is dropped, since rows change."""
         self.forget()
-        return RowGradients(self._batches, gradients, self._pushed)
+        return RowGradients(self._batches, gradients, self._pushed) if gradients else self._no_gradients
 
     def pull(self, wanted: Mapping[int, NDArray[Any]]) -> RowPull:
         """A pull that is to be made."""
@@ -78,9 +78,9 @@ class RowTraffic:
         """Have rows come with the next push_pull, for the `pull_rows` after it."""
         self._wanted |= {table: ids.copy() for table, ids in wanted.items()}
 
-    def pull_ahead(self, shards: Sequence[int]) -> PullAhead:
-        """Rows that the push_pull that begins now is to fetch besides, from these shards."""
-        return PullAhead(self.pull(self._wanted) if self._wanted else None, shards)
+    def pull_ahead(self, shards: Sequence[int]) -> PullAhead | None:
+        """Rows that the push_pull that begins now is to fetch besides, from these shards; None: none."""
+        return PullAhead(self.pull(self._wanted), shards) if self._wanted else None
 
     def came(self, ahead: PullAhead) -> int:
         """Keep what has come of it, if all has; the number of rows."""
