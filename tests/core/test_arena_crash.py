@@ -1,7 +1,6 @@
 """The arena after kill -9 at every numbered step, and at random instants."""
 
 import multiprocessing
-import os
 import random
 import shutil
 import signal
@@ -10,6 +9,7 @@ from collections import Counter
 
 import pytest
 from arena_workload import SHAPES, CrashAt, Journal, check, main_until_crash, main_until_killed, open_or_create, run, versions
+from random_deaths import last_word_of_a_killed_process
 
 from psd_core.arena import CRASH_POINTS, Arena
 
@@ -95,18 +95,7 @@ def test_death_at_random_instants_thirty_times_over(processes, memory_path):
     random_ = random.Random(20240229)
     journal = Journal(memory_path / "journal")
     for _ in range(30):
-        ours, theirs = processes.Pipe(duplex=False)
-        process = processes.Process(target=main_until_killed, args=(memory_path, theirs))
-        process.start()
-        theirs.close()
-        for _ in range(random_.randrange(1, 12)):
-            ours.recv()
-        for _ in range(random_.randrange(20_000)):  # up to about a millisecond, so that no step is favoured
-            pass
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        ours.close()
-        assert process.exitcode == -signal.SIGKILL
+        last_word_of_a_killed_process(processes, main_until_killed, memory_path, random_, 12)
 
         arena = Arena.open(memory_path / "state")
         assert arena is not None

@@ -1,16 +1,15 @@
 """A table's partition after kill -9: a copy at every store of the protocol, and processes killed at random instants."""
 
 import multiprocessing
-import os
 import random
 import shutil
-import signal
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 from helpers_rules import Case
+from random_deaths import last_word_of_a_killed_process
 from table_model import SGD, check_places, rows_of, spec_of
 
 from psd_core.initial import Zeros
@@ -153,19 +152,8 @@ def test_death_at_random_instants_leaves_whole_pushes(memory_path):
     TableStore.create(path, TableSpec("t", DIM, "sgd", init=Zeros(), max_bytes=1 << 24, push_max=2000, notes=1)).close(
         remove=False
     )
-    acknowledged = 0
     for _ in range(8):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=train_until_killed, args=(path, theirs))
-        process.start()
-        theirs.close()
-        for _ in range(random_.randrange(1, 25)):
-            acknowledged = ours.recv()
-        for _ in range(random_.randrange(20_000)):  # up to about a millisecond, so that no step is favoured
-            pass
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        ours.close()
+        acknowledged = last_word_of_a_killed_process(context, train_until_killed, path, random_, 25)
 
         store = TableStore.open(path)
         done = int(store.notes()[0])

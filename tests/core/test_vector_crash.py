@@ -1,15 +1,14 @@
 """Vectors after kill -9: a copy of the files at every store of the protocol, and processes killed at random instants."""
 
-import contextlib
 import multiprocessing
 import os
 import random
-import signal
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+from random_deaths import last_word_of_a_killed_process
 
 from psd_core.reductions import unpack_answers
 from psd_core.vector import CRASH_POINTS, BatchName, VectorSpec, VectorStore
@@ -170,22 +169,8 @@ def test_death_at_random_instants_leaves_whole_batches(memory_path):
         store.create_vector(VectorSpec(name, n))
     store.run([Fill("one", 1.0)])
     store.close(remove=False)
-    acknowledged = 0
     for _ in range(8):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=add_until_killed, args=(path, theirs))
-        process.start()
-        theirs.close()
-        for _ in range(random_.randrange(1, 25)):
-            acknowledged = ours.recv()
-        for _ in range(random_.randrange(20_000)):  # up to about a millisecond, so that no step is favoured
-            pass
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        with contextlib.suppress(EOFError):
-            while ours.poll():
-                acknowledged = ours.recv()
-        ours.close()
+        acknowledged = last_word_of_a_killed_process(context, add_until_killed, path, random_, 25)
 
         store = VectorStore.open(path)
         done = store.sessions()[1]

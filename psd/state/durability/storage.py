@@ -23,7 +23,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -43,6 +43,7 @@ _BARRIERS_NAME = "barriers"
 _ORDERS_NAME = "orders"
 _VERDICT_NAME = "verdict"
 _BOOT_NAME = "boot"
+_CANNOT_GO_ON = "this shard cannot go on with it. Remove the directory to start without it"
 _VECTORS_NAME = "vectors"
 _CLIENT_STATE_PREFIX = "client-state-"
 _CLOSED = b"closed"
@@ -82,9 +83,7 @@ class Storage:
         except ArenaBusy as error:
             raise ConfigError(f"--state-dir: {error}") from error
         except ArenaCorrupt as error:
-            raise ConfigError(
-                f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
-            ) from error
+            raise ConfigError(f"--state-dir: {error}; {_CANNOT_GO_ON}") from error
         except ArenaFull as error:
             raise ConfigError(f"--state-dir: {error.strerror}") from error
         if arena is None:
@@ -197,14 +196,8 @@ class Storage:
         Raises:
             ConfigError: one of them cannot be used.
         """
-        try:
+        with self._taking_over():
             self.tables = open_stores(self.directory, count, self._tables_crash_point)
-        except (ArenaError, OSError) as error:
-            if self.arena is not None:
-                self.arena.close(remove=False)
-            raise ConfigError(
-                f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
-            ) from error
         return self.tables
 
     def make_vectors(self) -> None:
@@ -234,16 +227,18 @@ class Storage:
         Raises:
             ConfigError: they cannot be used.
         """
-        try:
+        with self._taking_over(), contextlib.suppress(FileNotFoundError):
             self.vectors = VectorStore.open(self.directory / _VECTORS_NAME, crash_point=self._tables_crash_point)
-        except FileNotFoundError:
-            return
+
+    @contextlib.contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        """Inside, files beside the arena that was found are opened. If they cannot be, the arena is closed: ConfigError."""
+        try:
+            yield
         except (ArenaError, OSError) as error:
             if self.arena is not None:
                 self.arena.close(remove=False)
-            raise ConfigError(
-                f"--state-dir: {error}; this shard cannot go on with it. Remove the directory to start without it"
-            ) from error
+            raise ConfigError(f"--state-dir: {error}; {_CANNOT_GO_ON}") from error
 
     def save_barriers(self, opened: bytes) -> None:
         """Store the opened barriers beside the arena; does nothing before there is an arena.
