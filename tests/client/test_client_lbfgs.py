@@ -207,7 +207,12 @@ def test_callback_sees_each_iteration_and_may_end_them():
     assert (first.status, first.nit, first.fun) == (second.status, second.nit, second.fun) == (99, 5, seen[-1][1])
 
 
-def test_job_that_goes_back_to_a_checkpoint_goes_on_from_there():
+@pytest.mark.parametrize(
+    "left_by",
+    [lambda batches: batches[20], lambda batches: {name: np.zeros_like(array) for name, array in batches[20].items()}],
+    ids=["some batches ago", "before the first state"],
+)
+def test_job_that_goes_back_to_a_checkpoint_goes_on_from_there(left_by):
     """The shards then hold what they held some batches ago."""
     start = np.tile([-1.2, 1.0], 3)
     (whole,) = Space().minimize(start, losses=[rosenbrock])
@@ -216,7 +221,7 @@ def test_job_that_goes_back_to_a_checkpoint_goes_on_from_there():
     def before_batch():
         batches.append({name: array.copy() for name, array in space.arrays.items()})
         if len(batches) == 40:
-            space.arrays = batches[20]
+            space.arrays = left_by(batches)
             raise RolledBack("the job went back to a checkpoint")
 
     space.before_batch = before_batch

@@ -6,7 +6,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ class _Run:
         """Iterate until there is a reason to stop, and tell the others."""
         state = self._read()
         if state is None or not state.recent:
-            state = self._problem
+            state = replace(self._problem)  # after a RolledBack to the time before the first one it is begun again
             self._vectors("x.0", len(self._start)).put(self._start)
         if state.order != Order.FINISH:
             state.order = Order.EVALUATE
