@@ -24,11 +24,9 @@ _GONE = ("finished", "expired", "failed")
 
 def diagnosed(now: JobSnapshot) -> JobSnapshot:
     """The look with its state, headline, limit and slow workers filled in."""
-    slow = _slow(now.workers)
     state, headline = _state(now)
-    return replace(
-        now, state=state, headline=headline, slow=slow, limit=_limit(now, slow) if state in ("training", "waiting") else ""
-    )
+    now = replace(now, state=state, headline=headline, slow=_slow(now.workers))
+    return replace(now, limit=_limit(now) if state in ("training", "waiting") else "")
 
 
 def _state(now: JobSnapshot) -> tuple[str, str]:
@@ -66,16 +64,16 @@ def _slow(workers: Sequence[WorkerSnapshot]) -> tuple[int, ...]:
     )
 
 
-def _limit(now: JobSnapshot, slow: Sequence[int]) -> str:
+def _limit(now: JobSnapshot) -> str:
     silent = [shard.index for shard in now.shards if shard.state == "no answer"]
     if silent:
         return f"Workers wait until {_noun('shard', silent)} {'is' if len(silent) == 1 else 'are'} back"
     by_rank = {worker.rank: worker for worker in now.workers}
-    if slow:
-        worst = by_rank[slow[0]]
+    if now.slow:
+        worst = by_rank[now.slow[0]]
         if worst.awaited_share > SLOW_SHARE:
             return f"Others wait for worker {worst.rank} {worst.awaited_share:.0%} of the time"
-        return f"{_noun('Worker', slow)} {'is' if len(slow) == 1 else 'are'} slower than the others"
+        return f"{_noun('Worker', now.slow)} {'is' if len(now.slow) == 1 else 'are'} slower than the others"
     if now.state == "waiting" and now.waits:
         return now.waits[0][0].upper() + now.waits[0][1:]
     busiest = max(now.shards, key=lambda shard: shard.in_calls_share)

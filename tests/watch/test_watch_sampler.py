@@ -67,6 +67,7 @@ def test_workers_that_wait_alike_are_told_together():
 
     assert now.waits == ("workers 0-2, 4 wait in barrier 'epoch' for worker 3 (has not joined); so far 5.0 s",)
     assert now.state == "waiting"
+    assert now.limit == f"W{now.waits[0][1:]}"
 
 
 def test_a_shard_that_is_silent_is_told_with_what_was_known_of_it(job):
