@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from psd.contract.arguments import refuse
@@ -114,7 +115,7 @@ class ScalarLog:
 
     def _next_batch(self) -> Sequence[_Point]:
         with self._lock:
-            points = list(self._unsent)[:BATCH_POINTS_MAX]
+            points = list(islice(self._unsent, BATCH_POINTS_MAX))
             if not points:
                 self._has_work.clear()
             return points

@@ -48,11 +48,12 @@ class Grid:
 
     def lines(self) -> list[str]:
         """The grid as aligned lines, headings first."""
+        widths = self.widths
         return [
             (" " * GAP)
             .join(
                 cell.ljust(width) if is_left else cell.rjust(width)
-                for cell, width, is_left in zip(row, self.widths, self.is_left, strict=True)
+                for cell, width, is_left in zip(row, widths, self.is_left, strict=True)
             )
             .rstrip()
             for row in (self.titles, *self.rows)
