@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from shard_driver import Driver
 
-from psd.contract.config import ConfigError
+from psd.contract.config import ConfigError, ServerConfig
 from psd.state.durability import storage
 
 
@@ -73,3 +73,13 @@ def test_a_system_that_does_not_say_is_believed(driver):
     driver.restart(*driver.seats)
 
     assert driver.shard.is_recovered
+
+
+def test_orders_of_a_job_that_is_over_are_not_the_next_ones(tmp_path):
+    """Its arena has gone; the directory is the operator's, and stays."""
+    (tmp_path / "orders").write_bytes(b"orders")
+    found = storage.Storage(ServerConfig(0, 1, state_dir=str(tmp_path)), None)
+
+    assert found.load_orders() == b"orders"
+    assert found.recover() is None
+    assert found.load_orders() == b""

@@ -87,6 +87,8 @@ class Storage:
         except ArenaFull as error:
             raise ConfigError(f"--state-dir: {error.strerror}") from error
         if arena is None:
+            if self.directory.is_dir():
+                _unlink(self.directory, _ORDERS_NAME)  # an earlier job's
             return None
         try:
             stored = storage_pb2.StoredJob.FromString(arena.meta)
@@ -113,6 +115,7 @@ class Storage:
             )
         if not (is_believed and arena.word("initialized")):
             _remove_notes(self.directory)
+            _unlink(self.directory, _ORDERS_NAME)
             # Else the process died before the job had its values; nobody can have built on it.
             arena.close(remove=True)
             return None
@@ -397,13 +400,17 @@ def _abandon(arena: Arena, directory: Path) -> None:
     arena.abandon()
 
 
+def _unlink(directory: Path, name: str) -> None:
+    for path in (directory / name, directory / f"{name}.new"):
+        path.unlink(missing_ok=True)
+
+
 def _remove_notes(directory: Path, *, but_vectors: bool = False) -> None:
     """Delete what lies beside an arena."""
     remove_stores(directory)
     if not but_vectors:
         shutil.rmtree(directory / _VECTORS_NAME, ignore_errors=True)
     for name in (_BARRIERS_NAME, _VERDICT_NAME, _BOOT_NAME):
-        for path in (directory / name, directory / f"{name}.new"):
-            path.unlink(missing_ok=True)
+        _unlink(directory, name)
     for path in directory.glob(f"{_CLIENT_STATE_PREFIX}*"):
         path.unlink(missing_ok=True)
