@@ -33,30 +33,27 @@ class FollowedOrders:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._orders = job_pb2.JobOrders()
+        self._scales: list[tuple[int, float]] = []  # of the learning rate: from a clock on, by how much
+        self._ends_at = 0
 
     def hear(self, orders: job_pb2.JobOrders) -> None:
         """Take shard 0's present orders, all of them."""
-        if orders == self._orders:
-            return
-        known = {(rate.clock, rate.scale) for rate in self._orders.learning_rates}
-        for rate in orders.learning_rates:
-            if (rate.clock, rate.scale) not in known:
+        scales = [(rate.clock, rate.scale) for rate in orders.learning_rates]
+        for clock, scale in scales:
+            if (clock, scale) not in self._scales:
                 what = "the learning rate is scaled by %g from step %d on, as an operator has ordered"
-                logger.info("psd: worker %d: " + what, self._rank, rate.scale, rate.clock)
-        self._orders = job_pb2.JobOrders()
-        self._orders.CopyFrom(orders)
+                logger.info("psd: worker %d: " + what, self._rank, scale, clock)
+        self._scales, self._ends_at = scales, orders.ends_at
 
     def learning_rate_scale(self, clock: int) -> float:
         """The scale for a push at that clock."""
-        scales = [rate.scale for rate in self._orders.learning_rates if rate.clock <= clock]
-        return scales[-1] if scales else 1.0
+        return next((scale for begin, scale in reversed(self._scales) if begin <= clock), 1.0)
 
     def scaled(
         self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
     ) -> list[data_pb2.GroupScalars]:
         """The scalars of a push at that clock, group by group, with the learning rate scaled."""
-        scale = self.learning_rate_scale(clock)
+        scale = self.learning_rate_scale(clock) if self._scales else 1.0
         if scale == 1.0:
             return [data_pb2.GroupScalars(values=values) for values in scalars]
         return [
@@ -72,5 +69,5 @@ class FollowedOrders:
 
     def check_end(self, clock: int, *, is_begun: bool = False) -> None:
         """Raise Drained if nobody pushes at this clock any more; not for a push that has begun, and was looked at then."""
-        if not is_begun and self._orders.ends_at and clock >= self._orders.ends_at:
+        if not is_begun and self._ends_at and clock >= self._ends_at:
             raise Drained(clock)
