@@ -103,8 +103,7 @@ class FlatBuffers:
         """The sum of the squares of all that is trained, see psd_core.square_sum."""
         spaces = zip(self.layout.spaces, self.spaces, strict=True)
         trained = [memory for space, memory in spaces if not self.layout.spec.groups[space.group].is_static]
-        sums = [psd_core.square_sum(memory) for memory in trained]
-        return None if None in sums else sum(total for total in sums if total is not None)
+        return psd_core.total_squares(map(psd_core.square_sum, trained))
 
     def first_nonfinite(self) -> str | None:
         """Name of the first tensor, in the order of the layout, that holds NaN or infinity; None if all is finite. Buffers may

@@ -85,7 +85,6 @@ class ParameterExchange:
         self._trained = [block for block in layout.blocks if block.trained]
         self._trained_count = len(self._trained) + (layout.shard_count if layout.spec.tables else 0)
         self._lanes = [lane for lane in shards.lanes if self._blocks[lane.shard] or layout.spec.tables]
-        self._shard_indexes = [lane.shard for lane in self._lanes]
         self._has_static = any(not block.trained for block in layout.blocks)
         self._has_rounds = layout.spec.consistency.has_rounds
         self._is_exact = layout.spec.aggregation == "exact"
@@ -177,8 +176,7 @@ class ParameterExchange:
 
         What a call that failed has begun to push is completed first.
         """
-        if self._failed is not None:
-            self._resolve()
+        self._resolve()
         if self._unconfirmed is not None:
             self._await_closed()
 
@@ -224,7 +222,7 @@ class ParameterExchange:
         feed: gives blocks and rows, and which tensors have a gradient; the shards look for NaN. versions_read: see SentPush.
         """
         sent = self._begin(scalars, weight, present, rows, skip=skip, feed=feed, versions_read=versions_read)
-        ahead = self.rows.pull_ahead(self._shard_indexes)
+        ahead = self.rows.pull_ahead([lane.shard for lane in self._lanes])
 
         def push_pull_at(lane: Lane, call: Call) -> None:
             rows = ahead.at.get(lane.shard) if ahead is not None else None

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from psd.contract.jobspec import GroupSpec
+from psd.contract.orders import scale_at
 from psd.v1 import data_pb2, job_pb2
 
 logger = logging.getLogger("psd_client")
@@ -33,27 +34,22 @@ class FollowedOrders:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._scales: list[tuple[int, float]] = []  # of the learning rate: from a clock on, by how much
+        self._rates: list[job_pb2.LearningRateScale] = []
         self._ends_at = 0
 
     def hear(self, orders: job_pb2.JobOrders) -> None:
         """Take shard 0's present orders, all of them."""
-        scales = [(rate.clock, rate.scale) for rate in orders.learning_rates]
-        for clock, scale in scales:
-            if (clock, scale) not in self._scales:
+        for rate in orders.learning_rates:
+            if rate not in self._rates:
                 what = "the learning rate is scaled by %g from step %d on, as an operator has ordered"
-                logger.info("psd: worker %d: " + what, self._rank, scale, clock)
-        self._scales, self._ends_at = scales, orders.ends_at
-
-    def learning_rate_scale(self, clock: int) -> float:
-        """The scale for a push at that clock."""
-        return next((scale for begin, scale in reversed(self._scales) if begin <= clock), 1.0)
+                logger.info("psd: worker %d: " + what, self._rank, rate.scale, rate.clock)
+        self._rates, self._ends_at = list(orders.learning_rates), orders.ends_at
 
     def scaled(
         self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
     ) -> list[data_pb2.GroupScalars]:
         """The scalars of a push at that clock, group by group, with the learning rate scaled."""
-        scale = self.learning_rate_scale(clock) if self._scales else 1.0
+        scale = scale_at(self._rates, clock)
         if scale == 1.0:
             return [data_pb2.GroupScalars(values=values) for values in scalars]
         return [
