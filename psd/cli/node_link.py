@@ -67,12 +67,12 @@ class NodeLink:
         try:
             while self._unsent:
                 del self._unsent[: os.write(self.writer, self._unsent)]
+                self._said_at = time.monotonic()
         except BlockingIOError:
             return
         except OSError:
             self._is_broken = True
             self._unsent.clear()
-        self._said_at = time.monotonic()
 
     def receive(self) -> list[Message] | None:
         """Receive the messages that have come; None at the end of the connection, also one that is broken or makes no sense."""

@@ -246,8 +246,12 @@ def test_link_when_the_other_side_is_silent_then_it_is_lost_but_not_before():
         link = NodeLink(ours.fileno(), ours.fileno())
         began_at = link._heard_at
 
-        assert link.beat(began_at + SILENCE_S - 1)
+        beat_at = link.beat_at()
+        link.flush()
+        assert link.beat_at() == beat_at, "nothing was sent, so that the other side still waits for a sign of life"
+        assert link.beat(beat_at)
         assert NodeLink(theirs.fileno(), theirs.fileno()).receive() == [{}], "a sign of life"
+        assert link.beat(began_at + SILENCE_S - 1)
         assert not link.beat(began_at + SILENCE_S)
 
 
