@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from psd.contract.jobspec import GroupSpec
-from psd.contract.orders import scale_at
+from psd.contract.orders import scale_at, scale_text
 from psd.v1 import data_pb2, job_pb2
 
 logger = logging.getLogger("psd_client")
@@ -43,8 +43,7 @@ class FollowedOrders:
         known = {(rate.clock, rate.scale) for rate in self._orders.learning_rates}
         for rate in orders.learning_rates:
             if (rate.clock, rate.scale) not in known:
-                what = "the learning rate is scaled by %g from step %d on, as an operator has ordered"
-                logger.info("psd: worker %d: " + what, self._rank, rate.scale, rate.clock)
+                logger.info("psd: worker %d: %s, as an operator has ordered", self._rank, scale_text(rate))
         self._orders = job_pb2.JobOrders()
         self._orders.CopyFrom(orders)
 
