@@ -36,8 +36,8 @@ examples:
   psdctl set-lr 1                                   as the program says again
 
 A new SCALE replaces the one before; they do not multiply. It is written to the log of shard 0 and shown by
-psdctl status --json ("learning_rates"). It lasts as long as shard 0 keeps its state; a job that goes on from a
-checkpoint after that begins with 1. The rule must have a number of the name "lr", as all of psd's do.
+psdctl status. Checkpoints have it, too: a job that goes on from one has the scale that it had there. The rule
+must have a number of the name "lr", as all of psd's do.
 {_EXIT}"""
 
 _DRAIN_DESCRIPTION = """\

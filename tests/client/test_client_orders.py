@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import in_threads
+from client_faults import in_threads, until
 
-from psd.contract.errors import InvalidRequest, SessionFenced, WrongShard
+from psd.checkpoint import CheckpointDirectory
+from psd.cli.ctl import main
+from psd.contract.errors import InvalidRequest, RolledBack, SessionFenced, WrongShard
 from psd_client import SGD, Drained, connect
 
 PARAMS = {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}
@@ -62,6 +65,74 @@ def test_a_worker_that_joins_or_meets_a_restarted_shard_follows_what_was_ordered
     with connect(started.servers, 0, 1) as ps:
         ps.declare(PARAMS, SGD(lr=1.0))
         assert ps.push_pull(ONES)["a"][0] == -begins - 0.5
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_job_that_goes_on_from_a_checkpoint_has_the_scale_that_it_had_there(
+    consistency: str, cluster: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On another number of shards; psdctl says which scale that is."""
+    place = str(tmp_path / "checkpoints")
+    settings = {"checkpoint_dir": place, "checkpoint_steps": 1000, "lease_s": 60.0}
+    first = cluster(2, **settings)
+    with connect(first.servers, 0, 1) as ps:
+        ps.declare(PARAMS, SGD(lr=1.0), consistency=consistency)
+        ps.push_pull(ONES)
+        begins = first.shards[0].shard.scale_learning_rate(0.25).clock
+        while ps.clock < 6:
+            before = ps.push_pull(ONES)
+    for each in first.shards:
+        each.stop()
+    assert main(["checkpoints", place]) == 0
+    heads, values = capsys.readouterr().out.splitlines()
+    assert (heads.split()[-2:], values.split()[-1]) == (["LR", "SCALE"], "0.25")
+
+    again = cluster(3, **settings)
+    with connect(again.servers, 0, 1) as ps:
+        after = ps.declare(PARAMS, SGD(lr=1.0), consistency=consistency)
+        assert (ps.clock, after["a"][0], after["b"][0]) == (6, before["a"][0], before["b"][0])
+        assert 0 <= begins <= 4
+        assert ps.push_pull(ONES)["a"][0] == before["a"][0] - 0.25
+        rates = again.shards[0].shard.status().orders.learning_rates
+        assert [(rate.clock, rate.scale) for rate in rates] == [(begins, 0.25)]
+
+
+@pytest.mark.parametrize(("lost", "later"), [(1, 0.5), (0, 2.0)])
+def test_a_job_that_goes_back_has_the_same_scales_at_the_same_steps_again(
+    lost: int, later: float, cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also that of an order since the checkpoint, which shard 0 knows, unless it was shard 0 that has lost all."""
+    place = str(tmp_path / "checkpoints")
+    settings: dict[str, Any] = {"checkpoint_dir": place, "checkpoint_steps": 8, "lease_s": 60.0}
+    started = cluster(2, **settings)
+    ones = {"a": np.ones(20_000, np.float32)}  # so many that each shard has some
+    with connect(started.servers, 0, 1) as ps:
+        ps.declare({"a": np.zeros(20_000, np.float32)}, SGD(lr=1.0))
+        values = {}
+        orders = {1: 2.0, 9: 0.5}
+        while ps.clock < 15:
+            if ps.clock in orders:
+                begins = started.shards[0].shard.scale_learning_rate(orders[ps.clock]).clock
+            after = ps.push_pull(ones)
+            values[ps.clock] = float(after["a"][0])
+        assert (begins, values[12] - values[13]) == (12, 0.5)
+        until(lambda: CheckpointDirectory(place).newest() is not None)
+        started.shards[lost].stop()
+        started.shards[lost] = cluster(2, only=lost, listen=started.shards[lost].address, **settings).shards[0]
+
+        with pytest.raises(RolledBack):
+            while ps.clock < 30:
+                ps.push_pull(ones)
+        again = {ps.clock: float(ps.pull()["a"][0])}
+        while ps.clock < 13:
+            after = ps.push_pull(ones)
+            again[ps.clock] = float(after["a"][0])
+
+        assert min(again) == 8
+        assert {clock: again[clock] for clock in range(8, 13)} == {clock: values[clock] for clock in range(8, 13)}
+        assert again[12] - again[13] == later
+        ordered = started.shards[0].shard.scale_learning_rate(0.125)
+        assert ordered.clock == 16, "from the steps that come next"
 
 
 def test_drain_ends_all_workers_before_the_same_step(cluster: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from psd.contract.jobspec import GroupSpec
+from psd.contract.orders import scale_at
 from psd.v1 import data_pb2, job_pb2
 
 logger = logging.getLogger("psd_client")
@@ -47,16 +48,11 @@ class FollowedOrders:
         self._orders = job_pb2.JobOrders()
         self._orders.CopyFrom(orders)
 
-    def learning_rate_scale(self, clock: int) -> float:
-        """The scale for a push at that clock."""
-        scales = [rate.scale for rate in self._orders.learning_rates if rate.clock <= clock]
-        return scales[-1] if scales else 1.0
-
     def scaled(
         self, scalars: Sequence[Sequence[float]], groups: Sequence[GroupSpec], clock: int
     ) -> list[data_pb2.GroupScalars]:
         """The scalars of a push at that clock, group by group, with the learning rate scaled."""
-        scale = self.learning_rate_scale(clock)
+        scale = scale_at(self._orders.learning_rates, clock)
         if scale == 1.0:
             return [data_pb2.GroupScalars(values=values) for values in scalars]
         return [

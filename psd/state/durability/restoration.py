@@ -42,6 +42,7 @@ from psd.contract.errors import (
 )
 from psd.contract.jobspec import JobSpec
 from psd.contract.layout import Layout
+from psd.contract.orders import scale_at
 from psd.state.aggregation.rules import check_listed
 from psd.state.core import ShardCore
 from psd.state.durability.cuts import Cuts
@@ -252,6 +253,12 @@ class Restoration:
             self._fill_vectors(manifest)
             keeps_states = core.config.shard_index == job.layout.client_state_shard
             core.client_states.begin(manifest.client_states if keeps_states else {})
+            if core.config.shard_index == 0:
+                with core.lock:
+                    core.orders.on_restore(manifest.learning_rates)
+                    scale = scale_at(core.orders.learning_rates_from(manifest.step), manifest.step)
+                if scale != 1.0:
+                    logger.warning("the learning rate is scaled by %g, as it was at checkpoint %s", scale, manifest.name)
         except Exception:
             core.storage.close(keep=False)
             with core.lock:
