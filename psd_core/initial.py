@@ -17,6 +17,8 @@ class Initial:
     """Base of the distributions. Use a subclass."""
 
     number: ClassVar[int]
+    _arguments: ClassVar[tuple[str, str]]
+    """Names of the arguments that the kernel takes as two numbers; "" for 0."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -28,7 +30,8 @@ class Initial:
     @property
     def numbers(self) -> tuple[float, float]:
         """The two numbers that the kernel takes."""
-        raise NotImplementedError
+        first, second = (float(getattr(self, name)) if name else 0.0 for name in self._arguments)
+        return first, second
 
     def to_json(self) -> dict[str, Any]:
         """Name and arguments."""
@@ -40,11 +43,7 @@ class Zeros(Initial):
     """Zeros."""
 
     number: ClassVar[int] = 0
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return 0.0, 0.0
+    _arguments = "", ""
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,9 @@ class Constant(Initial):
     """One value everywhere."""
 
     number: ClassVar[int] = 1
+    _arguments = "value", ""
 
     value: float
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return float(self.value), 0.0
 
 
 @dataclass(frozen=True)
@@ -66,14 +61,10 @@ class Uniform(Initial):
     """Uniform from `low` to `high`."""
 
     number: ClassVar[int] = 2
+    _arguments = "low", "high"
 
     low: float
     high: float
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return float(self.low), float(self.high)
 
 
 @dataclass(frozen=True)
@@ -81,14 +72,10 @@ class Normal(Initial):
     """Normal distribution."""
 
     number: ClassVar[int] = 3
+    _arguments = "mean", "std"
 
     std: float
     mean: float = 0.0
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return float(self.mean), float(self.std)
 
 
 @dataclass(frozen=True)
@@ -96,13 +83,9 @@ class TruncatedNormal(Initial):
     """Normal distribution around 0 without what lies beyond two standard deviations."""
 
     number: ClassVar[int] = 4
+    _arguments = "", "std"
 
     std: float
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """See Initial."""
-        return 0.0, float(self.std)
 
 
 INITIALS = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal, TruncatedNormal)}

@@ -44,32 +44,8 @@ class FakeLane(Lane):
     def __repr__(self) -> str:
         return f"lane {self.shard}"
 
-    def _ask(self, kind: str, message: Any, reply: type[Any], call: Call) -> Any:
-        return reply.FromString(self._process.ask(self.shard, _request(kind, message), call.scope).body)
-
-    def join(self, request: control_pb2.JoinRequest, call: Call) -> control_pb2.JoinReply:
-        return self._ask("join", request, control_pb2.JoinReply, call)
-
-    def declare(self, request: control_pb2.DeclareRequest, call: Call) -> control_pb2.DeclareReply:
-        return self._ask("declare", request, control_pb2.DeclareReply, call)
-
-    def rollback(self, request: control_pb2.RollbackRequest, call: Call) -> control_pb2.RollbackReply:
-        return self._ask("rollback", request, control_pb2.RollbackReply, call)
-
-    def commit(self, request: control_pb2.CommitRequest, call: Call) -> control_pb2.CommitReply:
-        return self._ask("commit", request, control_pb2.CommitReply, call)
-
-    def measure(self, request: control_pb2.MeasureRequest, call: Call) -> control_pb2.MeasureReply:
-        return self._ask("measure", request, control_pb2.MeasureReply, call)
-
-    def barrier(self, request: control_pb2.BarrierRequest, call: Call) -> control_pb2.BarrierReply:
-        return self._ask("barrier", request, control_pb2.BarrierReply, call)
-
-    def describe(self, request: control_pb2.DescribeRequest, call: Call) -> control_pb2.DescribeReply:
-        return self._ask("describe", request, control_pb2.DescribeReply, call)
-
-    def log(self, request: control_pb2.LogRequest, call: Call) -> None:
-        raise NotImplementedError("these workers report no scalars")
+    def ask(self, method: str, request: Any, reply: type[Any], call: Call, *, is_wait: bool = False) -> Any:
+        return reply.FromString(self._process.ask(self.shard, _request(method.lower(), request), call.scope).body)
 
     def leave(self, request: control_pb2.LeaveRequest, timeout_s: float) -> None:
         del timeout_s
@@ -89,9 +65,6 @@ class FakeLane(Lane):
 
     def store_buffers(self, request: data_pb2.BuffersRequest, call: Call) -> None:
         raise NotImplementedError("these jobs have no buffers")
-
-    def load(self, request: control_pb2.LoadRequest, call: Call) -> control_pb2.LoadReply:
-        raise NotImplementedError("these workers load none")
 
     def set_parameters(self, request: data_pb2.ParametersRequest, call: Call) -> None:
         raise NotImplementedError("these workers load none")
