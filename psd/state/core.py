@@ -330,7 +330,8 @@ class ShardCore:
 
     def check_target(self, caller: job_pb2.Caller) -> None:
         """Raise ForeignRun or ShardRestarted unless the caller means this shard in this life."""
-        self.check_run_id(caller.run_id)
+        if caller.run_id != self.run_id:
+            self.check_run_id(caller.run_id)
         if caller.incarnation != self.incarnation:
             raise ShardRestarted(
                 f"caller.incarnation: shard {self.config.shard_index} is incarnation {self.incarnation}, "
