@@ -28,11 +28,12 @@ from psd.checkpoint.row_reading import StoredTable, restored_table, verify_rows
 from psd.checkpoint.storage import CrashPoint, no_crash, open_storage
 from psd.checkpoint.table_records import TablePart
 from psd.checkpoint.vector_reading import restored_vectors, verify_vectors
-from psd.checkpoint.vector_records import VectorPiece, VectorsPart
+from psd.checkpoint.vector_records import VectorsPart
 from psd.contract.errors import CheckpointCorrupt, CheckpointFailed, CheckpointUnsupported
 from psd.contract.layout import Layout
 from psd.contract.orders import scale_at
 from psd.v1.job_pb2 import LearningRateScale
+from psd_core.vector import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +314,7 @@ class CheckpointDirectory:
         """The rows of a table that belong to one shard of `layout`. Raises what `read_blocks` does, iterating it likewise."""
         return restored_table(self.storage, manifest, layout, shard_index, table)
 
-    def read_vectors(self, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[VectorPiece]:
+    def read_vectors(self, manifest: Manifest, shard_index: int = 0, shard_count: int = 1) -> Iterator[Piece]:
         """The elements of all vectors that belong to one of any number of shards. Raises what `read_blocks` does."""
         return restored_vectors(self.storage, manifest, shard_index, shard_count)
 

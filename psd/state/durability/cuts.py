@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from psd.checkpoint.cut import TIME_S_MAX, CutName
+from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state import locks
 from psd.state.aggregation.block import BlockState
@@ -38,8 +39,6 @@ UNWRITTEN_MAX = 2
 
 FINAL_ID = "final"
 """Id of the cut taken when all workers have left."""
-
-CUTS_MAX = 8
 
 GOES_BACK = "the job goes back to a checkpoint"
 """The reason when a cut is missed because the job goes back."""

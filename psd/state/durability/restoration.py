@@ -23,7 +23,6 @@ from psd.checkpoint import (
     RestoredBlock,
     StoredTable,
     ValueRows,
-    VectorPiece,
     directory_at,
     open_parameters,
     parameter_blocks,
@@ -55,6 +54,7 @@ from psd.state.workers.membership import Membership
 from psd.v1 import control_pb2
 from psd_core import first_nonfinite
 from psd_core.arena import ArenaFull
+from psd_core.vector import Piece
 from psd_core.vector_operations import Put
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Restoration:
         directory, index = self._readable(manifest.name), self._core.config.shard_index
         return [directory.read_table(manifest, layout, index, table) for table in range(len(layout.spec.tables))]
 
-    def _vectors(self, manifest: Manifest) -> Iterator[VectorPiece]:
+    def _vectors(self, manifest: Manifest) -> Iterator[Piece]:
         """The elements of a checkpoint's vectors that are this shard's."""
         config = self._core.config
         return self._readable(manifest.name).read_vectors(manifest, config.shard_index, config.shard_count)
