@@ -119,6 +119,7 @@ class Sampler:
         shards = tuple(self._shard(index, answer) for index, answer in enumerate(answers))
         found = tuple(map(printable, problems(answers)))
         if not replies and self.now is not None:
+            found = () if self.now.state == "finished" else found
             return diagnosed(replace(self.now, at=self._wall(), shards=shards, waits=(), problems=found, steps_per_s=0.0))
         job = next((reply for reply in replies if reply.consistency), pb.StatusReply())
         merged = merged_workers(replies)
