@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from psd.contract.errors import InvalidRequest
+from psd.contract.orders import NEXT_PUSH
 from psd.state import locks
 from psd.v1 import job_pb2
 
@@ -80,7 +81,7 @@ class JobOrdersDesk:
     def end(self, clock: int) -> int:
         """End the job before the pushes of a clock; the clock, which is an earlier order's if there was one."""
         if not self._orders.ends_at:
-            self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=max(1, clock)))
+            self._change(job_pb2.JobOrders(learning_rates=self._orders.learning_rates, ends_at=max(NEXT_PUSH, clock)))
         return self._orders.ends_at
 
     def on_ended(self) -> None:

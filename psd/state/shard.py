@@ -19,6 +19,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError
+from psd.contract.orders import end_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
@@ -240,7 +241,7 @@ class Shard:
         clock = self._next_clock()
         with self._core.lock:
             found = self._core.orders.scale_learning_rate(scale, clock)
-        logger.warning("the learning rate is scaled by %g from step %d on, as an operator has ordered", scale, found.clock)
+        logger.warning("%s, as an operator has ordered", scale_text(found))
         return found
 
     def end_job(self) -> int:
@@ -248,7 +249,7 @@ class Shard:
         clock = self._next_clock()
         with self._core.lock:
             ends_at = self._core.orders.end(clock)
-        logger.warning("the job ends at step %d, as an operator has ordered", ends_at)
+        logger.warning("%s, as an operator has ordered", end_text(ends_at))
         return ends_at
 
     def _next_clock(self) -> int:

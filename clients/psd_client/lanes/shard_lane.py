@@ -114,7 +114,7 @@ class ShardLane(Lane):
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection, ready for bulk calls; None to use gRPC."""
         connection = self._opened(caller, call)
-        if connection is not None and connection.is_local and self._shared is not None:
+        if self._shared is not None and connection is not None and connection.is_local:
             gradients, places = self._shared
             if gradients.segment is not None and not gradients.segment.is_given_up:
                 connection.attach(gradients, places, call)

@@ -296,7 +296,11 @@ class Session:
         """Note what the replies to a push, by shard, say beside its outcome."""
         if 0 in replies:
             self.orders.hear(replies[0].orders)
-        self.cuts = list({cut.id: cut for reply in replies.values() for cut in reply.cuts}.values())[-CUTS_MAX:]
+        cuts = {}
+        for reply in replies.values():
+            for cut in reply.cuts:
+                cuts[cut.id] = cut
+        self.cuts = list(cuts.values())[-CUTS_MAX:]
 
     def leave(self) -> None:
         """Tell every shard that this worker has ended. Failures are logged; the lease ends what was not heard."""
