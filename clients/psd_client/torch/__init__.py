@@ -7,7 +7,7 @@ last two the shards hold a float32 master).
 
 declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
 shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates
-at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
+at the job's clock; uncompiled.py keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.tables import Tables
+from psd_client.torch.uncompiled import uncompiled
 from psd_core.optimizer import Optimizer
 
 __all__ = [
@@ -255,6 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
+    @uncompiled
     @torch.no_grad()
     def step(
         self,
@@ -315,6 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
         self._tables.on_step()
 
+    @uncompiled
     def pull(self) -> None:
         """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
         self._gradients.settle()
