@@ -6,8 +6,8 @@ strides on the way, so parameters may have any memory layout, any device, and be
 last two the shards hold a float32 master).
 
 declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
-shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates
-at the job's clock; uncompiled.py keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import torch.
+shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates at the job's clock; uncompiled.py
+keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = Parameters(declaration, worker.parameters)
         self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
         self._buffers.receive()
-        if declaration.buffers:
+        if declaration.places:
             worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
