@@ -6,8 +6,8 @@ strides on the way, so parameters may have any memory layout, any device, and be
 last two the shards hold a float32 master).
 
 declaration.py decides what is declared, groups.py what travels with each push; embedding.py has modules whose rows are on the
-shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates
-at the job's clock. Must not know blocks, shards or messages. Only the torch modules import torch.
+shards, and tables.py what they pull and push; schedule.py keeps a schedule of learning rates at the job's clock; uncompiled.py
+keeps torch.compile out of all this. Must not know blocks, shards or messages. Only the torch modules import torch.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from psd_client.torch.groups import SharedGroups, without_slots
 from psd_client.torch.parameters import Parameters, as_tensors, copy_all
 from psd_client.torch.schedule import DistributedScheduler, register, scheduler
 from psd_client.torch.tables import Tables
+from psd_client.torch.uncompiled import uncompiled
 from psd_core.optimizer import Optimizer
 
 __all__ = [
@@ -213,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = Parameters(declaration, worker.parameters)
         self._buffers = Buffers(declaration, worker.parameters, worker.times_gone_back)
         self._buffers.receive()
-        if declaration.buffers:
+        if declaration.places:
             worker.keep_buffers(self._buffers.send)
         self._overlap = overlap
         self._sent: tuple[list[list[float]], float] | None = None
@@ -248,6 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None, *, batch_size: float | None = None, grad_scaler: GradScaler | None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float], *, batch_size: float | None = None, grad_scaler: None = None) -> float: ...
+    @uncompiled
     @torch.no_grad()
     def step(
         self,
@@ -308,6 +310,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 torch_amp.report(grad_scaler, self, is_skipped=self.ps.is_skipped)
         self._tables.on_step()
 
+    @uncompiled
     def pull(self) -> None:
         """Fetch the current parameters into the model, without pushing; for evaluation in async and ssp."""
         self._gradients.settle()

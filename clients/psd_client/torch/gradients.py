@@ -31,6 +31,7 @@ from psd_client.lanes.flat import FlatBuffers
 from psd_client.torch.declaration import TorchDeclaration
 from psd_client.torch.parameters import as_tensors, copy_all, is_alike
 from psd_client.torch.places import Places
+from psd_client.torch.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -352,6 +353,7 @@ def _remove(hooks: list[Any]) -> None:
 def _hook(method: Any, number: int) -> Callable[[torch.Tensor], None]:
     """Make a hook that does not keep the optimizer alive."""
 
+    @uncompiled
     def hook(parameter: torch.Tensor) -> None:
         on_gradient = method()
         if on_gradient is not None:
