@@ -78,6 +78,8 @@ def distribute(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
+    if "tables" in declare_args:
+        raise TypeError("tables: this face takes none; psd_client.connect().declare does, and docs/jax.md has an example")
     if ps is not None and connect_args:
         raise TypeError("distribute: pass either ps or connect_args; ps is connected already")
     if not isinstance(ps, ParameterServer | None):
