@@ -201,14 +201,21 @@ def gradients_of(specs: Sequence[SparseTableSpec], tables: Any) -> Gradients:
 
 
 def as_row_ids(what: str, ids: Any) -> NDArray[Any]:
-    """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers."""
-    array = np.asarray(ids)
+    """Ids as an int64 or uint64 array of their shape. Raises InvalidTensor for other than whole numbers of 64 bits."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        raise InvalidTensor(
+            f"{what}: lists in it have different lengths; pull and push take an array, or lists of its shape"
+        ) from None
     if array.dtype in (np.int64, np.uint64):
         return array
     if array.dtype.kind in "iu":
         return array.astype(np.int64)
-    if not array.size and not hasattr(ids, "dtype"):  # an empty list has no dtype of its own
-        return array.astype(np.int64)
+    if not hasattr(ids, "dtype"):  # NumPy finds none for an empty list, nor for small numbers beside such as 2**64 - 1
+        numbers = np.asarray(ids, object).reshape(-1).tolist()
+        if all(isinstance(number, (int, np.integer)) and -(1 << 63) <= number < 1 << 64 for number in numbers):
+            return np.array([int(number) % (1 << 64) for number in numbers], np.uint64).reshape(array.shape)
     hint = "; psd_client.hash_ids makes ids of strings" if array.dtype.kind in "OSU" else ""
     raise InvalidTensor(f"{what}: dtype must be int64 or uint64, got {array.dtype}{hint}")
 

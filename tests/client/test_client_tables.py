@@ -73,6 +73,7 @@ def test_groups_when_tables_share_an_optimizer_then_they_share_an_entry_behind_t
         (np.array([3, -3], np.int32), [3, 2**64 - 3]),
         ([5, 6], [5, 6]),
         ([2**63 + 1], [2**63 + 1]),
+        ([[2**64 - 1], [5], [-2]], [[2**64 - 1], [5], [2**64 - 2]]),  # NumPy makes floating-point numbers of these
         ([], []),
         (7, 7),
     ],
@@ -91,6 +92,9 @@ def test_ids_when_whole_numbers_of_any_shape_then_are_64_bits(ids: Any, expected
         (np.zeros(3, np.bool_), "got bool"),
         (["a"], "got <U1; psd_client.hash_ids makes ids of strings"),
         (np.zeros(0), "got float64"),
+        ([1, 2**64], "ids: dtype must be int64 or uint64, got"),
+        ([1, 2**64 - 1, 0.5], "ids: dtype must be int64 or uint64, got float64"),
+        ([[1], [2, 3]], "ids: lists in it have different lengths"),
     ],
 )
 def test_ids_when_not_whole_numbers_then_says_so(ids: Any, match: str) -> None:
