@@ -123,7 +123,7 @@ def test_rows_are_of_the_modules_dtype():
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("form", ["offsets", "last offset", "matrix", "weights", "matrix weights", "padding", "matrix padding"])
 def test_bags_are_those_of_torch(mode, form):
-    """Of one dimension and of two, with an empty bag, weights, padding, a bag that has nothing else, and weights with padding."""
+    """Of one dimension and of two, with an empty bag, weights, padding, a bag of nothing else, and weights with padding."""
     rows = RowsInMemory(DIM)
     padding_idx = 3 if form in ("padding", "matrix padding", "matrix weights") else None
     options = {"mode": mode, "include_last_offset": form == "last offset", "padding_idx": padding_idx}
