@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import sparse_data
 from sparse_data import Array, Documents
-from topic_sampler import TopicSampler
+from topic_sampler import TopicSampler, counts_of
 
 import psd_client
 
@@ -91,16 +91,14 @@ def work(ps: Any, data: Documents, args: argparse.Namespace) -> dict[str, Any]:
     sampler = sampler_of(data, share, topics, args)
     if fresh.any():
         drawn = np.flatnonzero(fresh)
-        changes = np.zeros_like(sampler.word_topic)
-        np.add.at(changes, (data.words[share][drawn], topics[drawn]), 1)
+        changes = counts_of(data.words[share][drawn], topics[drawn], sampler.word_topic.shape)
         shared.store(share.start, topics, changes, begin)
     ps.barrier("drawn")
     sampling = exchanging = 0.0
     sampler.set_counts(shared.counts())
     for sweep in range(begin + 1, args.sweeps + 1):
         began, before = time.perf_counter(), sampler.own_counts.copy()
-        for part in rng.permutation(sampler.slices):
-            sampler.sample(part, rng)
+        sampler.sweep(rng)
         sampled = time.perf_counter()
         shared.store(share.start, sampler.topics, sampler.own_counts - before, sweep)
         sampler.set_counts(shared.counts())
@@ -126,9 +124,7 @@ def work(ps: Any, data: Documents, args: argparse.Namespace) -> dict[str, Any]:
 def is_exact(data: Documents, shared: Shared, counts: Array) -> bool:
     """True if each count is that of the tokens which have the topic."""
     topics = shared.topics(slice(0, len(data.words)))
-    expected = np.zeros_like(counts)
-    np.add.at(expected, (data.words, topics), 1)
-    return bool((counts == expected).all())
+    return bool((counts == counts_of(data.words, topics, counts.shape)).all())
 
 
 def alone(data: Documents, args: argparse.Namespace) -> dict[str, Any]:
@@ -137,8 +133,7 @@ def alone(data: Documents, args: argparse.Namespace) -> dict[str, Any]:
     sampler = sampler_of(data, slice(0, None), rng.integers(args.topics, size=len(data.words)), args)
     began = time.perf_counter()
     for _ in range(args.sweeps):
-        for part in rng.permutation(sampler.slices):
-            sampler.sample(part, rng)
+        sampler.sweep(rng)
     return {
         "perplexity": round(float(np.exp(-sampler.log_likelihood() / len(data.words))), 1),
         "counted": int(sampler.word_topic.sum()),

@@ -7,9 +7,10 @@ own, seldom, and before the push that reaches a cut. That call also tells of cut
 from __future__ import annotations
 
 from psd.contract import frames
+from psd.contract.config import CUTS_MAX
 from psd.contract.errors import InvalidRequest
 from psd.state.core import ShardCore
-from psd.state.durability.cuts import CUTS_MAX, Cuts, check_cuts
+from psd.state.durability.cuts import Cuts, check_cuts
 from psd.state.job import Job
 from psd.state.workers.membership import Membership, Worker, WorkerState
 from psd.v1 import data_pb2

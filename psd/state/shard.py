@@ -19,6 +19,7 @@ from copy import copy
 from psd.checkpoint import CheckpointDirectory
 from psd.contract.config import ConfigError, ServerConfig
 from psd.contract.errors import CheckpointFailed, Draining, InvalidRequest, PsdError, WrongShard
+from psd.contract.orders import end_text, scale_text
 from psd.contract.roster import Absence
 from psd.state.aggregation.settlement_desk import SettlementDesk
 from psd.state.buffers import BufferDesk
@@ -205,6 +206,7 @@ class Shard:
         snapshot.timeline = self._core.timeline
         step = snapshot.cut.step if snapshot.job.policy.has_rounds else None
         snapshot.worker_clocks.update({w.rank: w.clock if step is None else step for w in members.workers if w.session})
+        snapshot.learning_rates = self._core.orders.learning_rates_from(snapshot.cut.step)
         snapshot.client_states.update(self._core.client_states.at(snapshot.job.counted_on(snapshot.pages, snapshot.tables)))
 
     def close(self, *, keep: bool) -> None:
@@ -237,29 +239,28 @@ class Shard:
 
     def scale_learning_rate(self, scale: float) -> job_pb2.LearningRateScale:
         """Scale the job's learning rate; see ControlService.SetLearningRate."""
-        progress, clock = self._next_clock()
+        clock = self._next_clock()
         with self._core.lock:
-            found = self._core.orders.scale_learning_rate(scale, clock, progress)
-        logger.warning("the learning rate is scaled by %g from step %d on, as an operator has ordered", scale, found.clock)
+            found = self._core.orders.scale_learning_rate(scale, clock)
+        logger.warning("%s, as an operator has ordered", scale_text(found))
         return found
 
     def end_job(self) -> int:
         """Have all workers end before the pushes of one clock; see ControlService.Drain."""
-        _, clock = self._next_clock()
+        clock = self._next_clock()
         with self._core.lock:
             ends_at = self._core.orders.end(clock)
-        logger.warning("the job ends at step %d, as an operator has ordered", ends_at)
+        logger.warning("%s, as an operator has ordered", end_text(ends_at))
         return ends_at
 
-    def _next_clock(self) -> tuple[int, int]:
-        """The job's progress, and the first clock that nobody pushes at before hearing of what is ordered now."""
+    def _next_clock(self) -> int:
+        """The first clock that nobody pushes at before hearing of what is ordered now; 0 without rounds."""
         if self.config.shard_index != 0:
             raise WrongShard(f"orders are given to shard 0, this is shard {self.config.shard_index}")
         job = self._core.initialized()
         if not job.trained_count:
             raise InvalidRequest("shard 0 has no trained blocks, by whose replies workers would hear of it; use fewer shards")
-        progress = self.schedule.progress
-        return progress, progress + AHEAD if job.policy.has_rounds else 0
+        return self.schedule.progress + AHEAD if job.policy.has_rounds else 0
 
     # -- curves --------------------------------------------------------------------------------------------------------
 

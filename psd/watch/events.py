@@ -30,6 +30,9 @@ def _events(before: JobSnapshot, now: JobSnapshot) -> Iterator[tuple[str, str, s
         yield from _of_worker(known.get(worker.rank), worker)
     if before.state != now.state and now.state == "finished":
         yield "run", "info", f"all workers have left, at step {now.clock}"
+    for order in now.orders:
+        if order not in before.orders:
+            yield "order", "warning", f"an operator's order: {order}"
     yield from _of_checkpoints(before, now)
 
 

@@ -9,6 +9,7 @@ from scripted_job import EXPIRED, FINISHED, LIVE, ScriptedJob, logged
 from psd.v1 import control_pb2 as pb
 from psd.watch.history import EVENTS_MAX, MOMENTS_MAX
 from psd.watch.sampler import RATE_S
+from psd.watch.top import lines
 
 
 @pytest.fixture
@@ -132,6 +133,21 @@ def test_events_are_what_differs_between_two_looks(job):
         "worker 0 is back, at step 20",
     ]
     assert {event.at for event in job.sampler.history.events} == {1e9 + 3, 1e9 + 4}
+
+
+def test_an_order_is_told_when_it_is_given_and_when_it_begins_and_stays_while_shard_0_is_silent(job):
+    job.train(2)
+    job.replies[0].learning_rates.add(clock=21, scale=0.5)
+    job.replies[0].ends_at = 90
+    given = job.look()
+    begun = job.train(1)
+    job.is_silent[0] = True
+    silent = job.look()
+
+    assert given.orders == ("the learning rate is scaled by 0.5 from step 21 on", "the job ends at step 90")
+    assert begun.orders == silent.orders == ("the learning rate is scaled by 0.5", "the job ends at step 90")
+    assert job.told[:3] == [f"an operator's order: {order}" for order in (*given.orders, begun.orders[0])]
+    assert "order: the job ends at step 90" in lines.head_lines(begun, 80)
 
 
 def test_points_are_asked_for_once_and_anew_when_shard_0_has_restarted(job):

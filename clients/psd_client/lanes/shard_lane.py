@@ -16,7 +16,7 @@ from psd.contract import frames
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InternalError
 from psd.contract.layout import Block
-from psd.contract.rows import FRAME_BYTES_MAX, TableRows
+from psd.contract.rows import TableRows
 from psd.contract.vector_batches import payload_parts
 from psd.v1 import bulk_pb2, control_pb2, data_pb2, job_pb2, vectors_pb2
 from psd_client.lanes.bulk_connection import BulkClient
@@ -145,7 +145,7 @@ class ShardLane(Lane):
     def _connection(self, caller: job_pb2.Caller, call: Call) -> BulkClient | None:
         """The connection, ready for bulk calls; None to use gRPC."""
         connection = self._opened(caller, call)
-        if connection is not None and connection.is_local and self._shared is not None:
+        if self._shared is not None and connection is not None and connection.is_local:
             gradients, places = self._shared
             if gradients.segment is not None and not gradients.segment.is_given_up:
                 connection.attach(gradients, places, call)
@@ -179,7 +179,7 @@ class ShardLane(Lane):
             message = bulk_pb2.BulkCall(method=bulk_pb2.BULK_METHOD_PUSH, push=part.header)
             return connection.transfer(message, part, {}, None, call).push
         if can_start_threads():
-            if not part.blocks and part.feed is None and part.nbytes <= FRAME_BYTES_MAX:
+            if not part.blocks and part.feed is None and part.nbytes <= frames.FRAME_BYTES_MAX:
                 (frame,) = self._push_frames(part)
                 return data_pb2.PushReply.FromString(self._channel.frame(f"{_DATA}Push", frame, call))
             return self._channel.stream_out(f"{_DATA}Push", self._push_frames(part), data_pb2.PushReply, call, is_wait=True)

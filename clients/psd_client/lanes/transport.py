@@ -13,7 +13,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from psd.contract.layout import Block
 from psd.contract.rows import TableRows, in_frames
 from psd.v1 import control_pb2, data_pb2, job_pb2, vectors_pb2
+from psd_client.lanes.bracket import Bracket
 from psd_client.lanes.feed import Feed, Outgoing
 from psd_client.lanes.flat import FlatBuffers
 
@@ -58,9 +58,9 @@ class Scope:
         for cancel in cancels:
             cancel()
 
-    def entered(self, cancel: Callable[[], object]) -> Entered:
+    def entered(self, cancel: Callable[[], object]) -> Bracket[Callable[[], object]]:
         """Enter a call; `cancel` ends it, and is also called if the calling thread itself is interrupted."""
-        return Entered(self, cancel)
+        return Bracket(cancel, self.enter, self._end)
 
     def enter(self, cancel: Callable[[], object]) -> None:
         """Begin what `entered` ends. Raises Cancelled if it is too late."""
@@ -76,6 +76,13 @@ class Scope:
         with self._lock:
             self._cancels.discard(cancel)
 
+    def _end(self, cancel: Callable[[], object], error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                cancel()
+        finally:
+            self.leave(cancel)
+
     def sleep(self, seconds: float) -> None:
         """Wait; raise Cancelled if the scope is or becomes cancelled."""
         with self._lock:
@@ -86,26 +93,6 @@ class Scope:
         self._sleeping.wait(seconds)
         if self.is_cancelled:
             raise Cancelled
-
-
-class Entered:
-    """A call that runs in a scope."""
-
-    __slots__ = ("_cancel", "_scope")
-
-    def __init__(self, scope: Scope, cancel: Callable[[], object]) -> None:
-        self._scope = scope
-        self._cancel = cancel
-
-    def __enter__(self) -> None:
-        self._scope.enter(self._cancel)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            if error is not None:
-                self._cancel()
-        finally:
-            self._scope.leave(self._cancel)
 
 
 class Call(NamedTuple):
