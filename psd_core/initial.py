@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 
@@ -22,7 +23,7 @@ class Initial:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, (bool, str, bytes)) or not math.isfinite(float(value)):
+            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value!r}")
         if getattr(self, "std", 0) < 0:
             raise ValueError(f"std: must be >= 0, got {self.std}")  # type: ignore[attr-defined]
@@ -65,6 +66,11 @@ class Uniform(Initial):
 
     low: float
     high: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise ValueError(f"low: must be at most high, which is {self.high}, got {self.low}")
 
 
 @dataclass(frozen=True)

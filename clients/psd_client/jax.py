@@ -79,6 +79,8 @@ def distribute(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected one of psd_client's, such as psd_client.Adam(lr=1e-3), got {optimizer!r}")
+    if "tables" in declare_args:
+        raise TypeError("tables: this face takes none; psd_client.connect().declare does, and docs/jax.md has an example")
     check_connection(ps, *(["connect_args"] if connect_args else []))
     stale, stale_scalars = parse_staleness(staleness)
     spec = replace(spec_of(optimizer), staleness=stale)

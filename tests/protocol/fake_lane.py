@@ -10,7 +10,7 @@ from wire import Outcome, Request
 
 from psd.contract import frames
 from psd.contract.layout import Block
-from psd.contract.rows import TableRows
+from psd.contract.rows import TableRows, parts_of, payload_of
 from psd.v1 import control_pb2, data_pb2, vectors_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, GradientPart, Lane, RowsAhead, Scope
@@ -75,7 +75,7 @@ class FakeLane(Lane):
 
     def pull(self, request: data_pb2.PullRequest, blocks: Sequence[Block], parameters: FlatBuffers, call: Call) -> None:
         outcome = self._process.ask(self.shard, _request("pull", request), call.scope)
-        assert len(outcome.versions) == len(blocks)
+        assert len(outcome.versions) == len(blocks) + (parameters.layout.tables_block(self.shard) is not None)
         self._process.received(outcome.versions)
 
     def push_pull(
@@ -91,10 +91,10 @@ class FakeLane(Lane):
     def pull_rows(
         self, request: data_pb2.PullRequest, wanted: Sequence[TableRows], call: Call, *, counts_no_use: bool = False
     ) -> int:
-        raise NotImplementedError("these jobs have no tables")
+        raise NotImplementedError("these workers pull no rows")
 
     def read_rows(self, request: data_pb2.ReadRequest, wanted: Sequence[TableRows], call: Call) -> int:
-        raise NotImplementedError("these jobs have no tables")
+        raise NotImplementedError("these workers pull no rows")
 
     def run_vectors(
         self, batch: vectors_pb2.VectorBatch, pieces: Sequence[NDArray[Any]], call: Call
@@ -115,7 +115,7 @@ class FakeLane(Lane):
 
 
 def _request(kind: str, message: Any, blocks: tuple[tuple[int, bytes, bytes], ...] = ()) -> Request:
-    return Request(kind, message.SerializeToString(deterministic=True), blocks)
+    return Request(kind, _bytes(message), blocks)
 
 
 def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
@@ -123,5 +123,15 @@ def _gradients(part: GradientPart) -> tuple[tuple[int, bytes, bytes], ...]:
     for block, present in part.outgoing():
         bits = b"" if present is None else frames.present_bits(present)
         is_there = present is None or bool(present.any())
-        found.append((block.index, bits, part.buffers.block(block.index).tobytes() if is_there else b""))
+        head = data_pb2.PushFrame(present=bits)
+        found.append((block.index, _bytes(head), part.buffers.block(block.index).tobytes() if is_there else b""))
+    if part.tables_block is not None:
+        for rows, is_last in part.outgoing_rows():
+            head = data_pb2.PushFrame(rows=parts_of(rows), more=not is_last)
+            found.append((part.tables_block, _bytes(head), b"".join(piece.tobytes() for piece in payload_of(rows))))
     return tuple(found)
+
+
+def _bytes(message: Any) -> bytes:
+    found: bytes = message.SerializeToString(deterministic=True)
+    return found

@@ -15,7 +15,8 @@ from setting import Setting
 STATES = 100
 """To look at in each setting."""
 
-SMALL = ("sync-fast", "sync-exact", "quorum", "async", "push-only-exact", "lost-disks")
+SMALL = ("tables", "tables-exact", "quorum", "tables-async", "push-only-exact", "lost-disks")
+"""Jobs with tables have tensors, too."""
 
 COUNT = """
 from check_protocol import explore
@@ -101,6 +102,32 @@ def test_a_failed_push_that_another_one_follows_unfenced_is_found(monkeypatch: p
 
     assert "lack acknowledged gradients" in story[0]
     assert told_in_order(story, "raises WaitTimeout", "decides: other", "push_pull gradient")
+
+
+# -- defects that tables could have ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_rows_that_one_table_has_twice_after_a_kill_between_two_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.rows_again(monkeypatch)
+
+    story = find(Setting("planted", tables=2, faults=frozenset({"crash"})))
+
+    assert "table 0 of block 3, update 2: gradient 0 counts twice" in story
+    assert told_in_order(story, "shard is killed at its crash point", "push_pull gradient 0", "block 3 is now made of [0, 6]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", ["rows", "tensors"])
+def test_a_push_that_comes_again_without_its_rows_or_its_tensors_is_found(
+    monkeypatch: pytest.MonkeyPatch, left_out: str
+) -> None:
+    planted.half_sent_again(monkeypatch, left_out)
+
+    story = find(Setting("planted", tables=2, faults=frozenset({"kill"})))
+
+    assert "1 block(s) lack acknowledged gradients" in story[0]
+    assert told_in_order(story, "is killed", "worker 1 -> shard 0: push_pull", "is now made of [0]")
 
 
 def find(setting: Setting) -> list[str]:
